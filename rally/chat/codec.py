@@ -1,0 +1,205 @@
+"""Messages become ids and back: what is appended after a sampled turn is exactly what the template would have put
+there, and every tool call the policy wrote is kept.
+
+Sampled ids are never encoded again. A history is prompt ids + sampled ids + delta ids, and the full rendering of all
+messages (`render`) is the slow spec that this is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat.errors import TemplateError
+from rally.chat.escape import Escaped
+from rally.chat.formats import get_format
+from rally.chat.probe import SanityMode, TemplateReport, compare, probe
+from rally.chat.template import Template, openai_shape
+from rally.chat.turns import Turns
+from rally.types import Message, RallyError, ToolCall
+
+
+class EncodedConversation(NamedTuple):
+    """A whole conversation; mask is 1 exactly on what the policy would have sampled."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """One sampled turn, read. `text` is all of it without its stop token, `content` what stands outside the calls;
+    `closed` says whether it ended with the template's own end-of-turn token."""
+
+    text: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+    closed: bool = True
+
+
+class ChatCodec:
+    """One tokenizer, its chat template, a tool list and a tool-call format."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_format: str = "hermes",
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_cached: int = 4096,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.format = get_format(tool_format)
+        self._template = Template(tokenizer, tools, chat_template, template_kwargs or {})
+        self._max_cached = max_cached
+        self._turns = Turns(self._template)
+        self._family: dict[str, ChatCodec] = {_key(self._template.tools): self}
+        self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
+        self.end_of_turn: int = self._turns.end.id
+        eos = tokenizer.eos_token_id
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (self.end_of_turn, eos) if i is not None))
+        self._opening_ids = self._template.tokens(self._turns.opening)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tool list in the OpenAI shape, as the template is given it."""
+        return self._template.tools
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatCodec:
+        """The same codec with another tool list; made once per list."""
+        key = _key(openai_shape(tools))
+        if key not in self._family:
+            codec = ChatCodec(
+                self.tokenizer,
+                self.format.name,
+                tools,
+                chat_template=self._template.source,
+                template_kwargs=self._template.kwargs,
+                max_cached=self._max_cached,
+            )
+            codec._family = self._family
+            self._family[key] = codec
+        return self._family[key]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The first messages, tool list and generation prompt included; kept by content."""
+        return self._prompt_ids(_key(messages))
+
+    def encode_delta(self, messages: Sequence[Message], closed: bool = True) -> tuple[int, ...]:
+        """What is appended after a sampled turn when tool or user messages follow it, generation prompt included.
+
+        With `closed` False the turn ended without its end-of-turn token, and the delta begins with it.
+        """
+        if any(m["role"] == "assistant" for m in messages):
+            raise RallyError("a delta holds tool and user messages; what the assistant said is already in the history")
+        # Encoded behind the token that it follows, so that no tokenizer can treat it as the beginning of a text.
+        ids = self._template.tokens(self._turns.end.text + self._turns.delta(messages))
+        if ids[0] != self.end_of_turn:
+            raise TemplateError(f"the tokenizer does not keep the end-of-turn token {self._turns.end.text} whole")
+        return tuple(ids[1:] if closed else ids)
+
+    def encode_assistant(self, message: Message) -> tuple[int, ...]:
+        """The canonical reply: what the policy would have sampled for this message, end-of-turn token included."""
+        text, opening = self._turns.reply(message), self._opening_ids
+        joined = self._template.tokens(self._turns.opening + text)
+        # A reply that begins with a newline merges with the generation prompt's; a sampled one cannot.
+        merged = joined[: len(opening)] != opening
+        return tuple(self._template.tokens(text) if merged else joined[len(opening) :])
+
+    def encode_conversation(self, messages: Sequence[Message]) -> EncodedConversation:
+        """For supervised fine-tuning: exactly the ids, and on the replies exactly the mask, of an episode."""
+        replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if not replies or replies[0] == 0 or replies[-1] != len(messages) - 1:
+            raise RallyError(
+                "a conversation to learn from must begin with a question and end with an assistant message"
+            )
+        ids = list(self.encode_prompt(messages[: replies[0]]))
+        mask = [0] * len(ids)
+        for before, at in zip([None, *replies], replies, strict=False):
+            delta = () if before is None else self.encode_delta(messages[before + 1 : at])
+            reply = self.encode_assistant(messages[at])
+            ids += [*delta, *reply]
+            mask += [0] * len(delta) + [1] * len(reply)
+        return EncodedConversation(tuple(ids), tuple(mask))
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[int, ...]:
+        """The template's own rendering of the whole conversation: the slow spec of everything above."""
+        return tuple(self._template.tokens(self._template.text(messages, generation_prompt)))
+
+    def rerender(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The history as the inference template would give it anew (multi_turn.history=rerender)."""
+        return self.render(messages, generation_prompt=True)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def parse(self, ids: Sequence[int]) -> Parsed:
+        """What a sampled turn says and asks for. Never raises: what cannot be understood is a call with an error."""
+        stopped = bool(ids) and ids[-1] in self.stop_ids
+        text = self.decode(ids[:-1] if stopped else ids)
+        content, calls = self.format.parse(text, self.tools, start=self._after_thinking(text))
+        return Parsed(
+            text=text,
+            content=content,
+            tool_calls=calls,
+            errors=tuple(call.error for call in calls if call.error is not None),
+            closed=stopped and ids[-1] == self.end_of_turn,
+        )
+
+    def message(self, parsed: Parsed) -> Message:
+        """The parsed turn as an assistant message. Arguments are objects, as templates want them; the text of a call
+        that could not be understood stays in the content, so that the history still shows it."""
+        good = [call for call in parsed.tool_calls if call.error is None]
+        if not good:
+            return {"role": "assistant", "content": parsed.text}
+        broken = [call.raw for call in parsed.tool_calls if call.error is not None]
+        content = "\n".join(part for part in [parsed.content, *broken] if part)
+        functions = [{"name": call.name, "arguments": call.arguments} for call in good]
+        calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(good, functions, strict=True)]
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    def escape(self, text: str) -> Escaped:
+        """Tool text with its control tokens neutralised, and how many there were."""
+        return self._template.escaper.tool(text)
+
+    def probe(self) -> TemplateReport:
+        """What the template does to earlier turns, in words."""
+        return probe(self._turns)
+
+    def sanity(self, segment_ids: Sequence[int], messages: Sequence[Message], mode: SanityMode) -> str | None:
+        """Whether a history that grew turn by turn reads like the full rendering of its messages: None, or a diff.
+
+        Texts are compared, not ids: the policy may sample another tokenization of the same words.
+        """
+        ends_in_reply = messages[-1]["role"] == "assistant"
+        expected = self.decode(self.render(messages, generation_prompt=not ends_in_reply))
+        got = self.decode(segment_ids)
+        if ends_in_reply:
+            end = self._turns.end.text
+            expected, got = expected.rpartition(end)[0], got.removesuffix(end)
+        return compare(expected, got, mode)
+
+    def _encode_prompt_key(self, key: str) -> tuple[int, ...]:
+        return tuple(self._template.tokens(self._turns.prompt(json.loads(key))))
+
+    def _after_thinking(self, text: str) -> int:
+        """Where calls may begin: a call inside the closed thinking block a turn begins with is only a thought."""
+        if self._turns.opening.rstrip().endswith("<think>") or text.lstrip().startswith("<think>"):
+            end = text.find("</think>")
+            return end + len("</think>") if end >= 0 else 0
+        return 0
+
+
+def _key(value: Any) -> str:
+    """Messages or tools as a text to look them up by; images, which no text template prints, by their repr."""
+    return json.dumps(value, ensure_ascii=False, default=repr)

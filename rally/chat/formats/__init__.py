@@ -1,0 +1,22 @@
+"""A tool-call format is chosen by name, and a name that does not exist is answered with those that do."""
+
+from rally.chat.formats.base import FormatResult, Found, ToolFormat, schemas_of
+from rally.chat.formats.hermes import HERMES
+from rally.chat.formats.llama3_json import LLAMA3_JSON
+from rally.chat.formats.plain import PLAIN
+from rally.chat.formats.qwen3_coder import QWEN3_CODER
+from rally.types import RallyError
+
+FORMATS = {f.name: f for f in (HERMES, QWEN3_CODER, LLAMA3_JSON, PLAIN)}
+ALIASES = {"qwen": "hermes", "qwen2_5": "hermes", "qwen3": "hermes"}
+
+
+def get_format(name: str) -> ToolFormat:
+    found = FORMATS.get(ALIASES.get(name, name))
+    if found is None:
+        known = ", ".join(sorted([*FORMATS, *ALIASES]))
+        raise RallyError(f"unknown tool-call format {name!r}; choose one of {known}")
+    return found
+
+
+__all__ = ["ALIASES", "FORMATS", "FormatResult", "Found", "ToolFormat", "get_format", "schemas_of"]

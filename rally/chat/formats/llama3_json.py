@@ -1,0 +1,80 @@
+"""Reads the bare `{"name": ..., "parameters": {...}}` of Llama 3, one or several, after `<|python_tag|>` or not.
+
+An object that names no tool is an answer in JSON, not a call, and stays in the text; an object that begins like a
+call and cannot be read is a malformed call.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from rally.chat.formats.base import Found, Schemas, ToolFormat, call_of, malformed
+from rally.chat.tolerant_json import read_json
+from rally.types import ToolCall
+
+SHAPE = '{"name": "tool name", "parameters": {"parameter": "value"}}'
+PYTHON_TAG = "<|python_tag|>"
+_START = re.compile(rf"{re.escape(PYTHON_TAG)}\s*(?:```(?:json)?\s*)?\[?|\{{")
+_AFTER = re.compile(r"\s*\]?\s*(?:```)?\s*[;,]?")
+_LIKE_A_CALL = re.compile(r"""\s*\{\s*(["']?)(?:name|function)\1\s*:""")
+_NEXT = re.compile(rf"[;\n][ \t]*(?=\{{)|{re.escape(PYTHON_TAG)}")
+
+
+class Read(NamedTuple):
+    """What stands at a start: a call, or (None) something else to pass over; and its end."""
+
+    call: ToolCall | None
+    end: int
+
+
+def find_llama3(text: str, schemas: Schemas) -> list[Found]:
+    found: list[Found] = []
+    at = 0
+    while (start := _START.search(text, at)) is not None:
+        tagged = start.group() != "{"
+        call, end = _call_at(text, start.end() if tagged else start.start(), tagged, schemas)
+        if call is not None:
+            found.append(Found(_with_opening(text, at, start.start()), end, call))
+        at = end
+    return found
+
+
+def _call_at(text: str, begin: int, tagged: bool, schemas: Schemas) -> Read:
+    meant = tagged or _LIKE_A_CALL.match(text, begin) is not None
+    try:
+        value, end = read_json(text, begin)
+    except ValueError as error:
+        return _broken(text, begin, str(error)) if meant else Read(None, begin + 1)
+    if not meant and not _names_a_tool(value, schemas):
+        return Read(None, end)
+    after = _AFTER.match(text, end)
+    stop = after.end() if after else end
+    try:
+        return Read(call_of(value, schemas), stop)
+    except ValueError as error:
+        return Read(malformed(str(error), text[begin:end], SHAPE), stop)
+
+
+def _names_a_tool(value: Any, schemas: Schemas) -> bool:
+    name = value.get("name") if isinstance(value, dict) else None
+    return isinstance(name, str) and (name in schemas or bool({"parameters", "arguments"} & set(value)))
+
+
+def _broken(text: str, begin: int, reason: str) -> Read:
+    following = _NEXT.search(text, begin + 1)
+    end = following.start() if following else len(text)
+    return Read(malformed(reason, text[begin:end], SHAPE), end)
+
+
+def _with_opening(text: str, low: int, start: int) -> int:
+    """Where the call begins when a code fence or the bracket of a list stands before it."""
+    before = text[low:start].rstrip()
+    before = before.removesuffix("[").rstrip()
+    for fence in ("```json", "```"):
+        if before.endswith(fence):
+            return low + len(before) - len(fence)
+    return low + len(before) if text[low + len(before) : start].strip() else start
+
+
+LLAMA3_JSON = ToolFormat("llama3_json", find_llama3)

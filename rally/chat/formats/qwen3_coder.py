@@ -1,0 +1,82 @@
+"""Reads `<tool_call><function=N><parameter=K>value</parameter></function></tool_call>`, the way of Qwen3-Coder.
+
+Values are raw text, converted by the tool's schema. A call may lack its outer tags or those at the end of the turn;
+a parameter cut off by the end of the turn makes the call malformed, since its value is not all there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rally.chat.formats.base import Found, Schemas, ToolFormat, convert, malformed
+from rally.types import ToolCall
+
+SHAPE = "<tool_call><function=tool name><parameter=name>value</parameter></function></tool_call>"
+_START = re.compile(r"<tool_call>\s*(?:<function=([^>\n]{0,200})>)?|<function=([^>\n]{0,200})>|</tool_call>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{0,200})>")
+_VALUE_END = re.compile(r"</parameter>")
+_UNCLOSED_END = re.compile(r"(?=<parameter=|</function>)")
+_END = re.compile(r"\s*(?:</function>)?\s*(?:</tool_call>)?")
+_NEXT = re.compile(r"(?=<tool_call>|<function=)|</tool_call>")
+
+
+class Body(NamedTuple):
+    """The arguments after a function's opening tag, and where they end."""
+
+    arguments: dict[str, Any]
+    end: int
+
+
+def find_qwen3_coder(text: str, schemas: Schemas) -> list[Found]:
+    found: list[Found] = []
+    at = 0
+    while (start := _START.search(text, at)) is not None:
+        name = (start.group(1) or start.group(2) or "").strip()
+        found.append(_call_at(text, start, name, schemas))
+        at = found[-1].end
+    return found
+
+
+def _call_at(text: str, start: re.Match[str], name: str, schemas: Schemas) -> Found:
+    if not name:
+        stray = start.group() == "</tool_call>"
+        reason = (
+            "</tool_call> without <tool_call> before it" if stray else "no <function=tool name> follows <tool_call>"
+        )
+        return _broken(text, start, start.end() if stray else None, reason)
+    try:
+        body = _body(text, start.end(), schemas.get(name, {}))
+    except ValueError as error:
+        return _broken(text, start, None, str(error))
+    closing = _END.match(text, body.end)
+    assert closing is not None, "every part of it is optional"
+    end = closing.end()
+    if text[end:].strip() and not closing.group().strip():
+        return _broken(text, start, None, f"expected <parameter=name> or </function> at {text[end:].strip()[:20]!r}")
+    return Found(start.start(), end, ToolCall(name=name, arguments=body.arguments))
+
+
+def _body(text: str, at: int, schema: Mapping[str, Any]) -> Body:
+    arguments: dict[str, Any] = {}
+    properties = schema.get("properties") or {}
+    while (opening := _PARAMETER.match(text, at)) is not None:
+        closing = _VALUE_END.search(text, opening.end()) or _UNCLOSED_END.search(text, opening.end())
+        if closing is None:
+            raise ValueError(f"the value of parameter {opening.group(1)!r} is not closed with </parameter>")
+        key = opening.group(1).strip()
+        value = text[opening.end() : closing.start()].removeprefix("\n").removesuffix("\n")
+        arguments[key] = convert(value, properties.get(key, {}))
+        at = closing.end()
+    return Body(arguments, at)
+
+
+def _broken(text: str, start: re.Match[str], end: int | None, reason: str) -> Found:
+    if end is None:
+        following = _NEXT.search(text, start.end())
+        end = following.end() if following else len(text)
+    return Found(start.start(), end, malformed(reason, text[start.start() : end], SHAPE))
+
+
+QWEN3_CODER = ToolFormat("qwen3_coder", find_qwen3_coder)

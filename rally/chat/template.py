@@ -1,0 +1,114 @@
+"""Messages become the text that the model's own chat template gives them, the same text all day.
+
+Whatever shape messages arrive in (content None, arguments as JSON text, empty tool_calls, the null fields of a parquet
+row), the template sees the one shape that templates agree on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat.errors import TemplateError
+from rally.chat.escape import Escaper
+from rally.types import Message
+
+SENTINEL = "rallysentinel"
+QUESTION: Message = {"role": "user", "content": "question"}
+
+
+class Template:
+    """One tokenizer's chat template with one tool list; `text` and `tokens` are all there is to it."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]],
+        chat_template: str | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if chat_template is None and not tokenizer.chat_template:
+            raise TemplateError("the tokenizer has no chat template; give one with chat_template=")
+        self.tokenizer = tokenizer
+        self.tools = openai_shape(tools)
+        self.source = chat_template
+        # A run over midnight must not change the date in its prompts: templates that print it ask for this name.
+        self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
+        self.escaper = Escaper(tokenizer)
+
+    def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self.raw_text([self.normal(m) for m in messages], generation_prompt)
+
+    def raw_text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """The rendering of messages that are in normal form already."""
+        if not messages:
+            raise TemplateError("there is no message to render; a conversation needs at least one")
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=[*self.tools] or None,
+                chat_template=self.source,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+        assert isinstance(rendered, str)
+        return rendered
+
+    def tokens(self, text: str) -> list[int]:
+        # Half a surrogate pair, which a tool may well print, is text that no tokenizer accepts.
+        clean = text.encode("utf-8", "replace").decode("utf-8")
+        ids: list[int] = self.tokenizer.encode(clean, add_special_tokens=False)
+        return ids
+
+    def normal(self, message: Message) -> Message:
+        """The message as templates want it, observed text escaped."""
+        result = {key: value for key, value in message.items() if value is not None}
+        result["content"] = self.observed(str(result.get("role")), _content(message.get("content")))
+        calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
+        return {**result, "tool_calls": calls} if calls else result
+
+    def observed(self, role: str, content: Any) -> Any:
+        """Content with its control tokens neutralised where a tool or a user wrote it."""
+        escape = {"tool": self.escaper.tool, "user": self.escaper.user}.get(role)
+        if escape is None:
+            return content
+        if isinstance(content, str):
+            return escape(content).text
+        return [{**p, "text": escape(p["text"]).text} if p.get("type") == "text" else p for p in content]
+
+
+def openai_shape(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools in their {"type": "function"} wrapper, which templates expect; a bare function is given one."""
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
+
+
+def _content(content: Any) -> Any:
+    """Text stays text, no content is empty text, and a list of only text parts is joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return json.dumps(content, ensure_ascii=False)
+    if all(part.get("type") == "text" for part in content):
+        return "".join(str(part["text"]) for part in content)
+    return content
+
+
+def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        # What is not JSON is printed by the template as the text it is.
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    named = {"name": function.get("name", ""), "arguments": arguments}
+    return {"id": call.get("id") or "call_0", "type": "function", "function": named}

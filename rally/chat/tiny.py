@@ -1,0 +1,84 @@
+"""A tokenizer made on the spot, small enough for a model that trains in a minute, and lossless for ASCII text.
+
+Its pieces are the words of Hermes tool calls and single characters, so a number is always single digits. A character
+outside ASCII becomes `<unk>`. Its ChatML template has no system prompt of its own and is append-only; it leaves the
+tool list out of the prompt unless the template argument `show_tools` is true.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+WORDS = (
+    *('{"', '": "', '": {"', '", "', '"}}', '"}', "name", "arguments"),
+    *("calculator", "expression", "#### ", "What is ", "Compute ", "Error: ", "user", "assistant", "system", "tool"),
+)
+CHARACTERS = ("\n", "\t", "\r", *(c for c in string.printable if c.isprintable()))
+
+CHAT_TEMPLATE = """\
+{%- set listed = tools if show_tools is defined and show_tools else none %}
+{%- if listed %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- 'Tools:' }}
+    {%- for tool in listed %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}
+            {{- '<|im_start|>tool' }}
+        {%- endif %}
+        {{- '\\n<tool_response>' + message.content + '</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- elif not (listed and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = sorted(WORDS, key=len, reverse=True)
+    pieces = [PAD, START, END, *TAGS, UNKNOWN, *words, *CHARACTERS]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    assert len(vocabulary) == len(pieces), "a piece is listed twice"
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    longest_first = "|".join(map(re.escape, words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longest_first}|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, START, END, UNKNOWN)])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,156 @@
+"""Every section of a configuration is frozen, refuses keys it does not know, and says what each key may hold.
+
+How to read a field: plain annotations work as typed; `Only(...)` marks a key that the ecosystem has but for which
+Rally does one thing, so other values are errors; keys that are typed but not built yet are listed in `unbuilt.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf import OmegaConf
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+class Section(BaseModel):
+    """One mapping of the configuration."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_section(cls, value: Any) -> Any:
+        # `trainer:` with nothing below it is how YAML writes an empty section.
+        return {} if value is None else value
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Each key that is not a section, with its full dotted name."""
+        for name, value in self:
+            key = prefix + name
+            if isinstance(value, Section):
+                yield from value.leaves(key + ".")
+            else:
+                yield key, value
+
+    @classmethod
+    def keys(cls, prefix: str = "") -> Iterator[str]:
+        """The dotted name of every key and section the schema knows."""
+        for name, field in cls.model_fields.items():
+            yield prefix + name
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+                yield from field.annotation.keys(prefix + name + ".")
+
+
+class Root(Section):
+    """A whole configuration: what `load_config` and `load_sft_config` give back."""
+
+    def flat(self) -> dict[str, Any]:
+        """Every key by its full dotted name; mappings of the user's own keys stay whole."""
+        return dict(self.leaves())
+
+    def to_yaml(self) -> str:
+        """The configuration with every default written out; loading the text gives an equal configuration."""
+        return OmegaConf.to_yaml(OmegaConf.create(_escaped(self.model_dump(mode="json"))))
+
+    def first_written(self, keys: tuple[str, ...]) -> Any:
+        """The value of the first of these keys that was given one."""
+        return next((value for key in keys if (value := look_up(self, key)) is not None), None)
+
+
+def look_up(config: Section, key: str) -> Any:
+    """The value or section at a dotted key of the schema."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _escaped(value: Any) -> Any:
+    """The value with `${` guarded, so that text that only looks like an interpolation survives loading."""
+    if isinstance(value, dict):
+        return {k: _escaped(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_escaped(v) for v in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+class Only:
+    """Marks a key for which only `values` describe what Rally does; `because` ends the sentence a user reads."""
+
+    def __init__(self, *values: object, because: str) -> None:
+        self.values, self.because = values, because
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        # A list of things to save means the same in any order.
+        same = [v for v in self.values if v == value or (isinstance(v, tuple) and set(v) == set(value))]
+        if not same:
+            raise PydanticCustomError("only", "{because}", {"because": self.because})
+        return same[0]
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("must", "a number")
+    return value
+
+
+def _all_or_some(value: int) -> int:
+    if value != -1 and value < 1:
+        raise PydanticCustomError("must", "-1 or at least 1")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    if value is None:
+        return ()
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def expand(path: str) -> str:
+    """The path with `~` and `$VARIABLES` replaced."""
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def missing_file(path: str) -> bool:
+    """Whether the text names a file or folder that is not there."""
+    return not Path(path).exists()
+
+
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+Count = Annotated[Int, Field(ge=1)]
+Natural = Annotated[Int, Field(ge=0)]
+Limit = Annotated[Int, AfterValidator(_all_or_some)]
+"""A number of things, or -1 for all of them or never."""
+Positive = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+PathText = Annotated[str, AfterValidator(expand)]
+Files = Annotated[tuple[PathText, ...], BeforeValidator(_listed)]
+"""One path or a list of them."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+"""One text or a list of them."""
+AsList = BeforeValidator(_listed)

@@ -1,0 +1,179 @@
+"""What keys must hold together: each check reads a valid `Config` and says one sentence per contradiction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rally.config.base import look_up, missing_file
+from rally.config.errors import shown
+from rally.config.reward import CustomRewardFunction
+from rally.config.schema import ROLLOUT, SPELLINGS, Config
+from rally.config.sft import SFT_SPELLINGS, SftConfig
+from rally.config.trainer import RunConfig
+
+ACTOR = "actor_rollout_ref.actor"
+SAME_AS = (
+    (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
+    (f"{ROLLOUT}.response_length", "data.max_response_length"),
+    (f"{ROLLOUT}.dtype", "actor_rollout_ref.model.dtype"),
+    (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    (f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"),
+    ("reward_model.num_workers", "reward.num_workers"),
+)
+"""A second name, and the key that rules."""
+
+
+def spelled_once(config: Config | SftConfig) -> Iterator[str]:
+    for keys in SPELLINGS if isinstance(config, Config) else SFT_SPELLINGS:
+        written = {key: value for key in keys if (value := look_up(config, key)) is not None}
+        if len(set(written.values())) > 1:
+            told = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
+            yield f"{told} are spellings of one setting but differ; keep one of them."
+
+
+def equal_names(config: Config) -> Iterator[str]:
+    for second, first in SAME_AS:
+        given, ruling = look_up(config, second), look_up(config, first)
+        if given is not None and given != ruling:
+            yield f"{second}={shown(given)} must equal {first}={shown(ruling)}; leave it out and set {first}."
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.use_inference_chat_template and multi_turn.history == "append":
+        name = f"{ROLLOUT}.multi_turn"
+        yield f"{name}.use_inference_chat_template=true means {name}.history=rerender, not append; keep one of them."
+
+
+def batch(config: Config) -> Iterator[str]:
+    n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
+    if n < 2 and config.algorithm.adv_estimator.startswith("grpo") and not config.trainer.val_only:
+        yield f"{ROLLOUT}.n={n} leaves GRPO nothing to compare an episode with; set it to 2 or more."
+    if mini > train:
+        yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
+    window, prompt = config.rollout.max_model_len, config.data.max_prompt_length
+    if window is not None and window <= prompt:
+        yield f"{ROLLOUT}.max_model_len={window} leaves no room after data.max_prompt_length={prompt}; raise it."
+
+
+def sampling(config: Config) -> Iterator[str]:
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    if rollout.temperature == 0 and not config.trainer.val_only:
+        yield f"{ROLLOUT}.temperature=0 makes all episodes of a group equal; training needs more than 0."
+    if val.do_sample and val.temperature == 0:
+        yield f"{ROLLOUT}.val_kwargs.do_sample=true needs {ROLLOUT}.val_kwargs.temperature above 0; set it."
+    if val.do_sample is False and val.temperature > 0:
+        told = f"{ROLLOUT}.val_kwargs.temperature={val.temperature}"
+        yield f"{told} has no effect with do_sample=false; set do_sample=true or temperature=0."
+
+
+def loss(config: Config) -> Iterator[str]:
+    actor = config.actor
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward would count the KL twice; keep one of them."
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        told = f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor}"
+        yield f"{told} has no effect unless {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm; leave it out."
+    if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
+        yield f"{ACTOR}.optim.lr_warmup_steps and lr_warmup_steps_ratio both set the warm-up; keep one of them."
+
+
+def loop(config: Config) -> Iterator[str]:
+    named = config.rollout.agent.default_agent_loop
+    if config.rollout.agent_loop_class and named != "single_turn_agent":
+        yield f"{ROLLOUT}.agent_loop_class and {ROLLOUT}.agent.default_agent_loop={named} each name a loop; keep one."
+
+
+def reward(config: Config) -> Iterator[str]:
+    function, unset = config.reward_function, CustomRewardFunction()
+    if config.custom_reward_function not in (unset, function):
+        yield "custom_reward_function and reward.custom_reward_function are one setting but differ; keep one of them."
+    if function.path is None and function.name != "compute_score":
+        yield f"custom_reward_function.name={function.name} needs custom_reward_function.path; set it."
+
+
+def files(config: Config) -> Iterator[str]:
+    for key in (
+        "data.train_files",
+        "data.val_files",
+        f"{ROLLOUT}.agent.agent_loop_config_path",
+        "custom_reward_function.path",
+        "reward.custom_reward_function.path",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        *SPELLINGS[0],
+        *SPELLINGS[1],
+    ):
+        yield from _missing(config, key)
+    if not config.data.val_files and (config.trainer.test_freq > 0 or config.trainer.val_only):
+        yield "trainer.test_freq and trainer.val_only need rows to validate on; set data.val_files."
+
+
+def sft_files(config: SftConfig) -> Iterator[str]:
+    for key in ("data.train_files", "data.val_files", "model.path", "model.partial_pretrain", "model.tokenizer_path"):
+        yield from _missing(config, key)
+    if not config.data.val_files and config.trainer.test_freq > 0:
+        yield f"trainer.test_freq={config.trainer.test_freq} needs rows to validate on; set data.val_files."
+    if config.optim.lr_warmup_steps >= 0 and config.optim.lr_warmup_steps_ratio > 0:
+        yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio both set the warm-up; keep one of them."
+
+
+def resume(config: Config | SftConfig) -> Iterator[str]:
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode == "resume_path" and path is None:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path; set it to a checkpoint folder."
+    if mode != "resume_path" and path is not None:
+        yield f"trainer.resume_from_path={path} has no effect with resume_mode={mode}; set resume_mode=resume_path."
+    if path is not None and missing_file(path):
+        yield f"trainer.resume_from_path={path} does not exist; name a checkpoint folder."
+
+
+def machine(config: Config | SftConfig) -> Iterator[str]:
+    trainer: RunConfig = config.trainer
+    if trainer.n_gpus_per_node == 1 and trainer.device != "cuda":
+        return
+    gpus = count_gpus()
+    wanted = trainer.n_gpus_per_node
+    if wanted > max(gpus, 1):
+        told = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
+        yield f"{told}; training on several is not built yet anyway, so set it to 1."
+    elif wanted > 1:
+        yield f"trainer.n_gpus_per_node={wanted} is not built yet; set it to 1 to train on one GPU."
+    if trainer.device == "cuda" and gpus == 0:
+        yield "trainer.device=cuda, but this machine has 0 GPUs that torch can see; set it to auto or cpu."
+
+
+def count_gpus() -> int:
+    """GPUs that torch can see. Imported here because a configuration is loaded long before torch is needed."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def _missing(config: Config | SftConfig, key: str) -> Iterator[str]:
+    value = look_up(config, key)
+    for path in value if isinstance(value, tuple) else (value,):
+        if path is not None and _is_path(key, path) and missing_file(path):
+            yield f"{key}={path} does not exist; check the path."
+
+
+def _is_path(key: str, text: str) -> bool:
+    """Whether the text must be a path: a model may also be a Hub name, a reward function also a module."""
+    if key.startswith(("actor_rollout_ref.model.", "model.")):
+        return text.startswith(("/", ".", "~", "$")) or text.count("/") > 1 or text.endswith("/")
+    if key.endswith("custom_reward_function.path"):
+        return text.endswith(".py") or ("/" in text and not text.startswith("pkg://"))
+    return True
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    spelled_once,
+    equal_names,
+    batch,
+    sampling,
+    loss,
+    loop,
+    reward,
+    files,
+    resume,
+    machine,
+)
+SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (spelled_once, sft_files, resume, machine)

@@ -1,0 +1,71 @@
+"""`data.*`: which rows are read, in which order, and how long prompts and responses may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rally.config.base import Count, Files, Int, Limit, Only, PathText, Section
+
+
+class CustomClass(Section):
+    path: PathText | None = None
+    name: str | None = None
+
+
+class Sampler(Section):
+    class_path: PathText | None = None
+    class_name: str | None = None
+
+
+class DataConfig(Section):
+    train_files: Files = ()
+    val_files: Files = ()
+    train_max_samples: Limit = -1
+    val_max_samples: Limit = -1
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    max_prompt_length: Count = 512
+    max_response_length: Count = 512
+    """Tokens of the whole response of an episode: sampled, tool and user tokens together."""
+    train_batch_size: Count = 32
+    """Prompts per step. The ecosystem's 1024 needs a cluster."""
+    val_batch_size: Count | None = None
+    """Prompts validated at a time; None takes the whole file."""
+    tool_config_path: PathText | None = None
+    function_tool_path: PathText | None = None
+    shuffle: bool = True
+    seed: Int | None = None
+    """None takes trainer.seed."""
+    validation_shuffle: bool = False
+    filter_overlong_prompts: bool = False
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    need_tools_kwargs: bool = False
+    """Refuse rows that bring no extra_info.tools_kwargs."""
+
+    return_raw_chat: Annotated[bool, Only(True, because="Rally always keeps a row's messages")] = True
+    return_raw_input_ids: Annotated[bool, Only(False, because="loops render prompts from messages")] = False
+    return_full_prompt: Annotated[bool, Only(False, because="loops render prompts from messages")] = False
+    filter_prompts: Annotated[bool, Only(True, because="filter_overlong_prompts is the switch")] = True
+    tokenizer: Annotated[str | None, Only(None, because="actor_rollout_ref.model.tokenizer_path sets it")] = None
+    trust_remote_code: Annotated[
+        bool, Only(False, because="actor_rollout_ref.model.trust_remote_code is the switch for the tokenizer too")
+    ] = False
+    use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
+    dataloader_num_workers: Annotated[Int, Only(0, because="rows are read in the main process")] = 0
+
+    filter_overlong_prompts_workers: Count = 1
+    gen_batch_size: Count | None = None
+    custom_cls: CustomClass = CustomClass()
+    sampler: Sampler = Sampler()
+    datagen: CustomClass = CustomClass()
+    chat_template_func: str | None = None
+    cache_dir: PathText | None = None
+    image_key: str = "images"
+    video_key: str = "videos"
+    audio_key: str = "audios"
+    image_patch_size: Count = 14
+    return_multi_modal_inputs: bool = True
+    mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict)

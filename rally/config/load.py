@@ -1,0 +1,187 @@
+"""A file and `key=value` overrides become one valid configuration, or one error that lists every mistake."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ValidationError
+
+from rally.config.base import Root
+from rally.config.checks import CHECKS, SFT_CHECKS
+from rally.config.errors import ConfigError, sentence
+from rally.config.schema import Config
+from rally.config.sft import SftConfig
+from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
+
+Tree = dict[str, Any]
+C = TypeVar("C", bound=Root)
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """The training run that `base`, then the YAML file, then the overrides describe; later ones win."""
+    return _load(Config, (path, overrides, base), UNBUILT, CHECKS)
+
+
+def load_sft_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> SftConfig:
+    """The supervised fine-tuning run that `base`, then the YAML file, then the overrides describe; later ones win."""
+    return _load(SftConfig, (path, overrides, base), SFT_UNBUILT, SFT_CHECKS)
+
+
+def _load(
+    schema: type[C],
+    sources: tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None],
+    unbuilt: Sequence[Unbuilt],
+    checks: Sequence[Callable[[C], Iterator[str]]],
+) -> C:
+    path, overrides, base = sources
+    layers = [_in_full(base or {}), *([_in_full(_read(Path(path)))] if path is not None else [])]
+    layers += _overrides(overrides)
+    tree = _merged(layers, schema)
+    try:
+        config = schema.model_validate(tree)
+    except ValidationError as error:
+        known = tuple(schema.keys())
+        problems = [sentence(detail, known) for detail in error.errors(include_url=False)]
+        rest = _without(tree, [detail["loc"] for detail in error.errors()])
+        raise ConfigError(_unique(problems + _refused(schema, rest, unbuilt))) from None
+    found = [*refusals(config, unbuilt), *(problem for check in checks for problem in check(config))]
+    if found:
+        raise ConfigError(_unique(found))
+    return config
+
+
+def _read(path: Path) -> Tree:
+    path = path.expanduser()
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; check the path of the configuration file.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: this is not valid YAML ({error.problem or error.context}).") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_first_line(error)}.") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a YAML file: {_first_line(error)}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _overrides(texts: Sequence[str]) -> list[Tree]:
+    layers: list[Tree] = []
+    problems: list[str] = []
+    for text in texts:
+        try:
+            layers.append(_in_full(_override(text)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return layers
+
+
+def _override(text: str) -> Tree:
+    """`a.b=1`, `+a.b=1` and `++a.b=1` as a mapping: the plus signs tell Hydra a key is new, here all are known."""
+    key, equals, value = text.partition("=")
+    key = key.strip().removeprefix("+").removeprefix("+").strip()
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"the override {text!r} is not of the form key=value, such as trainer.total_epochs=2.")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.strip()}"]))
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"the value of the override {text!r} cannot be read; quote it and close every ${{.") from None
+    assert isinstance(parsed, dict)
+    return {key: parsed["value"]}
+
+
+def _in_full(layer: Mapping[str, Any]) -> Tree:
+    """The layer with dotted keys as nested sections and `multi_turn: true` as the section it is short for."""
+    full: Tree = {}
+    for key, nested in layer.items():
+        for part in reversed(str(key).split(".")):
+            nested = {part: nested}
+        full = _over(full, nested)
+    rollout: Any = full
+    for part in ("actor_rollout_ref", "rollout"):
+        rollout = rollout.get(part) if isinstance(rollout, dict) else None
+    if isinstance(rollout, dict) and isinstance(rollout.get("multi_turn"), bool):
+        rollout["multi_turn"] = {"enable": rollout["multi_turn"]}
+    return full
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
+    if not isinstance(above, dict):
+        return above
+    below = below if isinstance(below, dict) else {}
+    return below | {key: _over(below.get(key), value) for key, value in above.items()}
+
+
+def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
+    """The layers as one tree; interpolations may name any key, also one that only has a default."""
+    written: Tree = functools.reduce(_over, layers)
+    # Wrapping five hundred defaults takes OmegaConf longer than all the rest, and only interpolations need them.
+    whole = _over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is ???, which means it has to be set; give it a value.") from None
+    except InterpolationResolutionError as error:
+        hint = "interpolations name full keys such as ${data.seed}, and the environment is ${oc.env:HOME}"
+        raise ConfigError(f"{error.full_key}: {_first_line(error)}; {hint}.") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {_first_line(error)}.") from None
+    tree: Tree = _as_written(resolved, written)
+    return tree
+
+
+def _as_written(resolved: Any, written: Any) -> Any:
+    """The part of the resolved tree that somebody wrote."""
+    if isinstance(resolved, dict) and isinstance(written, dict):
+        return {key: _as_written(resolved[key], value) for key, value in written.items()}
+    return resolved
+
+
+def _refused(schema: type[Root], rest: Tree, unbuilt: Sequence[Unbuilt]) -> list[str]:
+    """What is not built among the keys without a mistake, so that a user reads of both at once."""
+    try:
+        return list(refusals(schema.model_validate(rest), unbuilt))
+    except ValidationError:
+        return []
+
+
+def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
+    """The tree less the keys at the locations; a mistake inside a list takes the list away."""
+
+    def prune(node: Any, here: tuple[int | str, ...]) -> Any:
+        if not isinstance(node, dict):
+            return node
+        bad = {loc[len(here)] for loc in locations if loc[: len(here)] == here and len(loc) > len(here)}
+        return {
+            key: prune(value, (*here, key))
+            for key, value in node.items()
+            if key not in bad or (isinstance(value, dict) and (*here, key) not in locations)
+        }
+
+    pruned: Tree = prune(tree, ())
+    return pruned
+
+
+def _unique(problems: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(problems))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,58 @@
+"""`actor_rollout_ref.model.*`: which weights, tokenizer and template the policy is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rally.config.base import Count, Float, Natural, Only, PathText, Section, Texts
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class FusedKernels(Section):
+    impl_backend: Literal["torch", "triton"] = "torch"
+
+
+class TiledMlp(Section):
+    enabled: bool = False
+    num_shards: Count = 4
+
+
+class MultiTokenPrediction(Section):
+    enable: bool = False
+    enable_train: bool = False
+    enable_rollout: bool = False
+    detach_encoder: bool = False
+    mtp_loss_scaling_factor: Float = 0.1
+
+
+class ModelConfig(Section):
+    path: PathText | None = None
+    """A folder or a Hub name."""
+    tokenizer_path: PathText | None = None
+    """None takes the model's own."""
+    custom_chat_template: str | None = None
+    trust_remote_code: bool = False
+    enable_gradient_checkpointing: bool = True
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    dtype: Dtype = "auto"
+    """auto is float32 on a CPU and bfloat16 on a GPU."""
+
+    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
+
+    hf_config_path: PathText | None = None
+    external_lib: str | None = None
+    enable_activation_offload: bool = False
+    lora_rank: Natural = 0
+    lora_alpha: Count = 16
+    target_modules: Texts = ("all-linear",)
+    exclude_modules: Texts = ()
+    lora_adapter_path: PathText | None = None
+    use_liger: bool = False
+    use_fused_kernels: bool = False
+    fused_kernel_options: FusedKernels = FusedKernels()
+    tiled_mlp: TiledMlp = TiledMlp()
+    mtp: MultiTokenPrediction = MultiTokenPrediction()

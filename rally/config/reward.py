@@ -1,0 +1,109 @@
+"""`custom_reward_function.*`, `reward.*`, `reward_model.*`, `reward_shaping.*`: how an episode earns its number."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rally.config.base import Count, Float, Natural, Only, PathText, Positive, Section
+from rally.config.rollout import OnError
+
+Manager = Literal["naive", "dapo", "batch", "prime", "rate_limited", "remote", "gdpo"]
+
+
+class CustomRewardFunction(Section):
+    path: PathText | None = None
+    """A Python file, or `pkg://module`."""
+    name: str = "compute_score"
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class ManagerModule(Section):
+    path: PathText | None = None
+    name: str | None = None
+
+
+class RewardManager(Section):
+    source: Literal["register", "importlib"] = "register"
+    name: Manager = "naive"
+    module: ManagerModule = ManagerModule()
+
+
+class SandboxFusion(Section):
+    url: str | None = None
+    max_concurrent: Count = 64
+    memory_limit_mb: Count = 1024
+
+
+class RewardModelWeights(Section):
+    path: PathText | None = None
+    external_lib: str | None = None
+    trust_remote_code: bool = False
+
+
+class RewardModelConfig(Section):
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the reward function, below custom_reward_function.reward_kwargs."""
+    num_workers: Count | None = None
+    """The same as reward.num_workers."""
+    reward_manager: Manager = "naive"
+
+    use_reward_loop: Annotated[bool, Only(True, because="episodes are scored as they finish")] = True
+    launch_reward_fn_async: bool = False
+
+    enable: bool = False
+    enable_resource_pool: bool = False
+    n_gpus_per_node: Natural = 0
+    nnodes: Natural = 0
+    model: RewardModelWeights = RewardModelWeights()
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    sandbox_fusion: SandboxFusion = SandboxFusion()
+    reward_loop_source: Literal["register", "importlib"] = "register"
+    reward_loop_module_path: PathText | None = None
+    reward_loop_class_name: str | None = None
+    max_concurrent: Count = 1
+    max_rpm: Count | None = None
+    max_tpm: Count | None = None
+    estimated_tokens_per_request: Count = 2000
+    timeout: Positive = 300.0
+
+
+class NewRewardModel(Section):
+    enable: bool = False
+    enable_resource_pool: bool = False
+    n_gpus_per_node: Natural = 0
+    nnodes: Natural = 0
+    model_path: PathText | None = None
+    rollout: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardConfig(Section):
+    num_workers: Count = 2
+    """Processes that score episodes. The ecosystem's 8 is more than a laptop has."""
+    timeout: Positive = 30.0
+    """Seconds one episode's score may take."""
+    on_error: OnError = "drop_group"
+    custom_reward_function: CustomRewardFunction = CustomRewardFunction()
+
+    reward_manager: RewardManager = RewardManager()
+    reward_model: NewRewardModel = NewRewardModel()
+    sandbox_fusion: SandboxFusion = SandboxFusion()
+
+
+class IntermediateRewards(Section):
+    tool_call_success: Float = 0.0
+    valid_reasoning: Float = 0.0
+
+
+class Penalties(Section):
+    invalid_tool_call: Float = 0.0
+    max_turns_exceeded: Float = 0.0
+    redundant_tool_call: Float = 0.0
+
+
+class RewardShaping(Section):
+    enable: bool = False
+    intermediate_rewards: IntermediateRewards = IntermediateRewards()
+    penalties: Penalties = Penalties()
+    tool_format_reward: Float = 0.0

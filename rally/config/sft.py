@@ -1,0 +1,171 @@
+"""`SftConfig` describes a supervised fine-tuning run fully: conversations in, a model that has seen them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rally.config.actor import CheckpointConfig, FsdpConfig
+from rally.config.base import (
+    Count,
+    Files,
+    Int,
+    Limit,
+    Natural,
+    NonNegative,
+    Only,
+    PathText,
+    Positive,
+    Root,
+    Section,
+    Share,
+    Texts,
+)
+from rally.config.data import CustomClass
+from rally.config.errors import ConfigError
+from rally.config.model import Dtype
+from rally.config.trainer import RunConfig
+
+MODEL = ("model.path", "model.partial_pretrain")
+MESSAGES = ("data.messages_key", "data.multiturn.messages_key")
+TOOLS = ("data.tools_key", "data.multiturn.tools_key")
+THINKING = ("data.enable_thinking_key", "data.multiturn.enable_thinking_key")
+SFT_SPELLINGS = (MODEL, MESSAGES, TOOLS, THINKING)
+"""Keys that mean the same. Any one of them may be written; two that differ are an error."""
+BY_TOKENS = "batches are packed to data.max_token_len_per_gpu tokens"
+
+
+class Multiturn(Section):
+    enable: Annotated[bool, Only(True, because="rows are always conversations")] = True
+    messages_key: str | None = None
+    tools_key: str | None = None
+    enable_thinking_key: str | None = None
+
+
+class SftData(Section):
+    train_files: Files = ()
+    val_files: Files = ()
+    train_max_samples: Limit = -1
+    val_max_samples: Limit = -1
+    train_batch_size: Count = 32
+    """Conversations per step. The ecosystem's 256 is for a cluster."""
+    max_length: Count = 1024
+    max_token_len_per_gpu: Count = 8192
+    micro_batch_size_per_gpu: Count | None = None
+    """At most so many conversations in one forward pass, besides the token budget."""
+    truncation: Literal["error", "left", "right"] = "error"
+    messages_key: str | None = None
+    tools_key: str | None = None
+    enable_thinking_key: str | None = None
+    multiturn: Multiturn = Multiturn()
+    tool_format: str = "hermes"
+    """How tool calls are written in the text of an assistant turn."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    shuffle: bool = True
+    seed: Int | None = None
+    """None takes trainer.seed."""
+
+    micro_batch_size: Annotated[Count | None, Only(None, because=BY_TOKENS)] = None
+    use_dynamic_bsz: Annotated[bool, Only(True, because=BY_TOKENS)] = True
+    pad_mode: Annotated[str, Only("no_padding", because=BY_TOKENS)] = "no_padding"
+    balance_dp_token: Annotated[bool, Only(False, because="there is one device")] = False
+    use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
+
+    ignore_input_ids_mismatch: bool = False
+    prompt_key: str | None = None
+    response_key: str | None = None
+    prompt_dict_keys: Texts = ()
+    response_dict_keys: Texts = ()
+    chat_template: str | None = None
+    custom_cls: CustomClass = CustomClass()
+    image_key: str = "images"
+    video_key: str = "videos"
+
+
+class SftModel(Section):
+    path: PathText | None = None
+    partial_pretrain: PathText | None = None
+    """The same as path."""
+    tokenizer_path: PathText | None = None
+    custom_chat_template: str | None = None
+    enable_gradient_checkpointing: bool = True
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    dtype: Dtype = "auto"
+
+    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
+
+    strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
+    fsdp_config: FsdpConfig = FsdpConfig()
+    external_lib: str | None = None
+    lora_rank: Natural = 0
+    lora_alpha: Count = 16
+    target_modules: Texts = ("all-linear",)
+    use_liger: bool = False
+
+
+class SftOptim(Section):
+    lr: Positive = 1e-5
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: NonNegative = 0.01
+    clip_grad: Positive = 1.0
+    lr_warmup_steps: Annotated[Int, Field(ge=-1)] = -1
+    """-1 takes lr_warmup_steps_ratio of all steps."""
+    lr_warmup_steps_ratio: Share = 0.0
+    lr_scheduler: Literal["constant", "cosine", "linear"] = "cosine"
+    min_lr_ratio: Share = 0.0
+
+
+class SftTrainer(RunConfig):
+    max_ckpt_to_keep: Count | None = None
+    """None keeps all."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class SftConfig(Root):
+    """A supervised fine-tuning run."""
+
+    data: SftData = SftData()
+    model: SftModel = SftModel()
+    optim: SftOptim = SftOptim()
+    trainer: SftTrainer = SftTrainer()
+
+    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    ulysses_sequence_parallel_size: Count = 1
+
+    @property
+    def model_path(self) -> str | None:
+        """The model to start from, whichever way it was spelled."""
+        written: str | None = self.first_written(MODEL)
+        return written
+
+    @property
+    def messages_key(self) -> str:
+        """The column of conversations."""
+        return self.first_written(MESSAGES) or "messages"
+
+    @property
+    def tools_key(self) -> str:
+        """The column of tool schemas, which a file may lack."""
+        return self.first_written(TOOLS) or "tools"
+
+    @property
+    def enable_thinking_key(self) -> str:
+        """The column that says whether a conversation thinks aloud, which a file may lack."""
+        return self.first_written(THINKING) or "enable_thinking"
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that holds everything this run writes."""
+        return self.trainer.run_dir
+
+    def require_training(self) -> None:
+        """Raise unless everything is named without which no training can begin."""
+        missing = [] if self.model_path else ["model.path is not set; name a model folder or a Hub model."]
+        if not self.data.train_files:
+            missing.append("data.train_files is not set; name a .parquet or .jsonl file of conversations.")
+        if missing:
+            raise ConfigError(missing)

@@ -1,0 +1,82 @@
+"""`trainer.*`: how long a run lasts, where it is kept, and when it is validated, saved and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rally.config.base import AsList, Count, Int, Limit, Natural, NonNegative, Only, PathText, Section
+
+Logger = Literal["console", "file", "tensorboard", "mlflow", "wandb", "swanlab", "vemlp_wandb", "clearml", "trackio"]
+
+
+class RunConfig(Section):
+    """What reinforcement learning and supervised fine-tuning share."""
+
+    total_epochs: Count = 1
+    total_training_steps: Count | None = None
+    """Ends the run before total_epochs do."""
+    project_name: str = "rally"
+    experiment_name: str = "default"
+    default_local_dir: PathText | None = None
+    """The run folder. None is runs/<project_name>/<experiment_name>."""
+    logger: Annotated[tuple[Logger, ...], AsList] = ("console", "file")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Int = 0
+    save_freq: Limit = -1
+    """Steps between checkpoints; -1 saves only the last."""
+    test_freq: Limit = -1
+    """Steps between validations; -1 is never."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    resume_from_path: PathText | None = None
+    nnodes: Count = 1
+    n_gpus_per_node: Count = 1
+    """On a machine without a GPU, 1 is the CPU."""
+
+    default_hdfs_dir: PathText | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder that holds everything this run writes."""
+        return Path(self.default_local_dir or Path("runs") / self.project_name / self.experiment_name)
+
+
+class TrainerConfig(RunConfig):
+    val_before_train: bool = True
+    val_only: bool = False
+    max_actor_ckpt_to_keep: Count | None = None
+    """None keeps all."""
+    log_val_generations: Natural = 0
+    rollout_data_dir: PathText | None = None
+    validation_data_dir: PathText | None = None
+    balance_batch: bool = True
+    """On one device there is nothing to balance, so both values are right."""
+
+    use_legacy_worker_impl: Annotated[str, Only("auto", "disable", because="there is one worker")] = "auto"
+
+    max_critic_ckpt_to_keep: Count | None = None
+    critic_warmup: Natural = 0
+    esi_redundant_time: NonNegative = 0
+    del_local_ckpt_after_load: bool = False
+    ray_wait_register_center_timeout: Count = 300
+
+
+class GlobalProfiler(Section):
+    tool: str | None = None
+    steps: tuple[Int, ...] | None = None
+    profile_continuous_steps: bool = False
+    save_path: PathText | None = None
+    global_tool_config: dict[str, Any] | None = None
+
+
+class TransferQueue(Section):
+    enable: bool = False
+
+
+class RayInit(Section):
+    num_cpus: Count | None = None
+
+
+class RayKwargs(Section):
+    ray_init: RayInit = RayInit()
+    timeline_json_file: PathText | None = None

@@ -1,0 +1,216 @@
+"""What is typed but not built yet is refused by name: each rule is one line, and lifting it is deleting the line.
+
+A rule names a key or a whole section. Its defaults mean "not used"; any other value is refused, except those in
+`works`; of a list, each item is held against `works`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rally.config.base import Root, Section, look_up
+from rally.config.errors import shown
+
+
+class Unbuilt(NamedTuple):
+    key: str
+    instead: str
+    works: tuple[Any, ...] = ()
+
+
+A, M, R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
+ONE_DEVICE = "leave it out to train on one device"
+EMBEDDED = "leave it out to use the embedded engine"
+SERVERS = "leave it out, it is for engines other than the embedded one"
+TEXT_ONLY = "leave it out, rows are text only"
+OUT = "leave it out"
+RULE_REWARDS = "leave it out and score with custom_reward_function"
+LOGGERS = ("console", "file")
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    # engines
+    Unbuilt(f"{R}name", EMBEDDED),
+    Unbuilt(f"{R}mode", "leave it out, the embedded engine is always asynchronous"),
+    Unbuilt(f"{R}port_start", SERVERS),
+    Unbuilt(f"{R}log_level", SERVERS),
+    Unbuilt(f"{R}server", SERVERS),
+    Unbuilt(f"{R}engine_kwargs", SERVERS),
+    Unbuilt(f"{R}checkpoint_engine", SERVERS),
+    Unbuilt(f"{R}sglang_engine_mode", SERVERS),
+    Unbuilt(f"{R}multi_stage_wake_up", SERVERS),
+    Unbuilt(f"{R}router_config_path", SERVERS),
+    Unbuilt(f"{R}disaggregation", SERVERS),
+    Unbuilt(f"{R}prometheus", SERVERS),
+    Unbuilt(f"{R}disable_log_stats", SERVERS),
+    Unbuilt(f"{R}nnodes", SERVERS),
+    Unbuilt(f"{R}n_gpus_per_node", SERVERS),
+    Unbuilt(f"{R}agent.agent_loop_manager_class", SERVERS),
+    Unbuilt(f"{R}agent.custom_async_server", SERVERS),
+    Unbuilt(f"{R}tensor_model_parallel_size", "leave it out, the engine runs on one device"),
+    Unbuilt(f"{R}data_parallel_size", "leave it out, the engine runs on one device"),
+    Unbuilt(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
+    Unbuilt(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
+    # sampling
+    Unbuilt(f"{R}repetition_penalty", OUT),
+    Unbuilt(f"{R}over_sample_rate", OUT),
+    Unbuilt(f"{R}skip_rollout", OUT),
+    Unbuilt(f"{R}skip_dump_dir", OUT),
+    Unbuilt(f"{R}cudagraph_capture_sizes", "leave it out, the engine chooses the sizes"),
+    Unbuilt(f"{R}quantization", OUT),
+    Unbuilt(f"{R}quantization_config_file", OUT),
+    Unbuilt(f"{R}qat", OUT),
+    Unbuilt(f"{R}custom", OUT),
+    Unbuilt(f"{R}mtp", OUT),
+    Unbuilt(f"{R}full_determinism", "leave it out and set trainer.seed"),
+    Unbuilt(f"{R}enable_rollout_routing_replay", OUT),
+    Unbuilt(f"{R}moe_load_balance_metrics_interval", OUT),
+    Unbuilt(f"{R}trace", "leave it out, every episode is in the run folder"),
+    Unbuilt(f"{R}profiler", OUT),
+    Unbuilt(f"{R}multi_turn.interaction_config_path", "leave it out, simulated users come later"),
+    Unbuilt(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
+    # advantages and losses
+    Unbuilt("algorithm.adv_estimator", "leave it out to use grpo"),
+    Unbuilt("algorithm.gamma", "leave it out, GRPO does not discount"),
+    Unbuilt("algorithm.lam", "leave it out, GRPO has no lambda"),
+    Unbuilt("algorithm.use_kl_in_reward", f"leave it out and use {A}use_kl_loss"),
+    Unbuilt("algorithm.kl_penalty", f"leave it out and use {A}kl_loss_type"),
+    Unbuilt("algorithm.kl_ctrl", f"leave it out and use {A}kl_loss_coef", (0.0,)),
+    Unbuilt("algorithm.use_pf_ppo", OUT),
+    Unbuilt("algorithm.pf_ppo", OUT),
+    Unbuilt("algorithm.rollout_correction", "leave it out, the embedded engine samples from the policy itself"),
+    Unbuilt("algorithm.filter_groups", OUT),
+    Unbuilt("algorithm.gdpo_reward_keys", OUT),
+    Unbuilt("critic", "leave it out, GRPO needs no critic"),
+    Unbuilt("trainer.critic_warmup", "leave it out, GRPO needs no critic"),
+    Unbuilt("trainer.max_critic_ckpt_to_keep", "leave it out, GRPO needs no critic"),
+    Unbuilt(f"{A}policy_loss", "leave it out to use the vanilla loss"),
+    Unbuilt(f"{A}kl_loss_type", "use low_var_kl", ("kl", "k1", "abs", "mse", "k2", "k3")),
+    Unbuilt(f"{A}tau_pos", OUT),
+    Unbuilt(f"{A}tau_neg", OUT),
+    Unbuilt(f"{A}calculate_sum_pi_squared", OUT),
+    Unbuilt(f"{A}sum_pi_squared_checkpointing", OUT),
+    Unbuilt(f"{A}use_prefix_grouper", OUT),
+    Unbuilt(f"{A}router_replay", OUT),
+    # where and how the model is trained
+    Unbuilt(f"{A}strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
+    Unbuilt(f"{A}fsdp_config", ONE_DEVICE),
+    Unbuilt(f"{A}ulysses_sequence_parallel_size", ONE_DEVICE),
+    Unbuilt(f"{A}use_torch_compile", OUT),
+    Unbuilt(f"{A}use_fused_kernels", OUT),
+    Unbuilt(f"{A}entropy_checkpointing", OUT),
+    Unbuilt(f"{A}optim.override_optimizer_config", OUT),
+    Unbuilt(f"{A}checkpoint.async_save", OUT),
+    Unbuilt("actor_rollout_ref.ref.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
+    Unbuilt("actor_rollout_ref.ref.fsdp_config", "leave it out, the reference model stays on the device"),
+    Unbuilt("actor_rollout_ref.ref.ulysses_sequence_parallel_size", ONE_DEVICE),
+    Unbuilt("actor_rollout_ref.ref.use_torch_compile", OUT),
+    Unbuilt("actor_rollout_ref.nccl_timeout", ONE_DEVICE),
+    Unbuilt(f"{M}hf_config_path", f"leave it out and use {M}override_config"),
+    Unbuilt(f"{M}external_lib", OUT),
+    Unbuilt(f"{M}enable_activation_offload", OUT),
+    Unbuilt(f"{M}lora_rank", "leave it out to train all weights"),
+    Unbuilt(f"{M}lora_alpha", "leave it out to train all weights"),
+    Unbuilt(f"{M}target_modules", "leave it out to train all weights"),
+    Unbuilt(f"{M}exclude_modules", "leave it out to train all weights"),
+    Unbuilt(f"{M}lora_adapter_path", "leave it out to train all weights"),
+    Unbuilt(f"{M}use_liger", OUT),
+    Unbuilt(f"{M}use_fused_kernels", OUT),
+    Unbuilt(f"{M}fused_kernel_options", OUT),
+    Unbuilt(f"{M}tiled_mlp", OUT),
+    Unbuilt(f"{M}mtp", OUT),
+    Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
+    Unbuilt("trainer.logger", "use console and file", LOGGERS),
+    Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
+    Unbuilt("trainer.esi_redundant_time", OUT),
+    Unbuilt("trainer.del_local_ckpt_after_load", OUT),
+    Unbuilt("trainer.ray_wait_register_center_timeout", OUT),
+    Unbuilt("ray_kwargs", "leave it out, everything runs in one process"),
+    Unbuilt("transfer_queue", "leave it out, everything runs in one process"),
+    Unbuilt("global_profiler", OUT),
+    # rewards
+    Unbuilt("reward_manager", RULE_REWARDS),
+    Unbuilt("reward.reward_manager", RULE_REWARDS),
+    Unbuilt("reward.reward_model", RULE_REWARDS),
+    Unbuilt("reward.sandbox_fusion", RULE_REWARDS),
+    Unbuilt("reward_model.reward_manager", RULE_REWARDS),
+    Unbuilt("reward_model.launch_reward_fn_async", "leave it out, episodes are always scored as they finish"),
+    Unbuilt("reward_model.enable", RULE_REWARDS),
+    Unbuilt("reward_model.enable_resource_pool", RULE_REWARDS),
+    Unbuilt("reward_model.n_gpus_per_node", RULE_REWARDS),
+    Unbuilt("reward_model.nnodes", RULE_REWARDS),
+    Unbuilt("reward_model.model", RULE_REWARDS),
+    Unbuilt("reward_model.rollout", RULE_REWARDS),
+    Unbuilt("reward_model.sandbox_fusion", RULE_REWARDS),
+    Unbuilt("reward_model.reward_loop_source", RULE_REWARDS),
+    Unbuilt("reward_model.reward_loop_module_path", RULE_REWARDS),
+    Unbuilt("reward_model.reward_loop_class_name", RULE_REWARDS),
+    Unbuilt("reward_model.max_concurrent", RULE_REWARDS),
+    Unbuilt("reward_model.max_rpm", RULE_REWARDS),
+    Unbuilt("reward_model.max_tpm", RULE_REWARDS),
+    Unbuilt("reward_model.estimated_tokens_per_request", RULE_REWARDS),
+    Unbuilt("reward_model.timeout", "leave it out and set reward.timeout"),
+    Unbuilt("reward_shaping", "leave it out and return the shaped reward from custom_reward_function"),
+    # data
+    Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
+    Unbuilt("data.sampler", "leave it out, rows are drawn evenly"),
+    Unbuilt("data.datagen", "leave it out, rows come from files"),
+    Unbuilt("data.gen_batch_size", "leave it out and set data.train_batch_size"),
+    Unbuilt("data.filter_overlong_prompts_workers", OUT),
+    Unbuilt("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
+    Unbuilt("data.cache_dir", "leave it out, files are read where they lie"),
+    Unbuilt("data.image_key", TEXT_ONLY),
+    Unbuilt("data.video_key", TEXT_ONLY),
+    Unbuilt("data.audio_key", TEXT_ONLY),
+    Unbuilt("data.image_patch_size", TEXT_ONLY),
+    Unbuilt("data.return_multi_modal_inputs", TEXT_ONLY),
+    Unbuilt("data.mm_processor_kwargs", TEXT_ONLY),
+    Unbuilt(f"{R}limit_images", TEXT_ONLY),
+    Unbuilt(f"{A}freeze_vision_tower", TEXT_ONLY),
+)
+
+SFT_UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("data.prompt_key", "leave it out and write conversations into data.messages_key"),
+    Unbuilt("data.response_key", "leave it out and write conversations into data.messages_key"),
+    Unbuilt("data.prompt_dict_keys", "leave it out and write conversations into data.messages_key"),
+    Unbuilt("data.response_dict_keys", "leave it out and write conversations into data.messages_key"),
+    Unbuilt("data.ignore_input_ids_mismatch", "leave it out, conversations are encoded as they would be sampled"),
+    Unbuilt("data.chat_template", "leave it out and set model.custom_chat_template"),
+    Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
+    Unbuilt("data.image_key", TEXT_ONLY),
+    Unbuilt("data.video_key", TEXT_ONLY),
+    Unbuilt("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
+    Unbuilt("model.fsdp_config", ONE_DEVICE),
+    Unbuilt("model.external_lib", OUT),
+    Unbuilt("model.lora_rank", "leave it out to train all weights"),
+    Unbuilt("model.lora_alpha", "leave it out to train all weights"),
+    Unbuilt("model.target_modules", "leave it out to train all weights"),
+    Unbuilt("model.use_liger", OUT),
+    Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
+    Unbuilt("trainer.logger", "use console and file", LOGGERS),
+    Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
+    Unbuilt("trainer.checkpoint.async_save", OUT),
+    Unbuilt("ulysses_sequence_parallel_size", ONE_DEVICE),
+)
+
+
+def refusals(config: Root, rules: Sequence[Unbuilt]) -> Iterator[str]:
+    """One sentence for each value that asks for something not built yet."""
+    defaults = type(config)()
+    for rule in rules:
+        now, neutral = dict(_leaves(config, rule.key)), dict(_leaves(defaults, rule.key))
+        for key, value in now.items():
+            if value == neutral[key]:
+                continue
+            asked = value if isinstance(value, tuple) and rule.works else (value,)
+            for item in asked:
+                if item not in rule.works:
+                    yield f"{key}={shown(item)} is not built yet; {rule.instead}."
+
+
+def _leaves(config: Root, key: str) -> Iterator[tuple[str, Any]]:
+    value = look_up(config, key)
+    if isinstance(value, Section):
+        yield from value.leaves(key + ".")
+    else:
+        yield key, value

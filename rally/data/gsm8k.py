@@ -1,0 +1,156 @@
+"""Every GSM8K problem becomes one row whose ground truth is the number after `####`, commas removed.
+
+Flavors: `tool` (the tool's state comes with the row), `agent_loop` (the same, and the row names the tool loop),
+`interaction` (no tool: a simulated user says whether the answer is right).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from rally.data.arithmetic import evaluate
+from rally.data.read import DataError, Row, read_rows
+from rally.types import Message
+
+DATA_SOURCE = "openai/gsm8k"
+Flavor = Literal["tool", "interaction", "agent_loop"]
+Tool = Literal["calc_gsm8k_reward", "calculator"]
+Split = Literal["train", "test"]
+
+CALCULATOR_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "For example 12*(3+4)."}},
+            "required": ["expression"],
+        },
+    },
+}
+
+_ROLE = "You are a careful mathematician. Work through the problem step by step."
+_TOOL_USE: dict[Tool, str] = {
+    "calc_gsm8k_reward": (
+        "Once you have an answer, check it with the tool `calc_gsm8k_reward` at least once, and think again if it "
+        "turns out to be wrong."
+    ),
+    "calculator": "Leave the arithmetic to the tool `calculator`.",
+}
+_FINISH = "End with the answer alone on the last line, written as `#### <answer>`."
+_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
+
+
+class _Item(NamedTuple):
+    number: int
+    question: str
+    answer: str
+    ground_truth: str
+
+
+def build(source: Path | None, flavor: Flavor, split: Split, tool: Tool = "calc_gsm8k_reward") -> Iterator[Row]:
+    """The rows of one split, from a folder with `<split>.jsonl` or `.parquet`, or without one from the hub."""
+    for name, choice, choices in (("flavor", flavor, get_args(Flavor)), ("tool", tool, get_args(Tool))):
+        if choice not in choices:
+            raise DataError(f"the {name} {choice!r} is not known; choose one of {', '.join(choices)}")
+    return _rows(source, flavor, split, tool)
+
+
+def _rows(source: Path | None, flavor: Flavor, split: Split, tool: Tool) -> Iterator[Row]:
+    for item in _items(source, split):
+        extra: Row = {"split": split, "index": item.number, "question": item.question, "answer": item.answer}
+        if flavor == "interaction":
+            judged = {"query": item.question, "ground_truth": item.ground_truth}
+            extra["interaction_kwargs"] = {"name": "gsm8k", **judged}
+        elif tool == "calc_gsm8k_reward":
+            extra["need_tools_kwargs"] = True
+            extra["tools_kwargs"] = {tool: {"create_kwargs": {"ground_truth": item.ground_truth}}}
+        yield {
+            "data_source": DATA_SOURCE,
+            **({"agent_name": "tool_agent"} if flavor == "agent_loop" else {}),
+            "prompt": _prompt(item.question, None if flavor == "interaction" else tool),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": item.ground_truth},
+            "extra_info": extra,
+        }
+
+
+def sft_rows(source: Path | None) -> Iterator[Row]:
+    """Conversations with the calculator, made from the `<<48/2=24>>` notes of the train split.
+
+    Solutions without notes are left out, and so are those with a note that is not exact: the tool would contradict it.
+    """
+    for item in _items(source, "train"):
+        notes = _ANNOTATION.findall(item.answer)
+        if notes and all(_exact(expression, result) for expression, result in notes):
+            messages = [*_prompt(item.question, "calculator"), *_solution(item)]
+            yield {"messages": messages, "tools": [CALCULATOR_SCHEMA]}
+
+
+def _prompt(question: str, tool: Tool | None) -> list[Message]:
+    system = " ".join([_ROLE, *([_TOOL_USE[tool]] if tool else []), _FINISH])
+    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+
+def _items(source: Path | None, split: Split) -> Iterator[_Item]:
+    for index, row in enumerate(_downloaded(split) if source is None else read_rows(_file(source, split))):
+        question, answer = row.get("question"), row.get("answer")
+        found = _ANSWER.search(answer) if isinstance(answer, str) else None
+        if not isinstance(question, str) or not isinstance(answer, str) or found is None:
+            raise DataError(f"GSM8K {split}, row {index}: there must be a question, and an answer with '#### <number>'")
+        yield _Item(index, question, answer, found[1].replace(",", ""))
+
+
+def _file(source: Path, split: Split) -> Path:
+    names = (f"{split}.jsonl", f"{split}.parquet", f"main/{split}-00000-of-00001.parquet")
+    for name in names:
+        if (source / name).is_file():
+            return source / name
+    raise DataError(f"{source} holds no GSM8K; it must have one of {', '.join(names)}")
+
+
+def _downloaded(split: Split) -> Iterable[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            'downloading GSM8K needs the package datasets; run: pip install "rally-rl[hub]" (or name a source folder)'
+        ) from error
+    try:
+        rows: Iterable[Row] = datasets.load_dataset(DATA_SOURCE, "main", split=split)
+    except Exception as error:  # The download stack raises many unrelated types; the way out is always the same.
+        raise DataError(
+            f"GSM8K could not be downloaded ({type(error).__name__}: {error}); "
+            "check the network, or name a source folder that holds train.jsonl and test.jsonl"
+        ) from error
+    return rows
+
+
+def _solution(item: _Item) -> Iterator[Message]:
+    """The solution line by line, each calculation asked of the tool before the line that states its result."""
+    said: list[str] = []
+    for line in item.answer.splitlines():
+        for expression, result in _ANNOTATION.findall(line):
+            call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+            yield {"role": "assistant", "content": "\n".join(said), "tool_calls": [call]}
+            yield {"role": "tool", "content": _number(result), "name": "calculator"}
+            said = []
+        said.append(f"#### {item.ground_truth}" if _ANSWER.match(line) else _ANNOTATION.sub("", line))
+    yield {"role": "assistant", "content": "\n".join(said)}
+
+
+def _exact(expression: str, result: str) -> bool:
+    try:
+        return evaluate(expression) == evaluate(result)
+    except ValueError:
+        return False
+
+
+def _number(text: str) -> str:
+    value = evaluate(text)
+    return str(value.numerator) if value.denominator == 1 else repr(float(value))

@@ -1,0 +1,96 @@
+"""A checked message has a known role, text as content and well-formed tool calls; a bad one is named by its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rally.data.read import DataError, plain
+from rally.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+_SHOWN = 60
+
+
+def decoded(value: Any) -> Any:
+    """The value, or what it encodes when it is JSON text of a list or mapping: some Parquet writers store that."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return plain(json.loads(value))
+        except ValueError:
+            return value
+    return value
+
+
+def shown(value: Any) -> str:
+    """The value as an error shows it, cut where it gets long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_mapping(value: Any, field: str) -> dict[str, Any]:
+    """The mapping in `value`; nothing at all counts as an empty one."""
+    value = {} if value is None else decoded(value)
+    if not isinstance(value, dict):
+        raise DataError(f"{field} is {shown(value)}; it must be a mapping")
+    return value
+
+
+def check_messages(value: Any, field: str) -> list[Message]:
+    """A non-empty list of messages, with tool-call arguments parsed."""
+    if isinstance(value, str):
+        if isinstance(decoded(value), str):
+            fix = f"[{{'role': 'user', 'content': {shown(value)}}}]"
+            raise DataError(f"{field} is a string; it must be a list of messages, here {fix}")
+        value = decoded(value)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{field} is {shown(value)}; it must be a list of messages with at least one in it")
+    return [_check_message(message, f"{field}[{i}]") for i, message in enumerate(value)]
+
+
+def _check_message(message: Any, field: str) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(f"{field} is {shown(message)}; it must be a mapping with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{field}.role is {shown(role)}; it must be one of {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    if not calls:
+        rest = {k: v for k, v in message.items() if k != "tool_calls"}
+        return {**rest, "content": _check_content(message.get("content"), f"{field}.content")}
+    if role != "assistant" or not isinstance(calls, list):
+        raise DataError(f"{field}.tool_calls is {shown(calls)}; it must be a list, and only the assistant may have one")
+    # Templates disagree about a missing content next to tool calls; the empty string suits all of them.
+    content = _check_content(message.get("content", ""), f"{field}.content")
+    checked = [_check_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return {**message, "content": content, "tool_calls": checked}
+
+
+def _check_content(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise DataError(f"{field} is missing; it must be a string")
+    if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") != "text" for p in content):
+        raise DataError(f"{field} has parts that are not text; images are not built yet, so it must be a string")
+    raise DataError(f"{field} is {shown(content)}; it must be one string")
+
+
+def _check_call(call: Any, field: str) -> dict[str, Any]:
+    """A call in the OpenAI shape; the flat {name, arguments} that some data sets hold is brought into it."""
+    if not isinstance(call, dict):
+        raise DataError(f"{field} is {shown(call)}; it must be a mapping with function.name and function.arguments")
+    nested = "function" in call
+    function, where = (call["function"], f"{field}.function") if nested else (call, field)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}.name is missing; it must be the name of a tool")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise DataError(f"{where}.arguments is {shown(arguments)}, which is not valid JSON ({error})") from error
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}.arguments is {shown(arguments)}; it must be a mapping or the JSON text of one")
+    outer = {k: v for k, v in call.items() if nested or k not in ("name", "arguments")}
+    return {"type": "function", **outer, "function": {"name": function["name"], "arguments": arguments}}

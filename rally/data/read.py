@@ -1,0 +1,242 @@
+"""A row reads the same from Parquet and from JSON: plain Python values, without entries that are only None.
+
+Parquet gives all structs of a column the same keys and fills the missing ones with None, so None cannot be told
+from absence there. Here None *is* absence, in every format, at every depth of mappings. (Lists keep theirs.)
+Rows are counted from 0, as pandas shows them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rally.types import RallyError
+
+Row = dict[str, Any]
+Files = str | Path | Sequence[str | Path]
+T = TypeVar("T")
+
+JSON_MARK = {b"rally": b"json"}
+"""Metadata of a Parquet column whose cells are JSON text, because its values have no common Parquet type."""
+
+_SHOWN_PROBLEMS = 5
+_BATCH = 1024
+
+
+class DataError(RallyError):
+    """A data file, a row or one of its fields is not what it must be; the text says which, and what was expected."""
+
+
+class Place(NamedTuple):
+    """Where a row comes from: `name` is its file, short but unique in the set; `number` counts from 0."""
+
+    name: str
+    number: int
+
+
+class Rows(Protocol):
+    """The rows of one file, kept compact and turned into Python one at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order, faster than one by one."""
+        ...
+
+
+def plain(value: Any) -> Any:
+    """The same value in plain Python (no NumPy), without the mapping entries that are None."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, (np.generic, np.ndarray)):
+        return plain(value.tolist())
+    return value
+
+
+@dataclass(frozen=True)
+class ParquetRows:
+    """Rows of a Parquet file; the Arrow table is what stays in memory."""
+
+    table: pa.Table
+
+    @classmethod
+    def read(cls, path: Path) -> ParquetRows:
+        try:
+            return cls(pq.ParquetFile(path).read())
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read as Parquet ({error}); write the file again") from error
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return next(iter(ParquetRows(self.table.slice(number, 1))))
+
+    def __iter__(self) -> Iterator[Row]:
+        names = self.table.schema.names
+        marked = {field.name for field in self.table.schema if JSON_MARK.items() <= (field.metadata or {}).items()}
+        for batch in self.table.to_batches(max_chunksize=_BATCH):
+            for cells in zip(*map(_cells, batch.columns), strict=True):
+                row = {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
+                for name in marked & row.keys():
+                    row[name] = json.loads(row[name])
+                yield row
+
+
+def _cells(array: pa.Array) -> list[Any]:
+    """An Arrow column as `plain` values: several times faster than to_pylist, which makes an object per cell."""
+    if pa.types.is_struct(array.type) and array.type.num_fields:
+        names = [field.name for field in array.type]
+        children = zip(*map(_cells, array.flatten()), strict=True)
+        structs = [{n: v for n, v in zip(names, values, strict=True) if v is not None} for values in children]
+        if not array.null_count:
+            return structs
+        return [s if valid else None for s, valid in zip(structs, array.is_valid().to_pylist(), strict=True)]
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        flat = iter(_cells(array.flatten()))
+        lengths = array.value_lengths().to_pylist()
+        return [None if n is None else list(islice(flat, n)) for n in lengths]
+    cells = array.to_pylist(maps_as_pydicts="strict")
+    return [plain(c) for c in cells] if pa.types.is_nested(array.type) else cells
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """Rows of a JSON file: one object a line, or one list of objects; the text is what stays in memory."""
+
+    lines: list[bytes]
+
+    @classmethod
+    def read(cls, path: Path) -> JsonRows:
+        content = path.read_bytes()
+        if path.suffix == ".json" and content.lstrip().startswith(b"["):
+            lines = [json.dumps(row).encode() for row in _parsed(content, f"{path}")]
+        else:
+            lines = [line for line in content.splitlines() if line.strip()]
+        for number, line in enumerate(lines):
+            where = f"{path}, row {number} (counted from 0)"
+            if not isinstance(_parsed(line, where), dict):
+                raise DataError(f"{where}: this is not a JSON object; each row must be one, such as {{...}}")
+        return cls(lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, number: int) -> Row:
+        row: Row = plain(json.loads(self.lines[number]))
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: this is not valid JSON ({error}); write the file again") from error
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".parquet": ParquetRows.read,
+    ".jsonl": JsonRows.read,
+    ".json": JsonRows.read,
+}
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of one file, by its suffix."""
+    path = path.expanduser()
+    if path.suffix not in _READERS:
+        raise DataError(f"{path} is not a data file; its name must end in {', '.join(_READERS)}")
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; correct the path or write the file first")
+    return _READERS[path.suffix](path)
+
+
+class RowSet(Sequence[T]):
+    """Rows of several files as `T`s, each built when it is asked for, so that only compact data stays in memory.
+
+    `build` raises DataError for a row it cannot use; `validate` finds all of those at once.
+    """
+
+    def __init__(self, files: Files, build: Callable[[Place, Row], T]) -> None:
+        listed = [files] if isinstance(files, str | Path) else list(files)
+        if not listed:
+            raise DataError("no data file is named; name at least one")
+        self.files = tuple(Path(file) for file in listed)
+        self._names = _short_names(self.files)
+        self._rows = [read_rows(file) for file in self.files]
+        self._starts = list(accumulate((len(rows) for rows in self._rows), initial=0))
+        self._order: Sequence[int] = range(self._starts[-1])
+        self._build = build
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = self._order[index]
+        file = bisect_right(self._starts, position) - 1
+        number = position - self._starts[file]
+        return self._build(Place(self._names[file], number), self._rows[file][number])
+
+    def __iter__(self) -> Iterator[T]:
+        if isinstance(self._order, range):
+            return (self._build(place, row) for _, place, row in self._scan())
+        return super().__iter__()
+
+    def select(self, indices: Iterable[int]) -> RowSet[T]:
+        """The set of these members, in this order; nothing is copied."""
+        chosen = copy.copy(self)
+        chosen._order = [self._order[i] for i in indices]
+        return chosen
+
+    def validate(self) -> None:
+        """Builds every row once; raises one DataError that names the first bad ones and says how many there are."""
+        if not self:
+            raise DataError(f"{', '.join(map(str, self.files))} hold no rows; write at least one")
+        wanted, problems = set(self._order), []
+        for position, (file, place, row) in enumerate(self._scan()):
+            if position in wanted:
+                try:
+                    self._build(place, row)
+                except DataError as error:
+                    problems.append(f"{file}, row {place.number}: {error}")
+        if problems:
+            more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] * (len(problems) > _SHOWN_PROBLEMS)
+            head = f"{len(problems)} of {len(self)} rows cannot be used (rows are counted from 0):"
+            raise DataError("\n  ".join([head, *problems[:_SHOWN_PROBLEMS], *more]))
+
+    def _scan(self) -> Iterator[tuple[Path, Place, Row]]:
+        for file, name, rows in zip(self.files, self._names, self._rows, strict=True):
+            for number, row in enumerate(rows):
+                yield file, Place(name, number), row
+
+
+def _short_names(files: Sequence[Path]) -> list[str]:
+    """The shortest unique name for each file: stem, folder/stem, or the whole path."""
+    for shorten in (lambda f: f.stem, lambda f: f"{f.parent.name}/{f.stem}", str):
+        names = [shorten(file) for file in files]
+        if len(set(names)) == len(names):
+            return names
+    raise DataError(f"a data file is listed twice in {', '.join(map(str, files))}; list each one once")

@@ -1,0 +1,114 @@
+"""Rows become Tasks, and a row that cannot become one is named before training starts.
+
+A row has the columns users of this field know: data_source, prompt, reward_model {style, ground_truth}, extra_info
+{index, tools_kwargs, interaction_kwargs, ...}, agent_name. Whatever else it has is kept in Task.row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rally.data.messages import check_mapping, check_messages, shown
+from rally.data.read import DataError, Files, Place, Row, RowSet
+from rally.types import Message, Task
+
+TaskSet: TypeAlias = RowSet[Task]
+
+
+def load_tasks(
+    files: Files,
+    *,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    max_samples: int = -1,
+    shuffle: bool = False,
+    seed: int = 0,
+) -> TaskSet:
+    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+
+    `max_samples` (-1: all) takes the first rows, or with `shuffle` a random choice by `seed`. The order of
+    training is not decided here: that is the sampler's.
+    """
+    if max_samples < 1 and max_samples != -1:
+        raise DataError(f"max_samples is {max_samples}; it must be -1 (all rows) or at least 1")
+    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key))
+    if 0 < max_samples < len(tasks):
+        tasks = tasks.select(_sample(len(tasks), max_samples, shuffle, seed))
+    tasks.validate()
+    return tasks
+
+
+def _sample(total: int, count: int, shuffle: bool, seed: int) -> list[int]:
+    if not shuffle:
+        return list(range(count))
+    chosen: list[int] = np.random.default_rng(seed).choice(total, size=count, replace=False).tolist()
+    return sorted(chosen)
+
+
+def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str) -> Task:
+    data_source = row.get(reward_fn_key)
+    if not isinstance(data_source, str) or not data_source:
+        raise DataError(f"{_found(row, reward_fn_key)}; it must be a string that names the reward, such as 'math'")
+    agent_name = row.get("agent_name")
+    if not isinstance(agent_name, str | None):
+        raise DataError(f"agent_name is {shown(agent_name)}; it must be a string, or absent")
+    prompt = _prompt(row, prompt_key)
+    reward_model = _reward_model(row)
+    extra = check_mapping(row.get("extra_info"), "extra_info")
+    tools = _tools_kwargs(extra)
+    interaction = check_mapping(extra.get("interaction_kwargs"), "extra_info.interaction_kwargs")
+    decoded = {prompt_key: prompt, "reward_model": reward_model, "extra_info": extra}
+    added = {
+        "raw_prompt": [dict(message) for message in prompt],
+        "index": extra.get("index", place.number),
+        "tools_kwargs": tools,
+        "interaction_kwargs": interaction,
+    }
+    return Task(
+        id=f"{place.name}:{place.number}",
+        data_source=data_source,
+        prompt=tuple(prompt),
+        ground_truth=reward_model.get("ground_truth"),
+        agent_name=agent_name,
+        tools_kwargs=tools,
+        interaction_kwargs=interaction,
+        extra_info=extra,
+        row={**row, **decoded, **added},
+    )
+
+
+def _prompt(row: Row, key: str) -> list[Message]:
+    if key not in row:
+        raise DataError(f"{_found(row, key)}; it must be a list of messages (prompt_key names the column)")
+    for media in ("images", "videos"):
+        if row.get(media):
+            raise DataError(f"{media} is not empty; images are not built yet, so leave the column out")
+    prompt = check_messages(row[key], key)
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{key} ends with the assistant; its last message must be from user, tool or system")
+    return prompt
+
+
+def _reward_model(row: Row) -> dict[str, Any]:
+    reward_model = check_mapping(row.get("reward_model"), "reward_model")
+    if "ground_truth" not in reward_model and reward_model.get("style") != "model":
+        raise DataError(
+            "reward_model.ground_truth is missing; it must be there (any JSON value but null) "
+            "unless reward_model.style is 'model'"
+        )
+    return reward_model
+
+
+def _tools_kwargs(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    field = "extra_info.tools_kwargs"
+    return {
+        name: check_mapping(kwargs, f"{field}.{name}")
+        for name, kwargs in check_mapping(extra.get("tools_kwargs"), field).items()
+    }
+
+
+def _found(row: Row, key: str) -> str:
+    return f"{key} is {shown(row[key])}" if key in row else f"{key} is missing (the row has {', '.join(row)})"

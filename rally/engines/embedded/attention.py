@@ -1,0 +1,155 @@
+"""One attention function for every use of the trainer's module; the caller says which by passing a context.
+
+`rally_attention` is registered with transformers under the name "rally". A forward that passes no context gets the
+ordinary sdpa attention with the ordinary mask; a packed or paged forward happens only where a context object is handed
+in as the keyword `rally`, so a training forward can never be paged by accident. The keyword travels through gradient
+checkpointing too, where a context variable would be lost in the autograd thread.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, B sequences, L key length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rally.engines.base import EngineError
+
+NAME = "rally"
+
+
+class AttentionContext(Protocol):
+    """How the packed tokens of one forward attend to each other, and to what was computed before."""
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Attention output [T, H, D]."""
+        ...
+
+
+def rally_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    rally: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if rally is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    for variant in ("softcap", "s_aux"):
+        if kwargs.get(variant) is not None:
+            raise EngineError(f"{type(module).__name__} uses the attention variant '{variant}', which is not built yet")
+    assert query.shape[0] == 1, "packed forwards have one row"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_THD = rally.attend(getattr(module, "layer_idx", 0), q_THD, k_TKD, v_TKD, scale, sliding_window)
+    return out_THD.unsqueeze(0), None
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make `model` use `rally_attention`; its ordinary forwards compute what they computed before."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+
+
+def packed_hidden(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+    """Last hidden states [T, hidden] of packed tokens. A 4-D mask makes transformers build none of its own."""
+    no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
+    output = model.base_model(
+        input_ids=ids_T.unsqueeze(0),
+        position_ids=positions_T.unsqueeze(0),
+        attention_mask=no_mask,
+        use_cache=False,
+        rally=context,
+    )
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, with the final scaling some families have; rollout and training both call this."""
+    logits = model.get_output_embeddings()(hidden)
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    scale = getattr(config, "logit_scale", None)
+    return logits * scale if scale else logits  # type: ignore[no-any-return]
+
+
+def grouped_sdpa(
+    q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """SDPA where G query heads share a key/value head, without copying keys and values G times: [B, t, H, D]."""
+    b, t, h, d = q_BtHD.shape
+    kv = k_BLKD.shape[2]
+    if t == 1 and not causal:  # the heads of a group become the queries
+        q = q_BtHD.view(b, kv, h // kv, d)
+        out = F.scaled_dot_product_attention(
+            q, k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2), attn_mask=mask, scale=scale
+        )
+        return out.reshape(b, 1, h, d)
+    k, v = (x.transpose(1, 2).unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k_BLKD, v_BLKD))
+    out = F.scaled_dot_product_attention(q_BtHD.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    return out.transpose(1, 2)
+
+
+def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
+    """[B, 1, t, length] mask: query i of a row sits at position starts + i and sees what is not after it."""
+    queries = starts[:, None, None] + torch.arange(t, device=starts.device)[None, :, None]
+    keys = torch.arange(length, device=starts.device)[None, None, :]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    return mask.unsqueeze(1)
+
+
+class PackedAttention:
+    """Training: several fresh sequences side by side, each causal within itself. Padded only inside the attention call,
+    and only among sequences of similar length."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, waste: float = 1.25, max_rows: int = 64) -> None:
+        self.blocks: list[tuple[Tensor, Tensor, int, int]] = []  # flat positions, flat slots in the block, rows, width
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while order:
+            width = lengths[order[0]]
+            rows = [i for i in order[:max_rows] if lengths[i] * waste >= width]
+            order = order[len(rows) :]
+            flat = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in rows])
+            slots = torch.cat([torch.arange(lengths[i]) + row * width for row, i in enumerate(rows)])
+            self.blocks.append((flat.to(device), slots.to(device), len(rows), width))
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out_THD = torch.zeros_like(q_THD)
+        for flat, slots, rows, width in self.blocks:
+            q, k, v = (self._padded(x, flat, slots, rows, width) for x in (q_THD, k_TKD, v_TKD))
+            sliding = window is not None and window < width
+            mask = visible(torch.zeros(1, dtype=torch.long, device=q.device), width, width, window) if sliding else None
+            out = grouped_sdpa(q, k, v, scale, mask, causal=not sliding)
+            out_THD = out_THD.index_copy(0, flat, out.reshape(rows * width, *out.shape[2:])[slots])
+        return out_THD
+
+    @staticmethod
+    def _padded(x: Tensor, flat: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
+        block = x.new_zeros((rows * width, *x.shape[1:]))
+        return block.index_copy(0, slots, x[flat]).view(rows, width, *x.shape[1:])

@@ -1,0 +1,147 @@
+"""The embedded engine: `await generate(...)` from any number of agent loops, one thread stepping the core.
+
+The thread runs only while there is work. Weights are the trainer's own tensors: change them inside
+`with engine.updating():`, which waits for the running step and begins a new weight version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from rally.engines.base import EngineError
+from rally.engines.embedded.core import EngineCore, EngineSettings
+from rally.engines.embedded.request import Request
+from rally.types import Generation, SamplingParams
+
+_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
+
+
+class EmbeddedEngine:
+    """An `Engine` over a module in this process."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSettings | None = None,
+        *,
+        num_pages: int | None = None,
+        eos_ids: Sequence[int] = (),
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode)
+        self._waiters: dict[Request, _Waiter] = {}
+        self._lock = threading.Lock()  # guards the core; held for one step at a time
+        self._arrivals: list[tuple[Sequence[int], SamplingParams, _Waiter]] = []
+        self._departures: list[asyncio.Future[Generation]] = []
+        self._wake = threading.Condition()  # guards the two lists above and `_closed`
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def weight_version(self) -> int:
+        return self.core.version
+
+    @property
+    def max_model_len(self) -> int:
+        return self.core.settings.max_model_len
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+    ) -> Generation:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Generation] = loop.create_future()
+        with self._wake:
+            if self._closed:
+                raise EngineError("the engine is closed") from self._failure
+            self._arrivals.append((prompt_ids, params, (loop, future)))
+            self._wake.notify()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with self._wake:
+                self._departures.append(future)
+                self._wake.notify()
+            raise
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Change the weights inside; at the end they are a new version."""
+        with self._lock:
+            yield
+            self._deliver(self.core.commit_weights())
+
+    async def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                with self._lock:
+                    self._take_arrivals()
+                    self._deliver(self.core.step())
+            except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to those who wait
+                self._fail(failure)
+                return
+        with self._lock:
+            self._take_arrivals()
+            left = list(self._waiters)
+            self.core.abort(left)
+            self._deliver(left)
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            while not (self._closed or self._arrivals or self._departures or self.core.scheduler.busy):
+                self._wake.wait()
+            return not self._closed
+
+    def _take_arrivals(self) -> None:
+        with self._wake:
+            arrivals, self._arrivals = self._arrivals, []
+            departures, self._departures = self._departures, []
+        for prompt_ids, params, (loop, future) in arrivals:
+            try:
+                self._waiters[self.core.add(prompt_ids, params)] = (loop, future)
+            except EngineError as refusal:
+                loop.call_soon_threadsafe(_settle, [(future, refusal)])
+        gone = [r for r, (_, future) in self._waiters.items() if future in departures] if departures else []
+        self.core.abort(gone)
+        for request in gone:
+            del self._waiters[request]
+
+    def _deliver(self, requests: Sequence[Request]) -> None:
+        """Hand results over, one wake-up per event loop however many finished."""
+        by_loop: dict[
+            asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Generation], Generation | BaseException]]
+        ] = {}
+        for request in requests:
+            loop, future = self._waiters.pop(request)
+            by_loop.setdefault(loop, []).append((future, request.result()))
+        for loop, results in by_loop.items():
+            loop.call_soon_threadsafe(_settle, results)
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._wake:
+            self._closed, self._failure = True, failure
+            waiting = [waiter for _, _, waiter in self._arrivals] + list(self._waiters.values())
+        for loop, future in waiting:
+            loop.call_soon_threadsafe(_settle, [(future, failure)])
+
+
+def _settle(results: Sequence[tuple[asyncio.Future[Generation], Generation | BaseException]]) -> None:
+    for future, result in results:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

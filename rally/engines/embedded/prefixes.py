@@ -1,0 +1,95 @@
+"""The prefix index: cached KV pages, found by (weight version, tokens) and by nothing less.
+
+A tree whose edges are whole pages of tokens, one root per weight version, so KV computed under old weights cannot be
+reached under new ones. Least recently used leaves go first when pages run out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+
+from rally.engines.embedded.pages import PagePool
+
+
+class _Node:
+    __slots__ = ("children", "page", "parent", "stamp", "tokens")
+
+    def __init__(self, tokens: tuple[int, ...], page: int, parent: _Node | None) -> None:
+        self.tokens = tokens
+        self.page = page
+        self.parent = parent
+        self.children: dict[tuple[int, ...], _Node] = {}
+        self.stamp = 0
+
+
+class PrefixIndex:
+    """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self._roots: dict[int, _Node] = {}
+        self._clock = itertools.count(1)
+
+    def match(self, version: int, ids: Sequence[int]) -> list[int]:
+        """The cached pages of the longest known prefix of `ids`, whole pages only."""
+        node, pages, stamp = self._roots.get(version), [], next(self._clock)
+        for key in self._keys(ids):
+            if node is None or (node := node.children.get(key)) is None:
+                break
+            node.stamp = stamp
+            pages.append(node.page)
+        return pages
+
+    def insert(self, version: int, ids: Sequence[int], pages: Sequence[int]) -> None:
+        """Remember that `pages` hold the KV of `ids`. Known prefixes keep the page they have."""
+        node = self._roots.setdefault(version, _Node((), -1, None))
+        stamp = next(self._clock)
+        for key, page in zip(self._keys(ids), pages, strict=False):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(key, page, node)
+                self.pool.share((page,))
+            child.stamp = stamp
+            node = child
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` pages that nobody but the index holds, least recently used leaves first."""
+        leaves = [(n.stamp, id(n), n) for n in self._nodes() if not n.children and self.pool.references(n.page) == 1]
+        heapq.heapify(leaves)
+        freed = 0
+        while leaves and freed < count:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.tokens]
+            self.pool.release((node.page,))
+            freed += 1
+            if parent.parent is not None and not parent.children and self.pool.references(parent.page) == 1:
+                heapq.heappush(leaves, (parent.stamp, id(parent), parent))
+        return freed
+
+    def forget(self, keep_version: int | None = None) -> None:
+        """Drop what was computed under any version but `keep_version`; pages still held by requests live on there."""
+        for version in [v for v in self._roots if v != keep_version]:
+            self.pool.release(node.page for node in self._below(self._roots.pop(version)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._nodes())
+
+    def _keys(self, ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        size = self.page_size
+        return (tuple(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size))
+
+    def _nodes(self) -> Iterator[_Node]:
+        for root in self._roots.values():
+            yield from self._below(root)
+
+    def _below(self, root: _Node) -> Iterator[_Node]:
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node

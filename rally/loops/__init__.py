@@ -1,0 +1,24 @@
+"""Agent loops: a Task becomes exactly one Episode with exactly one StopReason."""
+
+from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
+from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register
+from rally.loops.runner import Job, Runner
+from rally.loops.single_turn import SingleTurnAgentLoop
+from rally.loops.tool_agent import ToolAgentLoop
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopOutput",
+    "EpisodeServer",
+    "Job",
+    "LoopContext",
+    "LoopError",
+    "LoopSettings",
+    "LoopSpec",
+    "Runner",
+    "SingleTurnAgentLoop",
+    "ToolAgentLoop",
+    "find_loop",
+    "load_loop_config",
+    "register",
+]

@@ -1,0 +1,185 @@
+"""What a user subclasses: an agent loop turns one row into one exchange with the policy.
+
+A loop never sees the engine; it asks `self.server.generate(prompt_ids, sampling_params)`, which fills in what the run
+decides (stop tokens, budget, seed) and keeps the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rally.chat import ChatCodec
+from rally.engines import Engine
+from rally.tools import ToolBox
+from rally.types import Generation, RallyError, SamplingParams, Segment, StopReason, Task, Turn
+
+
+class LoopError(RallyError):
+    """An agent loop that cannot be used as asked, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """The limits and stop conditions of an exchange; None and 0 mean no limit."""
+
+    prompt_length: int | None = None
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    response_length: int = 512
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_tool_response_tokens: int | None = None
+    stop_on_tool_success: bool = False
+    stop_on_correct: bool = False
+    timeout_per_turn: float | None = None
+    episode_timeout: float | None = None
+    max_tool_failures: int = 3
+    max_repeated_calls: int = 3
+    history: Literal["append", "rerender"] = "append"
+    sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
+
+
+@dataclass(kw_only=True)
+class AgentLoopOutput:
+    """What a loop hands back. The first three are enough; the rest is there for loops that know more."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    response_mask: Sequence[int]
+    response_logprobs: Sequence[float] | None = None
+    num_turns: int = 0
+    reward_score: float | None = None
+    turn_rewards: Sequence[float] | None = None
+    multi_modal_data: Mapping[str, Any] | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[Segment, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    stop_reason: StopReason = StopReason.STOP
+
+    def as_segments(self) -> tuple[Segment, ...]:
+        """The token truth; built here for loops that returned plain lists."""
+        if self.segments:
+            return self.segments
+        if len(self.response_ids) != len(self.response_mask):
+            raise LoopError(
+                f"the agent loop returned {len(self.response_ids)} response_ids but {len(self.response_mask)} "
+                "response_mask entries; they must be of equal length"
+            )
+        if self.response_logprobs is None and any(self.response_mask):
+            raise LoopError(
+                "the agent loop returned no response_logprobs; pass on Generation.logprobs for sampled tokens and 0.0 "
+                "for observed ones"
+            )
+        return (
+            Segment(
+                prompt_ids=tuple(self.prompt_ids),
+                response_ids=tuple(self.response_ids),
+                response_mask=tuple(self.response_mask),
+                response_logprobs=tuple(self.response_logprobs or ()),
+            ),
+        )
+
+
+class EpisodeServer:
+    """The engine as one episode sees it: every call has its own seed, and the time spent generating is counted."""
+
+    def __init__(self, engine: Engine, *, defaults: SamplingParams, seed: int, session: str) -> None:
+        self.engine = engine
+        self.defaults = defaults
+        self.seed = seed
+        self.session = session
+        self.calls = 0
+        self.seconds = 0.0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        *,
+        session: str | None = None,
+    ) -> Generation:
+        """Sample one turn. What `sampling_params` does not say comes from the run's configuration."""
+        params = self._params(sampling_params, room=self.engine.max_model_len - len(prompt_ids))
+        began = time.perf_counter()
+        try:
+            return await self.engine.generate(prompt_ids, params, session=session or self.session)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _params(self, given: Mapping[str, Any] | SamplingParams | None, room: int) -> SamplingParams:
+        params = self.defaults
+        if given is not None:
+            explicit = given if isinstance(given, Mapping) else given.__dict__
+            params = SamplingParams.of({**self.defaults.__dict__, **explicit})
+        seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.calls}".encode(), digest_size=8).digest()) >> 1
+        self.calls += 1
+        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids)))
+        return replace(params, seed=seed, stop_ids=stop_ids, max_tokens=min(params.max_tokens, max(room, 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopContext:
+    """Everything a loop instance works with; one per episode."""
+
+    task: Task
+    episode_id: str
+    server: EpisodeServer
+    codec: ChatCodec
+    toolbox: ToolBox
+    settings: LoopSettings
+
+
+class AgentLoopBase(ABC):
+    """Subclass it, write `run`, and register it or name it in `rollout.agent_loop_class`.
+
+    `server`, `codec`, `tokenizer`, `toolbox`, `settings` and `task` are there before `__init__` runs, so a subclass's
+    `__init__` takes only its own options (`rollout.agent_loop_config`) and need not call `super().__init__`.
+    """
+
+    context: LoopContext
+
+    @classmethod
+    def build(cls, context: LoopContext, options: Mapping[str, Any]) -> AgentLoopBase:
+        loop = cls.__new__(cls)
+        loop.context = context
+        try:
+            loop.__init__(**options)  # type: ignore[misc]
+        except TypeError as wrong:
+            raise LoopError(f"{cls.__name__} cannot be made from rollout.agent_loop_config: {wrong}") from wrong
+        return loop
+
+    def __init__(self, **options: Any) -> None:
+        if options:
+            raise LoopError(f"{type(self).__name__} takes no option {', '.join(sorted(options))} in agent_loop_config")
+
+    @property
+    def server(self) -> EpisodeServer:
+        return self.context.server
+
+    @property
+    def codec(self) -> ChatCodec:
+        return self.context.codec
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.context.codec.tokenizer
+
+    @property
+    def toolbox(self) -> ToolBox:
+        return self.context.toolbox
+
+    @property
+    def settings(self) -> LoopSettings:
+        return self.context.settings
+
+    @property
+    def task(self) -> Task:
+        return self.context.task
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        """Hold the exchange for one row. `row_fields` are the row's columns."""

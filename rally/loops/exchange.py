@@ -1,0 +1,145 @@
+"""The growing record of one exchange: segments, turns and messages move together.
+
+This is where sampled ids enter a Segment, and the only place. The budget of an exchange is what the policy sampled and
+observed over all segments; the context window bounds each segment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rally.chat import ChatCodec, Parsed
+from rally.loops.base import LoopError, LoopSettings
+from rally.types import Generation, Message, Segment, StopReason, Task, ToolResult, Turn
+
+
+def cut_prompt(ids: tuple[int, ...], most: int | None, side: str) -> tuple[int, ...]:
+    """A prompt cut to `most` tokens on the named side (data.truncation); `error` never gets this far uncut."""
+    if most is None or len(ids) <= most:
+        return ids
+    if side == "error":
+        raise LoopError(
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most}; raise it, set "
+            "data.filter_overlong_prompts=true, or choose data.truncation=left, right or middle"
+        )
+    if side == "left":
+        return ids[-most:]
+    return ids[:most] if side == "right" else ids[: most // 2] + ids[len(ids) - (most - most // 2) :]
+
+
+@dataclass
+class Exchange:
+    """One conversation in progress."""
+
+    codec: ChatCodec
+    messages: list[Message]
+    segments: list[Segment]
+    max_model_len: int
+    response_length: int
+    turns: list[Turn] = field(default_factory=list)
+    _observed_from: int = 0
+
+    @classmethod
+    def start(cls, codec: ChatCodec, task: Task, settings: LoopSettings, max_model_len: int) -> Exchange:
+        ids = cut_prompt(codec.encode_prompt(task.prompt), settings.prompt_length, settings.truncation)
+        return cls(codec, list(task.prompt), [Segment(prompt_ids=ids)], max_model_len, settings.response_length)
+
+    @property
+    def segment(self) -> Segment:
+        return self.segments[-1]
+
+    @property
+    def used(self) -> int:
+        """Response tokens of all segments so far."""
+        return sum(len(s.response_ids) for s in self.segments)
+
+    @property
+    def room(self) -> int:
+        """How many tokens the policy may sample next: what budget and context window leave."""
+        return min(self.response_length - self.used, self.max_model_len - len(self.segment.ids))
+
+    def out_of_room(self) -> StopReason:
+        """Which limit ended the exchange: the response budget or the context window."""
+        budget_left = self.response_length - self.used
+        return StopReason.LENGTH if budget_left <= self.max_model_len - len(self.segment.ids) else StopReason.CONTEXT
+
+    def count(self, *roles: str) -> int:
+        return sum(turn.role in roles for turn in self.turns)
+
+    def add_sampled(self, generation: Generation, started: float) -> Parsed:
+        """Append what the policy sampled, and read it."""
+        start = len(self.segment.response_ids)
+        self.segments[-1] = self.segment.append_sampled(generation)
+        parsed = self.codec.parse(generation.ids)
+        self.messages.append(self.codec.message(parsed))
+        self.turns.append(
+            Turn(
+                role="assistant",
+                text=parsed.text,
+                segment=len(self.segments) - 1,
+                start=start,
+                end=start + len(generation.ids),
+                tool_calls=parsed.tool_calls,
+                finish=generation.finish,
+                cached_tokens=generation.cached_tokens,
+                started=started,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return parsed
+
+    def add_observed(
+        self,
+        messages: Sequence[Message],
+        results: Sequence[ToolResult],
+        *,
+        closed: bool,
+        rerender: bool,
+        started: float,
+    ) -> StopReason | None:
+        """Append tool or user messages, or say which limit they do not fit; then they are recorded with no tokens."""
+        self.messages.extend(messages)
+        if rerender:
+            reason = self._observe_rerendered()
+        else:
+            reason = self._observe(self.codec.encode_delta(list(messages), closed=closed))
+        segment = self.segment
+        text = "\n".join(str(m["content"]) for m in messages)
+        rewards = [r.reward for r in results if r.reward is not None]
+        self.turns.append(
+            Turn(
+                role="tool" if results else "user",
+                text=text,
+                segment=len(self.segments) - 1,
+                start=self._observed_from,
+                end=len(segment.response_ids),
+                tool_results=tuple(results),
+                reward=sum(rewards) if rewards else None,
+                started=started,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return reason
+
+    def _observe(self, ids: Sequence[int]) -> StopReason | None:
+        self._observed_from = len(self.segment.response_ids)
+        if self.used + len(ids) >= self.response_length:
+            return StopReason.LENGTH
+        if len(self.segment.ids) + len(ids) >= self.max_model_len:
+            return StopReason.CONTEXT
+        self.segments[-1] = self.segment.append_observed(ids)
+        return None
+
+    def _observe_rerendered(self) -> StopReason | None:
+        """Follow the inference template: extend the segment if it still agrees, else open a new one."""
+        full = tuple(self.codec.rerender(self.messages))
+        known = self.segment.ids
+        if full[: len(known)] == known:
+            return self._observe(full[len(known) :])
+        self._observed_from = 0
+        if len(full) >= self.max_model_len:
+            return StopReason.CONTEXT
+        self.segments.append(Segment(prompt_ids=full))
+        return None

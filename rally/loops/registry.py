@@ -1,0 +1,80 @@
+"""Finds an agent loop by registered name, dotted path, or an entry of `agent_loop_config_path`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rally.loops.base import AgentLoopBase, LoopError
+
+Loop = TypeVar("Loop", bound=type[AgentLoopBase])
+_LOOPS: dict[str, type[AgentLoopBase]] = {}
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """A loop class and the options it is made with."""
+
+    cls: type[AgentLoopBase]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def register(name: str) -> Callable[[Loop], Loop]:
+    """Class decorator: make a loop known by `name` (the row's `agent_name`, or `agent.default_agent_loop`)."""
+
+    def add(cls: Loop) -> Loop:
+        _LOOPS[name] = cls
+        return cls
+
+    return add
+
+
+def find_loop(name: str, extra: Mapping[str, LoopSpec] | None = None) -> LoopSpec:
+    """The loop called `name`: from a config file's entries, from the registry, or by dotted path."""
+    if extra and name in extra:
+        return extra[name]
+    if name in _LOOPS:
+        return LoopSpec(_LOOPS[name])
+    if "." in name:
+        return LoopSpec(import_loop(name))
+    known = ", ".join(sorted({*_LOOPS, *(extra or {})}))
+    raise LoopError(f"there is no agent loop called {name!r}; known are {known}, or give a dotted path to a class")
+
+
+def import_loop(path: str) -> type[AgentLoopBase]:
+    """Import `package.module.Class`; the working directory counts as a place to look."""
+    module_name, _, class_name = path.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as missing:
+        raise LoopError(f"the agent loop {path} cannot be imported: {missing}") from missing
+    cls = getattr(module, class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
+        raise LoopError(f"{path} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
+    return cls
+
+
+def load_loop_config(path: str | Path) -> dict[str, LoopSpec]:
+    """The entries of `agent.agent_loop_config_path`: a YAML list of {name, _target_, ...options}."""
+    try:
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as broken:
+        raise LoopError(f"the agent loop file {path} cannot be read: {broken}") from broken
+    shape = f"{path} must be a list of entries with name and _target_"
+    if not isinstance(entries, list):
+        raise LoopError(shape)
+    specs: dict[str, LoopSpec] = {}
+    for entry in entries:
+        if not (isinstance(entry, dict) and "name" in entry and "_target_" in entry):
+            raise LoopError(f"{shape}; found {entry!r}")
+        options = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
+        specs[entry["name"]] = LoopSpec(import_loop(entry["_target_"]), options)
+    return specs

@@ -1,0 +1,129 @@
+"""Runs episodes: every job becomes exactly one Episode with exactly one stop reason, however it went.
+
+Hundreds run at once in one event loop. A loop that raises is tried again as often as asked, then becomes an Episode
+with stop reason `error` and the reason in words; what happens to its group is the trainer's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rally.chat import ChatCodec
+from rally.engines import Engine
+from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopSettings
+from rally.loops.registry import LoopSpec, find_loop
+from rally.tools import ToolBox
+from rally.types import Episode, SamplingParams, StopReason, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One episode to be held."""
+
+    task: Task
+    episode_id: str
+    group: str
+    seed: int
+    step: int = 0
+    validate: bool = False
+
+
+Finish = Callable[[Episode], Awaitable[Episode]]
+
+
+@dataclass(kw_only=True)
+class Runner:
+    """Builds a loop per job and holds the exchange."""
+
+    engine: Engine
+    codec: ChatCodec
+    toolbox: ToolBox
+    settings: LoopSettings = field(default_factory=LoopSettings)
+    default_loop: str = "single_turn_agent"
+    loops: Mapping[str, LoopSpec] = field(default_factory=dict)
+    max_retries: int = 0
+
+    async def run(
+        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Finish | None = None
+    ) -> list[Episode]:
+        """Hold all exchanges concurrently, in the order of the jobs. `finish` (scoring, progress) is awaited for each
+        as soon as it ends, while others still run."""
+
+        async def one(job: Job) -> Episode:
+            episode = await self._episode(job, sampling)
+            return await finish(episode) if finish else episode
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(job)) for job in jobs]
+        return [task.result() for task in tasks]
+
+    async def _episode(self, job: Job, sampling: SamplingParams) -> Episode:
+        for attempt in range(self.max_retries + 1):
+            began = time.perf_counter()
+            try:
+                output, server = await self._attempt(job, sampling)
+                return self._finished(job, output, server, time.perf_counter() - began, attempt)
+            except Exception as failure:  # noqa: BLE001 - user code; the failure becomes a counted, named episode
+                error = f"{type(failure).__name__}: {failure}"
+        return Episode(
+            id=job.episode_id,
+            task=job.task,
+            group=job.group,
+            stop_reason=StopReason.ERROR,
+            error=error,
+            step=job.step,
+            validate=job.validate,
+            seed=job.seed,
+            extra={"attempts": self.max_retries + 1},
+        )
+
+    async def _attempt(self, job: Job, sampling: SamplingParams) -> tuple[AgentLoopOutput, EpisodeServer]:
+        spec = find_loop(job.task.agent_name or self.default_loop, self.loops)
+        server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
+        selection = job.task.extra_info.get("tool_selection")
+        context = LoopContext(
+            task=job.task,
+            episode_id=job.episode_id,
+            server=server,
+            codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection else self.codec,
+            toolbox=self.toolbox,
+            settings=self.settings,
+        )
+        loop = spec.cls.build(context, spec.options)
+        params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
+        async with asyncio.timeout(self._hard_limit()):
+            return await loop.run(params, **job.task.row), server
+
+    def _hard_limit(self) -> float | None:
+        """Loops end at episode_timeout by themselves; one that does not is ended a little later."""
+        limit = self.settings.episode_timeout
+        return None if limit is None else limit * 1.5 + 1.0
+
+    def _finished(
+        self, job: Job, output: AgentLoopOutput, server: EpisodeServer, seconds: float, attempt: int
+    ) -> Episode:
+        extra = dict(output.extra_fields)
+        timings = {"generate": server.seconds, **extra.pop("timings", {}), "total": seconds}
+        if attempt:
+            extra["attempts"] = attempt + 1
+        if output.turn_rewards is not None:
+            extra["turn_rewards"] = list(output.turn_rewards)
+        if output.num_turns and not output.turns:
+            extra["num_turns"] = output.num_turns
+        return Episode(
+            id=job.episode_id,
+            task=job.task,
+            group=job.group,
+            stop_reason=output.stop_reason,
+            segments=output.as_segments(),
+            turns=output.turns,
+            reward=output.reward_score,
+            step=job.step,
+            validate=job.validate,
+            seed=job.seed,
+            timings=timings,
+            extra=extra,
+        )

@@ -1,0 +1,39 @@
+"""The single-turn loop: one prompt, one reply."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rally.loops.base import AgentLoopBase, AgentLoopOutput
+from rally.loops.exchange import Exchange
+from rally.loops.registry import register
+from rally.types import StopReason
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Asks once and stops."""
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
+        reason = StopReason.CONTEXT
+        if exchange.room > 0:
+            started = time.perf_counter()
+            params = {
+                **sampling_params,
+                "max_tokens": min(exchange.room, sampling_params.get("max_tokens", exchange.room)),
+            }
+            generation = await self.server.generate(exchange.segment.ids, params)
+            exchange.add_sampled(generation, started)
+            cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH
+            reason = {"stop": StopReason.STOP, "length": cut, "abort": StopReason.CANCELLED}[generation.finish]
+        segment = exchange.segment
+        return AgentLoopOutput(
+            prompt_ids=segment.prompt_ids,
+            response_ids=segment.response_ids,
+            response_mask=segment.response_mask,
+            segments=(segment,),
+            turns=tuple(exchange.turns),
+            stop_reason=reason,
+        )

@@ -1,0 +1,168 @@
+"""The tool loop: the policy talks, its tool calls run, their answers are appended, until one named reason ends it.
+
+All calls of a turn run and are answered in order; malformed ones are answered with the reason. The history the engine
+is given is the segment itself (`multi_turn.history: append`), or what the inference template makes of the parsed
+messages (`rerender`), in which case the exchange may span several segments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from rally.chat import Parsed
+from rally.loops.base import AgentLoopBase, AgentLoopOutput
+from rally.loops.exchange import Exchange
+from rally.loops.registry import register
+from rally.tools import ToolSession
+from rally.types import Message, StopReason, ToolResult
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Tools by configuration; every stop condition of LoopSettings."""
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        self.exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
+        self.session = self.toolbox.open(self.task, self.context.episode_id)
+        self.failures = self.repeats = 0
+        self.last_calls = ""
+        self.began = time.perf_counter()
+        self.tool_seconds = 0.0
+        try:
+            reason = await self._converse(sampling_params)
+        finally:
+            tool_rewards = await _close(self.session)
+        return self._output(reason, tool_rewards)
+
+    async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
+        reason: StopReason | None = None
+        while reason is None:
+            deadline = self._deadline()
+            try:
+                async with asyncio.timeout(deadline):
+                    reason, parsed = await self._assistant_turn(sampling_params)
+                    if reason is None:
+                        assert parsed is not None
+                        reason = await self._tool_turn(parsed)
+            except TimeoutError:
+                reason = StopReason.DEADLINE
+        return reason
+
+    def _deadline(self) -> float | None:
+        """Seconds this turn may take, as the turn limit and what is left for the episode allow."""
+        limits = [self.settings.timeout_per_turn]
+        if self.settings.episode_timeout is not None:
+            limits.append(max(0.0, self.settings.episode_timeout - (time.perf_counter() - self.began)))
+        return min((x for x in limits if x is not None), default=None)
+
+    async def _assistant_turn(self, sampling_params: dict[str, Any]) -> tuple[StopReason | None, Parsed | None]:
+        exchange = self.exchange
+        room = exchange.room
+        if room <= 0:
+            return exchange.out_of_room(), None
+        started = time.perf_counter()
+        params = {**sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room))}
+        generation = await self.server.generate(exchange.segment.ids, params)
+        parsed = exchange.add_sampled(generation, started)
+        if generation.finish == "abort":
+            return StopReason.CANCELLED, None
+        if generation.finish == "length":
+            return (exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH), None
+        if not parsed.tool_calls:
+            return StopReason.STOP, None
+        return self._turn_limit(), parsed
+
+    def _turn_limit(self) -> StopReason | None:
+        most, most_user = self.settings.max_assistant_turns, self.settings.max_user_turns
+        if most and self.exchange.count("assistant") >= most:
+            return StopReason.MAX_TURNS
+        if most_user and self.exchange.count("tool", "user") >= most_user:
+            return StopReason.MAX_USER_TURNS
+        return None
+
+    async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
+        started = time.perf_counter()
+        try:
+            results = [self._shortened(r) for r in await self.session.run(parsed.tool_calls)]
+        finally:
+            self.tool_seconds += time.perf_counter() - started
+        reason = self.exchange.add_observed(
+            [_message(r) for r in results],
+            results,
+            closed=parsed.closed,
+            rerender=self.settings.history == "rerender",
+            started=started,
+        )
+        return reason or self._after_tools(results)
+
+    def _shortened(self, result: ToolResult) -> ToolResult:
+        """Apply the token limit of a tool answer; the head is kept and the model is told."""
+        most = self.settings.max_tool_response_tokens
+        if most is None:
+            return result
+        ids = self.tokenizer(result.response.text or "", add_special_tokens=False)["input_ids"]
+        if len(ids) <= most:
+            return result
+        kept = self.codec.decode(ids[:most]) + "...(truncated)"
+        return replace(result, response=replace(result.response, text=kept), truncated=True)
+
+    def _after_tools(self, results: Sequence[ToolResult]) -> StopReason | None:
+        settings = self.settings
+        if settings.stop_on_tool_success and all(r.ok for r in results):
+            return StopReason.TOOL_SUCCESS
+        if settings.stop_on_correct and any(r.metrics.get("correct") is True for r in results):
+            return StopReason.TOOL_SUCCESS
+        self.failures = 0 if any(r.ok for r in results) else self.failures + 1
+        if settings.max_tool_failures and self.failures >= settings.max_tool_failures:
+            return StopReason.TOOL_FAILURES
+        calls = json.dumps([[r.call.name, r.call.arguments, r.call.raw] for r in results], sort_keys=True, default=str)
+        self.repeats = self.repeats + 1 if calls == self.last_calls else 1
+        self.last_calls = calls
+        if settings.max_repeated_calls and self.repeats >= settings.max_repeated_calls:
+            return StopReason.REPETITION
+        return None
+
+    def _output(self, reason: StopReason, tool_rewards: dict[str, float]) -> AgentLoopOutput:
+        exchange = self.exchange
+        segment = exchange.segment
+        extra: dict[str, Any] = {"tool_rewards": tool_rewards} if tool_rewards else {}
+        extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
+        if self.settings.history == "append" and reason is StopReason.STOP:
+            difference = self.codec.sanity(segment.ids, exchange.messages, self.settings.sanity_check)
+            if difference:
+                extra["tokenization_difference"] = difference
+        return AgentLoopOutput(
+            prompt_ids=segment.prompt_ids,
+            response_ids=segment.response_ids,
+            response_mask=segment.response_mask,
+            segments=tuple(exchange.segments),
+            turns=tuple(exchange.turns),
+            stop_reason=reason,
+            extra_fields=extra,
+        )
+
+
+def _message(result: ToolResult) -> Message:
+    return {
+        "role": "tool",
+        "name": result.call.name,
+        "tool_call_id": result.call.id,
+        "content": result.response.text or "",
+    }
+
+
+async def _close(session: ToolSession) -> dict[str, float]:
+    """Release the tools even when the episode is being cancelled: the release itself is shielded."""
+    closing = asyncio.ensure_future(session.close())
+    try:
+        return await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        with suppress(asyncio.CancelledError):
+            await closing
+        raise

@@ -1,0 +1,58 @@
+"""A reward function sees the policy's own words as the solution, and everything else under its own name.
+
+Tool and user text never enters `solution_str`: a tool that echoes the answer ("reward=1.0, #### 72") would otherwise
+earn the policy a reward for having asked. A function that wants the whole exchange finds it, role by role, in
+`extra_info["messages"]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rally.types import Episode, Message
+
+
+def solution_text(episode: Episode) -> str:
+    """The assistant turns' text, one after the other, separated by newlines."""
+    return "\n".join(_assistant_texts(episode))
+
+
+def request_of(episode: Episode) -> dict[str, Any]:
+    """The four arguments of a reward function. `extra_info` is the row's, and on top of it what happened."""
+    return {
+        "data_source": episode.task.data_source,
+        "solution_str": solution_text(episode),
+        "ground_truth": episode.task.ground_truth,
+        "extra_info": {**episode.task.extra_info, **_happened(episode)},
+    }
+
+
+def _happened(episode: Episode) -> dict[str, Any]:
+    rewarded = [(result.call.name, result.reward) for result in episode.tool_results if result.reward is not None]
+    by_tool: dict[str, list[float]] = {}
+    for tool, reward in rewarded:
+        by_tool.setdefault(tool, []).append(reward)
+    return {
+        "num_turns": episode.num_turns,
+        "turn_scores": [turn.reward for turn in episode.turns if turn.reward is not None],
+        "tool_rewards": [reward for _, reward in rewarded],
+        "rollout_reward_scores": by_tool,
+        "messages": [
+            *({"role": message["role"], "text": _text(message)} for message in episode.task.prompt),
+            *({"role": turn.role, "text": turn.text} for turn in episode.turns),
+        ],
+        "stop_reason": episode.stop_reason.value,
+        "last_turn": next(reversed(_assistant_texts(episode)), ""),
+    }
+
+
+def _assistant_texts(episode: Episode) -> list[str]:
+    return [turn.text for turn in episode.turns if turn.role == "assistant"]
+
+
+def _text(message: Message) -> str:
+    """The words of a message whose content may also be a list of parts, some of them images."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)

@@ -1,0 +1,184 @@
+"""Guarantees: any text is either one real number or a CalculatorError, in milliseconds and without running anything.
+
+The grammar knows numbers, operators, brackets and the names in `mathematics.py`; there is nothing in it that could
+reach Python, so there is nothing to block. Rationals stay exact; a float appears only where a value is irrational.
+
+Decisions a reader may look for:
+- `^` and `**` are both power, bind tighter than unary minus (`-2^2` is -4) and group to the right.
+- `%` followed by a number, a name or a bracket is modulo (`7 % 4`); otherwise it is percent (`50%`, `50% + 1`).
+- A comma groups thousands (`1,234`), but directly inside a function's brackets it always separates arguments:
+  `max(1,234)` is 234, and `max((1,234), 5)` is 1234.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+from rally.tools.mathematics import (
+    BINARY,
+    CONSTANTS,
+    CalculatorError,
+    Number,
+    apply,
+    call,
+    factorial,
+    negate,
+    number_literal,
+    power,
+)
+
+MAX_LENGTH = 500
+MAX_DEPTH = 50
+
+_EQUALS = re.compile(r"\s*=\s*\??\s*$")
+_SAME_SIGN = str.maketrans({"×": "*", "⋅": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "π": "pi"})
+_FRACTION_AND_EXPONENT = r"(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
+_PLAIN = re.compile(rf"[0-9]+{_FRACTION_AND_EXPONENT}|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
+_GROUPED = re.compile(rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9]){_FRACTION_AND_EXPONENT}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SYMBOL = re.compile(r"\*\*|//|[-+*/%^!(),]")
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2}
+
+
+class Token(NamedTuple):
+    kind: str  # "number", "name", "symbol", "end"
+    text: str
+
+
+def evaluate(text: str) -> Number:
+    """The exact value of `text`, or its float where it is irrational."""
+    if len(text) > MAX_LENGTH:
+        raise CalculatorError(f"the expression is longer than {MAX_LENGTH} characters")
+    text = _EQUALS.sub("", text.translate(_SAME_SIGN)).strip()
+    if not text:
+        raise CalculatorError("the expression is empty")
+    return _Parser(list(_tokens(text))).whole()
+
+
+def _tokens(text: str) -> Iterator[Token]:
+    position, brackets, previous = 0, [False], Token("end", "")  # brackets: is the innermost one a function's?
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
+            continue
+        token = _next_token(text, position, in_call=brackets[-1])
+        if token.text == "(":
+            brackets.append(previous.kind == "name")
+        elif token.text == ")" and len(brackets) > 1:
+            brackets.pop()
+        position += len(token.text)
+        previous = token
+        yield token
+    yield Token("end", "")
+
+
+def _next_token(text: str, position: int, *, in_call: bool) -> Token:
+    kinds = (("number", _GROUPED), ("number", _PLAIN), ("name", _NAME), ("symbol", _SYMBOL))
+    for kind, pattern in kinds[1:] if in_call else kinds:
+        if match := pattern.match(text, position):
+            return Token(kind, match.group())
+    raise CalculatorError(f"unexpected {text[position]!r}")
+
+
+class _Parser:
+    """Precedence climbing that computes as it reads; `depth` bounds the recursion, so deep nesting is an error."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens = tokens
+        self.position = 0
+        self.depth = 0
+
+    @property
+    def ahead(self) -> Token:
+        return self.tokens[self.position]
+
+    def take(self) -> Token:
+        token = self.ahead
+        self.position += 1
+        return token
+
+    def accept(self, *symbols: str) -> str | None:
+        return self.take().text if self.ahead.kind == "symbol" and self.ahead.text in symbols else None
+
+    def expect(self, symbol: str) -> None:
+        if self.accept(symbol) is None:
+            raise self.unexpected(f"{symbol!r} is missing")
+
+    def unexpected(self, expected: str) -> CalculatorError:
+        where = "at the end" if self.ahead.kind == "end" else f"before {self.ahead.text[:20]!r}"
+        return CalculatorError(f"{expected} {where}")
+
+    def whole(self) -> Number:
+        value = self.sum()
+        if self.ahead.kind != "end":
+            raise self.unexpected("an operator is missing")
+        return value
+
+    def sum(self, floor: int = 1) -> Number:
+        """Left-associative operators of precedence `floor` and above."""
+        value = self.unary()
+        while self.ahead.kind == "symbol" and _PRECEDENCE.get(self.ahead.text, 0) >= floor:
+            symbol = self.take().text
+            value = apply(BINARY[symbol], value, self.sum(_PRECEDENCE[symbol] + 1))
+        return value
+
+    def unary(self) -> Number:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise CalculatorError(f"the expression is nested more than {MAX_DEPTH} deep")
+        sign = self.accept("-", "+")
+        value = self.unary() if sign else self.power()
+        self.depth -= 1
+        return negate(value) if sign == "-" else value
+
+    def power(self) -> Number:
+        base = self.postfix()
+        if self.accept("**", "^"):
+            return apply(power, base, self.unary())
+        return base
+
+    def postfix(self) -> Number:
+        value = self.atom()
+        while True:
+            if self.accept("!"):
+                value = factorial(value)
+            elif self.ahead.text == "%" and not self.operand_after_percent():
+                self.take()
+                value = apply(BINARY["/"], value, Fraction(100))
+            else:
+                return value
+
+    def operand_after_percent(self) -> bool:
+        after = self.tokens[self.position + 1]
+        return after.kind in ("number", "name") or after.text == "("
+
+    def atom(self) -> Number:
+        if self.accept("("):
+            value = self.sum()
+            self.expect(")")
+            return value
+        if self.ahead.kind == "number":
+            return number_literal(self.take().text)
+        if self.ahead.kind == "name":
+            return self.name()
+        raise self.unexpected("a number is missing")
+
+    def name(self) -> Number:
+        name = self.take().text
+        if self.accept("("):
+            return call(name, self.arguments())
+        if name in CONSTANTS:
+            return CONSTANTS[name]
+        raise CalculatorError(f"unknown name {name[:40]!r}")
+
+    def arguments(self) -> list[Number]:
+        if self.accept(")"):
+            return []
+        values = [self.sum()]
+        while self.accept(","):
+            values.append(self.sum())
+        self.expect(")")
+        return values

@@ -1,0 +1,63 @@
+"""Guarantees: `calc_gsm8k_reward` tells the model whether its answer is right, and remembers its best for the episode.
+
+An answer that is better than all before it costs nothing; one that is not costs 0.05, so that asking again and again
+does not pay. The ground truth is the row's `create_kwargs.ground_truth`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from rally.scoring import gsm8k
+from rally.tools.base import BaseTool
+from rally.tools.schema import ToolConfigError
+from rally.types import ToolResponse
+
+NO_GAIN = -0.05
+
+
+class Gsm8kTool(BaseTool[Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._truth: dict[str, Any] = {}
+        self._best: dict[str, float] = {}
+
+    def get_openai_tool_schema(self) -> dict[str, Any]:
+        return {
+            "name": "calc_gsm8k_reward",
+            "description": "Checks an answer to the problem: 1.0 when it is right, 0.0 when it is not.",
+            "parameters": {
+                "type": "object",
+                "properties": {"answer": {"type": "string", "description": "Your answer to the problem, a number"}},
+                "required": ["answer"],
+            },
+        }
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        if ground_truth is None:
+            raise ToolConfigError(f"{self.name} needs tools_kwargs.{self.name}.create_kwargs.ground_truth in the row")
+        instance_id = instance_id or str(uuid4())
+        self._truth[instance_id] = ground_truth
+        self._best[instance_id] = 0.0
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        answer = str(parameters.get("answer", ""))
+        marked = answer if answer.startswith("#### ") else f"#### {answer}"
+        score = gsm8k.score(marked, self._truth[instance_id], "flexible")
+        improved = score > self._best[instance_id]
+        self._best[instance_id] = max(score, self._best[instance_id])
+        text = f"Current parsed answer={gsm8k.extract(marked, 'flexible')!r} reward={score}"
+        return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """The best score of the episode."""
+        return self._best[instance_id]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self._truth[instance_id], self._best[instance_id]

@@ -1,0 +1,174 @@
+"""Guarantees: a tool YAML becomes tools, or one sentence says which entry is wrong and how.
+
+An entry is a class (`class_name`, with optional `config` and `tool_schema`) or a built-in by `name`, whose description
+and parameters may be overridden; the name alone will do.
+
+    tools:
+      - class_name: my_tools.Lookup          # below the working folder, the YAML's folder, or installed
+        config: {type: native, index: ./wiki}
+        tool_schema: {name: lookup, description: ..., parameters: {...}}
+      - name: calculator
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rally.tools.base import BaseTool
+from rally.tools.calculator import Calculator
+from rally.tools.function import FunctionTool
+from rally.tools.gsm8k import Gsm8kTool
+from rally.tools.importing import import_class, import_file
+from rally.tools.plain import PlainTool
+from rally.tools.schema import ToolConfigError
+from rally.types import RallyError
+
+BUILT_IN: dict[str, type[BaseTool[Any]]] = {"calculator": Calculator, "calc_gsm8k_reward": Gsm8kTool}
+
+SAME_AS_BUILT_IN = {
+    "verl.tools.gsm8k_tool.Gsm8kTool": "calc_gsm8k_reward",
+    "verl.tools.calculator.Calculator": "calculator",
+    "verl.tools.calculator_tool.CalculatorTool": "calculator",
+    "Calculator": "calculator",
+    "Gsm8kTool": "calc_gsm8k_reward",
+}
+
+NOT_BUILT = {
+    "verl.tools.search_tool.SearchTool": "the search tool",
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "the code sandbox tool",
+    "verl.tools.geo3k_tool.Geo3kTool": "the geometry tool",
+    "verl.tools.image_zoom_in_tool.ImageZoomInTool": "the image zoom tool",
+    "verl.tools.mcp_base_tool.MCPBaseTool": "tools from MCP servers",
+    "verl.tools.mcp_search_tool.MCPSearchTool": "tools from MCP servers",
+}
+
+BARE_KEYS = ("name", "description", "parameters")
+ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp", *BARE_KEYS}
+
+
+def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
+    """The tools of a YAML file, or of a mapping of the same shape."""
+    if isinstance(source, Mapping):
+        where, content, folder = "the tool config", source, Path.cwd()
+    else:
+        path = Path(source).expanduser()
+        where, content, folder = str(path), _read(path), path.resolve().parent
+    entries = content.get("tools") if isinstance(content, Mapping) else None
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise ToolConfigError(f"{where} must hold a list under the key `tools`")
+    tools = [_tool(entry, folder, f"{where}, tool {index + 1}") for index, entry in enumerate(entries)]
+    check_names(tools, where)
+    return tools
+
+
+def load_function_tools(path: str | Path) -> list[BaseTool[Any]]:
+    """The functions under `@function_tool` in a Python file, in the order they stand there."""
+    module = import_file(Path(path).expanduser())
+    tools = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, FunctionTool)))
+    if not tools:
+        raise ToolConfigError(f"{path} defines no tool; put @function_tool above a function")
+    check_names(tools, str(path))
+    return list(tools)
+
+
+def check_names(tools: list[Any], where: str) -> None:
+    names = [tool.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ToolConfigError(f"{where}: two tools are called {twice!r}; give each its own name")
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise ToolConfigError(f"the tool config {path} does not exist")
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ToolConfigError(f"{path}{line}: this is not valid YAML ({error.problem})") from None
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ToolConfigError(f"the tool config {path} cannot be read ({reason})") from None
+
+
+def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, Mapping):
+        raise ToolConfigError(f"{where}: an entry must be a mapping with class_name or name")
+    unknown = sorted(set(entry) - ENTRY_KEYS)
+    if unknown:
+        raise ToolConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
+    config = entry.get("config") or {}
+    if not isinstance(config, Mapping):
+        raise ToolConfigError(f"{where}: config must be a mapping, not {type(config).__name__}")
+    _refuse_unbuilt(entry, config, where)
+    if "class_name" in entry:
+        return _construct(_by_class_name(entry, folder, where), config, entry.get("tool_schema"), where)
+    built_in = _built_in(entry, where)
+    return _construct(built_in, config, _described(built_in, entry), where)
+
+
+def _refuse_unbuilt(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
+    kind = config.get("type", "native")
+    missing = NOT_BUILT.get(str(entry.get("class_name")))
+    if kind == "mcp" or "mcp" in entry:
+        missing = "tools from MCP servers"
+    if missing:
+        raise ToolConfigError(f"{where}: not built yet: {missing}; write a tool class of your own for now")
+    if kind != "native":
+        raise ToolConfigError(f"{where}: config.type must be native, not {kind!r}")
+
+
+def _built_in(entry: Mapping[str, Any], where: str) -> type[BaseTool[Any]]:
+    name = entry.get("name")
+    if name not in BUILT_IN:
+        known = ", ".join(BUILT_IN)
+        raise ToolConfigError(f"{where}: {name!r} is not built in (these are: {known}); name its class by class_name")
+    return BUILT_IN[name]
+
+
+def _described(built_in: type[BaseTool[Any]], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The entry's own schema, else the built-in's with what the entry says in its place."""
+    if entry.get("tool_schema") is not None:
+        schema: Mapping[str, Any] = entry["tool_schema"]
+        return schema
+    said = {key: entry[key] for key in BARE_KEYS if entry.get(key) is not None}
+    return {**built_in().tool_schema["function"], **said}
+
+
+def _by_class_name(entry: Mapping[str, Any], folder: Path, where: str) -> Any:
+    bare = next((key for key in BARE_KEYS if key in entry), None)
+    if bare:
+        raise ToolConfigError(f"{where}: beside class_name, write {bare!r} under tool_schema")
+    class_name = str(entry["class_name"])
+    known = SAME_AS_BUILT_IN.get(class_name, class_name)
+    return BUILT_IN[known] if known in BUILT_IN else import_class(class_name, (Path.cwd(), folder), where)
+
+
+def _construct(named: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None, where: str) -> BaseTool[Any]:
+    try:
+        if not inspect.isclass(named):
+            return _function(named, config, schema)
+        if issubclass(named, BaseTool):
+            return named(config=dict(config), tool_schema=schema)
+        return PlainTool(named, config, schema)
+    except RallyError as error:
+        raise ToolConfigError(f"{where}: {error}") from None
+    except Exception as error:  # a user's constructor may fail in any way
+        raise ToolConfigError(f"{where}: the tool cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _function(named: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> BaseTool[Any]:
+    if set(config) - {"type"}:
+        raise ToolConfigError("a function takes no config")
+    if isinstance(named, FunctionTool):
+        return FunctionTool(named.function, schema=schema) if schema else named
+    return FunctionTool(named, schema=schema)

@@ -1,0 +1,89 @@
+"""Guarantees: whatever a tool returns becomes a ToolResponse of clean text, a reward, metrics and a verdict.
+
+A tool returns a ToolResponse, text, or any value (told to the model as JSON), alone or as a tuple of up to three:
+(response, reward, metrics). A dict with `success: False` or a non-empty `error` says that the tool failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic_core import to_jsonable_python
+
+from rally.types import RallyError, ToolResponse
+
+TruncateSide = Literal["left", "right", "middle"]
+
+
+class BadReturn(RallyError):
+    """A tool returned something that has no meaning here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    response: ToolResponse
+    ok: bool = True
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def read_answer(returned: Any) -> Answer:
+    """The meaning of what a tool's execute returned."""
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise BadReturn(f"the tool returned {len(parts)} values; it may return (response, reward, metrics)")
+    value, reward, metrics = (*parts, None, None)[:3]
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise BadReturn(f"the tool returned metrics of type {type(metrics).__name__}; they must be a dict")
+    return Answer(
+        response=_response(value),
+        ok=not _says_failed(value),
+        reward=None if reward is None else read_reward(reward),
+        metrics=dict(metrics or {}),
+    )
+
+
+def read_reward(reward: Any) -> float:
+    """A finite number, or BadReturn: a reward must never turn into something else on its way."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise BadReturn(f"the tool returned a reward of type {type(reward).__name__}; it must be a number") from None
+    if isinstance(reward, str) or not math.isfinite(value):
+        raise BadReturn(f"the tool returned the reward {reward!r}; it must be a finite number")
+    return value
+
+
+def _response(value: Any) -> ToolResponse:
+    if isinstance(value, ToolResponse):
+        return replace(value, text=None if value.text is None else clean(value.text))
+    if isinstance(value, str):
+        return ToolResponse(text=clean(value))
+    return ToolResponse(text=clean(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)))
+
+
+def _says_failed(value: Any) -> bool:
+    return isinstance(value, Mapping) and (value.get("success") is False or bool(value.get("error")))
+
+
+def clean(text: str) -> str:
+    """Without lone surrogates, which no tokenizer can encode."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def shorten(text: str, limit: int | None, side: TruncateSide) -> str:
+    """At most `limit` characters of `text` and, when some are missing, a note of how many and where.
+
+    `left` cuts the left and keeps the end, `right` keeps the beginning, `middle` keeps both ends.
+    """
+    missing = len(text) - limit if limit is not None else 0
+    if limit is None or missing <= 0:
+        return text
+    note = f"[{missing} characters cut]"
+    head = {"left": 0, "right": limit, "middle": limit - limit // 2}[side]
+    tail = limit - head
+    return f"{text[:head]}{note}{text[len(text) - tail :]}"

@@ -1,0 +1,203 @@
+"""An Episode written as JSON and read back is equal to the one written, and the JSON is always valid.
+
+Fields of the data model are written plainly. Open values (arguments, extra_info, metrics, ...) are plain JSON
+where JSON can hold them; what it cannot hold is a one-key object whose key starts with `$`:
+`$tuple`, `$float` (nan, inf), `$int` (too long for a JSON reader), `$str` (lone surrogates), `$dict` (keys that are
+not strings or start with `$`) and `$repr`, which comes back as an `Opaque`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rally.types import (
+    Episode,
+    Segment,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResponse,
+    ToolResult,
+    ToolStatus,
+    Turn,
+    WeightSpan,
+)
+
+Json = dict[str, Any]
+
+MAX_DEPTH = 64  # a model can write arguments nested deeper than the interpreter can walk, and a dict can hold itself
+MAX_INT_BITS = 10_000  # json refuses integers of more than 4300 digits
+MAX_REPR = 1_000  # the repr of an image or a tensor must not fill the disk
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # a lone one has no UTF-8
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Stands for a value JSON cannot hold: its type and its repr, cut at `MAX_REPR` characters."""
+
+    type: str
+    text: str
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Any Python value as valid JSON; `restore` gives back an equal one."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _plain_str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, int):
+        return value if value.bit_length() <= MAX_INT_BITS else {"$int": hex(value)}
+    if depth < MAX_DEPTH and isinstance(value, (list, tuple, dict)):
+        return _plain_container(value, depth + 1)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a numpy scalar or a 0-d tensor
+        return plain(value.item(), MAX_DEPTH)
+    return _plain_opaque(value)
+
+
+def _plain_str(value: str) -> Any:
+    if _SURROGATE.search(value):
+        return {"$str": [ord(c) for c in value]}
+    return value
+
+
+def _plain_container(value: list[Any] | tuple[Any, ...] | dict[Any, Any], depth: int) -> Any:
+    if isinstance(value, dict):
+        if all(isinstance(k, str) and not k.startswith("$") and not _SURROGATE.search(k) for k in value):
+            return {k: plain(v, depth) for k, v in value.items()}
+        return {"$dict": [[plain(k, depth), plain(v, depth)] for k, v in value.items()]}
+    items = [plain(v, depth) for v in value]
+    return items if isinstance(value, list) else {"$tuple": items}
+
+
+def _plain_opaque(value: Any) -> Json:
+    if isinstance(value, Opaque):
+        return {"$repr": plain(value.text), "type": value.type}
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - repr is foreign code; whatever it raises must not lose the episode
+        text = f"<no repr: {type(error).__name__}>"
+    return {"$repr": plain(text[:MAX_REPR]), "type": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def restore(value: Any) -> Any:
+    """The value `plain` was given."""
+    if isinstance(value, list):
+        return [restore(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tuple": items}:
+            return tuple(restore(v) for v in items)
+        case {"$float": text}:
+            return float(text)
+        case {"$int": text}:
+            return int(text, 16)
+        case {"$str": codes}:
+            return "".join(map(chr, codes))
+        case {"$dict": pairs}:
+            return {restore(k): restore(v) for k, v in pairs}
+        case {"$repr": text, "type": name}:
+            return Opaque(name, restore(text))
+    return {k: restore(v) for k, v in value.items()}
+
+
+def episode_to_json(episode: Episode) -> Json:
+    """One JSON object with everything the episode holds."""
+    return _fields(
+        episode,
+        task=_task_to_json(episode.task),
+        stop_reason=episode.stop_reason.value,
+        segments=[_segment_to_json(s) for s in episode.segments],
+        turns=[_turn_to_json(t) for t in episode.turns],
+    )
+
+
+def episode_from_json(value: Json) -> Episode:
+    """The episode `episode_to_json` was given."""
+    built = {
+        "task": _task_from_json(value["task"]),
+        "stop_reason": StopReason(value["stop_reason"]),
+        "segments": tuple(_segment_from_json(s) for s in value["segments"]),
+        "turns": tuple(_turn_from_json(t) for t in value["turns"]),
+    }
+    return Episode(**_restored(value, built))
+
+
+def _fields(item: Any, **written: Any) -> Json:
+    """The fields of a dataclass in order: those given in `written` as they are, the others as open values."""
+    names = [f.name for f in fields(item)]
+    return {name: written[name] if name in written else plain(getattr(item, name)) for name in names}
+
+
+def _restored(value: Json, built: Json | None = None) -> Json:
+    built = built or {}
+    return {k: restore(v) for k, v in value.items() if k not in built} | built
+
+
+def _task_to_json(task: Task) -> Json:
+    return _fields(task, prompt=[plain(m) for m in task.prompt])
+
+
+def _task_from_json(value: Json) -> Task:
+    return Task(**_restored(value, {"prompt": tuple(restore(m) for m in value["prompt"])}))
+
+
+def _segment_to_json(segment: Segment) -> Json:
+    return {
+        "prompt_ids": segment.prompt_ids,
+        "response_ids": segment.response_ids,
+        "response_mask": segment.response_mask,
+        "response_logprobs": _numbers(segment.response_logprobs),
+        "spans": [[s.version, s.start, s.end] for s in segment.spans],
+    }
+
+
+def _numbers(values: Sequence[float]) -> Sequence[Any]:
+    # Tokens are nearly all of a file, so the common case hands the tuple to the encoder untouched.
+    return values if all(map(math.isfinite, values)) else [plain(v) for v in values]
+
+
+def _segment_from_json(value: Json) -> Segment:
+    return Segment(
+        prompt_ids=tuple(value["prompt_ids"]),
+        response_ids=tuple(value["response_ids"]),
+        response_mask=tuple(value["response_mask"]),
+        response_logprobs=tuple(v if isinstance(v, float) else restore(v) for v in value["response_logprobs"]),
+        spans=tuple(WeightSpan(*s) for s in value["spans"]),
+    )
+
+
+def _turn_to_json(turn: Turn) -> Json:
+    return _fields(
+        turn,
+        tool_calls=[_fields(c) for c in turn.tool_calls],
+        tool_results=[_result_to_json(r) for r in turn.tool_results],
+    )
+
+
+def _turn_from_json(value: Json) -> Turn:
+    built = {
+        "tool_calls": tuple(ToolCall(**_restored(c)) for c in value["tool_calls"]),
+        "tool_results": tuple(_result_from_json(r) for r in value["tool_results"]),
+    }
+    return Turn(**_restored(value, built))
+
+
+def _result_to_json(result: ToolResult) -> Json:
+    return _fields(result, call=_fields(result.call), status=result.status.value, response=_fields(result.response))
+
+
+def _result_from_json(value: Json) -> ToolResult:
+    built = {
+        "call": ToolCall(**_restored(value["call"])),
+        "status": ToolStatus(value["status"]),
+        "response": ToolResponse(**_restored(value["response"])),
+    }
+    return ToolResult(**_restored(value, built))

@@ -1,0 +1,150 @@
+"""Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
+
+`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
+random state and the step. `manifest.json` lists every file with its size and is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rally.train.policy import Policy
+from rally.types import RallyError
+
+_STEP = re.compile(r"global_step_(\d+)")
+MANIFEST = "manifest.json"
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+class CheckpointError(RallyError):
+    """A checkpoint that was asked for and cannot be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def actor(self) -> Path:
+        return self.path / "actor"
+
+    def state(self) -> dict[str, Any]:
+        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True)
+        assert isinstance(state, dict)
+        return state
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, *, keep: int | None = None, warn: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.warn = warn
+
+    def save(
+        self, step: int, policy: Policy, tokenizer: PreTrainedTokenizerBase, extra: dict[str, Any] | None = None
+    ) -> Path:
+        """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
+        target = self.folder / f"global_step_{step}"
+        work = self.folder / f".writing_{target.name}_{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        (work / "actor").mkdir(parents=True)
+        policy.model.save_pretrained(work / "actor")
+        tokenizer.save_pretrained(work / "actor")
+        state = {"step": step, "rng": torch.get_rng_state(), "extra": extra or {}, **policy.state()}
+        torch.save(state, work / "trainer.pt")
+        _seal(work)
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+        _write_synced(self.folder / LATEST, str(step))
+        self._drop_old()
+        return target
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; torn ones are passed over with a warning."""
+        for torn in self.folder.glob(".writing_*"):
+            self.warn(f"{torn} is a checkpoint whose writing was cut off; it is ignored and removed")
+            shutil.rmtree(torn)
+        for path in sorted(self.folder.glob("global_step_*"), key=_step_of, reverse=True):
+            problem = damage(path)
+            if problem is None:
+                return Checkpoint(path, _step_of(path))
+            self.warn(f"the checkpoint {path} is not whole ({problem}); it is ignored")
+        return None
+
+    def _drop_old(self) -> None:
+        if self.keep is not None:
+            paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
+            for path in paths[: -self.keep]:
+                shutil.rmtree(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint a user named; one sentence if it cannot be used."""
+    if not _STEP.search(path.name):
+        raise CheckpointError(f"{path} is not a checkpoint folder; its name must contain global_step_N")
+    problem = damage(path)
+    if problem:
+        raise CheckpointError(f"the checkpoint {path} cannot be used: {problem}")
+    return Checkpoint(path, _step_of(path))
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"it has no readable {MANIFEST}"
+    for name, size in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _step_of(path: Path) -> int:
+    found = _STEP.search(path.name)
+    return int(found.group(1)) if found else -1
+
+
+def _seal(folder: Path) -> None:
+    """Sync every file, list them, sync the list."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    for file in files:
+        _sync(file)
+    manifest = {str(p.relative_to(folder)): p.stat().st_size for p in files}
+    _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1))
+    _sync(folder)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    _sync(aside)
+    aside.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,229 @@
+"""The fit loop: rollout, advantages, update, validation, checkpoint, in that order, until the last step.
+
+A step is a pure function of the weights, the optimizer and (seed, step): the sampler and all sampling seeds are. So
+resuming from a checkpoint continues the same run, and everything of later steps found in the run folder is set aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.data import TaskSet, batch_indices, steps_per_epoch
+from rally.engines.embedded import EmbeddedEngine
+from rally.rewards import reward_metrics
+from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
+from rally.train.batch import build_batch
+from rally.train.checkpoint import CheckpointStore
+from rally.train.parts import ValidationPass
+from rally.train.policy import Policy
+from rally.train.rollout import Rollout, RolloutResult
+from rally.train.update import UpdateSettings, update_policy
+from rally.types import Episode, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """When things happen."""
+
+    total_steps: int
+    batch_size: int
+    n: int
+    seed: int = 0
+    shuffle: bool = True
+    by_std: bool = True
+    save_freq: int = -1
+    test_freq: int = -1
+    val_before_train: bool = True
+    val_batch_size: int | None = None
+    mismatch_alarm: float = 0.01
+    show_validation: int = 0  # conversations printed after a validation
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run, and the loop over them."""
+
+    settings: FitSettings
+    update: UpdateSettings
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    codec: ChatCodec
+    engine: EmbeddedEngine
+    rollout: Rollout
+    sampling: SamplingParams
+    validation: Sequence[ValidationPass]
+    train_tasks: TaskSet
+    val_tasks: TaskSet | None
+    folder: RunFolder
+    checkpoints: CheckpointStore
+    console: RunConsole
+    sinks: Sequence[MetricSink]
+    reference: PreTrainedModel | None = None
+    extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
+    start_step: int = 0
+
+    async def fit(self) -> dict[str, float]:
+        """Train from `start_step` to the last step; returns the last validation's metrics."""
+        last: dict[str, float] = {}
+        if self.settings.val_before_train and self.start_step == 0:
+            last = await self.validate(0)
+            self._log(0, last)
+        for step in range(self.start_step + 1, self.settings.total_steps + 1):
+            metrics = await self.train_step(step)
+            final = step == self.settings.total_steps
+            if self.val_tasks and (final or _due(step, self.settings.test_freq)):
+                last = await self.validate(step)
+                metrics |= last
+            if final or _due(step, self.settings.save_freq):
+                with _timed(metrics, "save_checkpoint"), self.console.phase("saving", 1) as phase:
+                    self.checkpoints.save(step, self.policy, self.tokenizer)
+                    phase.advance()
+            self._log(step, metrics)
+        return last
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        with _timed(metrics, "step"):
+            with _timed(metrics, "gen"):
+                result = await self._collect(step)
+            metrics |= result.metrics() | rollout_metrics(result.everything) | reward_metrics(result.episodes)
+            self._record(step, result.everything, validate=False)
+            with _timed(metrics, "update_actor"):
+                metrics |= self._update(step, result.episodes)
+        self._add_rates(metrics, step, result.everything)
+        self._watch(metrics, result.everything)
+        return metrics
+
+    async def _collect(self, step: int) -> RolloutResult:
+        rows = batch_indices(
+            len(self.train_tasks),
+            self.settings.batch_size,
+            seed=self.settings.seed,
+            step=step,
+            shuffle=self.settings.shuffle,
+        )
+        jobs = self.rollout.jobs([self.train_tasks[row] for row in rows], self.settings.n, step)
+        with self.console.phase(f"rollout {step}/{self.settings.total_steps}", len(jobs)) as phase:
+            return await self.rollout.collect(jobs, self.sampling, on_done=phase.advance)
+
+    def _update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        if not episodes:
+            self.console.warn_once("empty", f"step {step}: every group was dropped, nothing to train on")
+            return {}
+        batch = build_batch(episodes, by_std=self.settings.by_std)
+        count = -(-batch.num_groups // self.update.mini_batch_groups) * self.update.epochs
+        with (
+            self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
+            self.engine.updating(),
+        ):
+            metrics = update_policy(
+                self.policy, batch, self.update, step=step, reference=self.reference, progress=phase.advance
+            )
+        advantages = batch.advantages_N
+        return metrics | {
+            "critic/advantages/mean": float(advantages.mean()),
+            "critic/advantages/max": float(advantages.max()),
+            "critic/advantages/min": float(advantages.min()),
+            "groups/live_share": batch.live_share,
+        }
+
+    async def validate(self, step: int) -> dict[str, float]:
+        """Every validation prompt, by every pass; greedy and sampled metrics keep separate names."""
+        if self.val_tasks is None:
+            return {}
+        metrics: dict[str, float] = {}
+        with _timed(metrics, "testing"):
+            shown: list[Episode] = []
+            for number, one in enumerate(self.validation):
+                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True)
+                size = (self.settings.val_batch_size or len(self.val_tasks)) * one.n
+                episodes: list[Episode] = []
+                label = f"validation {one.suffix}".strip()
+                with self.console.phase(label, len(jobs)) as phase:
+                    for first in range(0, len(jobs), size):
+                        part = jobs[first : first + size]
+                        result = await self.rollout.collect(part, one.sampling, on_done=phase.advance)
+                        episodes += result.everything
+                metrics |= validation_metrics(episodes, one.n, one.suffix)
+                if number == 0:
+                    self._record(step, episodes, validate=True)
+                    shown = episodes
+        self._show(shown)
+        return metrics
+
+    def _show(self, episodes: Sequence[Episode]) -> None:
+        for episode in [e for e in episodes if e.segments][: self.settings.show_validation]:
+            self.console.show(conversation_text(episode, self.codec.decode))
+
+    def _record(self, step: int, episodes: Sequence[Episode], *, validate: bool) -> None:
+        self.folder.log_episodes(step, episodes, validate=validate)
+        if validate in self.extra_episode_folders:
+            self.extra_episode_folders[validate].log_episodes(step, episodes, validate=validate)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self.sinks:
+            sink.log(step, metrics)
+
+    def _add_rates(self, metrics: dict[str, float], step: int, episodes: Sequence[Episode]) -> None:
+        tokens = sum(len(s.ids) for e in episodes for s in e.segments)
+        seconds = metrics["timing_s/step"]
+        metrics |= {
+            "perf/total_num_tokens": float(tokens),
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds,
+            "perf/samples_per_s": len(episodes) / seconds,
+            "training/global_step": float(step),
+            "training/epoch": float((step - 1) // steps_per_epoch(len(self.train_tasks), self.settings.batch_size)),
+            "engine/weight_version": float(self.engine.weight_version),
+        }
+
+    def _watch(self, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
+        """Say in words, once, what a person should look at."""
+        mismatch = metrics.get("actor/rollout_mismatch_kl", 0.0)
+        if mismatch > self.settings.mismatch_alarm:
+            self.console.warn_once(
+                "mismatch",
+                f"rollout and trainer disagree about the policy (k3 = {mismatch:.2g}, over rollout.mismatch_alarm="
+                f"{self.settings.mismatch_alarm}); advantages are computed for another policy than the one trained",
+            )
+        if metrics.get("groups/live_share") == 0:
+            self.console.warn_once(
+                "no_signal", "in every group all rewards were equal, so this step taught nothing; look at the rewards"
+            )
+        differing = [e for e in episodes if "tokenization_difference" in e.extra]
+        metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
+        if differing:
+            self.console.warn_once("tokens", str(differing[0].extra["tokenization_difference"]))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics[f"timing_s/{name}"] = time.perf_counter() - began
+
+
+def run(trainer: Trainer) -> dict[str, float]:
+    """Run the loop to its end, then close what it opened."""
+
+    async def whole() -> dict[str, float]:
+        async with trainer.rollout.scorer:
+            try:
+                return await trainer.fit()
+            finally:
+                await trainer.engine.close()
+
+    return asyncio.run(whole())

@@ -1,0 +1,88 @@
+"""Models and tokenizers come in from a folder, a hub name or a GGUF file; what comes out can be saved again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rally.types import RallyError
+
+
+class LoadError(RallyError):
+    """A model or tokenizer that cannot be had, in one sentence."""
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise LoadError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu or leave it out")
+    return torch.device(name)
+
+
+def load_model(
+    path: str,
+    *,
+    device: torch.device | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    overrides: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A causal language model in eval mode; float32 unless `dtype` says otherwise (bf16 is slower on most CPUs)."""
+    kwargs: dict[str, Any] = {
+        "dtype": torch.float32 if dtype == "auto" else getattr(torch, dtype),
+        "trust_remote_code": trust_remote_code,
+        **(overrides or {}),
+    }
+    where, gguf = _locate(path)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs, **gguf)
+    except (OSError, ValueError, ImportError) as problem:
+        raise LoadError(_sentence("model", path, problem)) from problem
+    if gguf:
+        model = _without_quantization(model)
+    model = model.to(device or torch.device("cpu")).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    where, gguf = _locate(path)
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **gguf)  # type: ignore[no-any-return]
+    except (OSError, ValueError, ImportError) as problem:
+        raise LoadError(_sentence("tokenizer", path, problem)) from problem
+
+
+def _locate(path: str) -> tuple[str, dict[str, str]]:
+    """Where to load from, and for a GGUF file its name inside that folder."""
+    file = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        if not file.is_file():
+            raise LoadError(f"there is no GGUF file at {path}; check actor_rollout_ref.model.path")
+        return str(file.resolve().parent), {"gguf_file": file.name}
+    return (str(file) if file.exists() else path), {}
+
+
+def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
+    """A model read from GGUF is dequantised but refuses to be saved; the same weights in a plain module do not."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    plain: Any = type(model)(config)
+    plain = plain.to(model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def _sentence(kind: str, path: str, problem: Exception) -> str:
+    first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    if isinstance(problem, ImportError) and path.endswith(".gguf"):
+        return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
+    hint = "give a folder, a hub name that can be reached, or a .gguf file as actor_rollout_ref.model.path"
+    return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"

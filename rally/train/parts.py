@@ -1,0 +1,241 @@
+"""From a Config to the parts of a run: the only place where configuration keys meet the settings of the rooms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import Config
+from rally.data import TaskSet, load_tasks
+from rally.engines.embedded import EngineSettings, attention
+from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
+from rally.rewards import RewardSpec
+from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
+from rally.train.load import load_model, load_tokenizer, pick_device
+from rally.train.policy import OptimizerSettings
+from rally.train.rollout import FailurePolicy
+from rally.train.update import UpdateSettings
+from rally.types import RallyError, SamplingParams
+
+
+class SetupError(RallyError):
+    """The parts of a run do not fit together."""
+
+
+def model_of(config: Config, path: str | None = None) -> PreTrainedModel:
+    """The policy's module: from the configuration, or from a checkpoint at `path`."""
+    model = config.model
+    return load_model(
+        path or str(model.path),
+        device=pick_device(config.trainer.device),
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        overrides=dict(model.override_config),
+    )
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    model = config.model
+    return load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
+
+
+def toolbox_of(config: Config) -> ToolBox:
+    tools: list[BaseTool[Any]] = []
+    if config.tool_config_path:
+        tools += load_tools(config.tool_config_path)
+    if config.function_tool_path:
+        tools += load_function_tools(config.function_tool_path)
+    offered = config.rollout.agent_loop_config.tools
+    if offered:
+        known = {tool.name for tool in tools}
+        builtin = [{"name": name} for name in offered if name not in known]
+        tools = [t for t in tools if t.name in offered] + (load_tools({"tools": builtin}) if builtin else [])
+    multi_turn = config.rollout.multi_turn
+    return ToolBox(
+        tools,
+        ToolLimits(
+            timeout=multi_turn.tool_timeout,
+            max_parallel=multi_turn.max_parallel_calls or 0,
+            max_response_chars=multi_turn.max_tool_response_length,
+            truncate_side=multi_turn.tool_response_truncate_side,
+        ),
+    )
+
+
+def codec_of(config: Config, tokenizer: PreTrainedTokenizerBase, toolbox: ToolBox) -> ChatCodec:
+    return ChatCodec(
+        tokenizer,
+        config.rollout.multi_turn.format,
+        toolbox.schemas(),
+        chat_template=config.model.custom_chat_template,
+        template_kwargs=dict(config.data.apply_chat_template_kwargs),
+    )
+
+
+def engine_settings_of(config: Config) -> EngineSettings:
+    rollout = config.rollout
+    lengths = prompt_length(config) + response_length(config)
+    return EngineSettings(
+        max_model_len=rollout.max_model_len or lengths,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        page_size=rollout.page_size,
+        memory_share=rollout.gpu_memory_utilization,
+        in_flight=rollout.in_flight,
+        seed=config.trainer.seed if rollout.seed is None else rollout.seed,
+    )
+
+
+def prompt_length(config: Config) -> int:
+    return config.rollout.prompt_length or config.data.max_prompt_length
+
+
+def response_length(config: Config) -> int:
+    return config.rollout.response_length or config.data.max_response_length
+
+
+def loop_settings_of(config: Config) -> LoopSettings:
+    rollout, multi_turn = config.rollout, config.rollout.multi_turn
+    return LoopSettings(
+        prompt_length=prompt_length(config),
+        truncation=config.data.truncation,
+        response_length=response_length(config),
+        max_assistant_turns=config.max_turns,
+        max_user_turns=multi_turn.max_user_turns,
+        max_tool_response_tokens=multi_turn.max_tool_response_tokens,
+        stop_on_tool_success=rollout.stop_on_tool_success,
+        stop_on_correct=rollout.agent_loop_config.stop_on_correct,
+        timeout_per_turn=rollout.timeout_per_turn,
+        episode_timeout=rollout.episode_timeout,
+        max_tool_failures=multi_turn.max_tool_failures,
+        max_repeated_calls=multi_turn.max_repeated_calls,
+        history=config.history,
+        sanity_check=multi_turn.tokenization_sanity_check_mode,
+    )
+
+
+def loops_of(config: Config) -> dict[str, LoopSpec]:
+    """Loops by name: those of agent_loop_config_path, and the default one with its own options."""
+    path = config.rollout.agent.agent_loop_config_path
+    loops = load_loop_config(path) if path else {}
+    name = config.agent_loop_name
+    spec = find_loop(name, loops)
+    loops[name] = LoopSpec(spec.cls, {**spec.options, **_loop_options(config, spec.cls)})
+    return loops
+
+
+def _loop_options(config: Config, cls: type[AgentLoopBase]) -> dict[str, Any]:
+    """agent_loop_config for a loop class: its free keys always, the named ones where its __init__ takes them."""
+    section = config.rollout.agent_loop_config
+    taken = inspect.signature(cls.__init__).parameters
+    named = {name: getattr(section, name) for name in type(section).model_fields if name in taken}
+    return {**named, **(section.model_extra or {})}
+
+
+def sampling_of(config: Config, codec: ChatCodec) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=response_length(config),
+        stop_ids=() if rollout.ignore_eos else codec.stop_ids,
+        stop=rollout.stop_strings,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+@dataclass(frozen=True)
+class ValidationPass:
+    """One way to sample the validation set: `n` samples per prompt; `suffix` keeps its metrics apart."""
+
+    sampling: SamplingParams
+    n: int
+    suffix: str = ""
+
+
+def validation_passes(config: Config, train: SamplingParams) -> list[ValidationPass]:
+    """Greedy alone by default; with val_kwargs.do_sample the sampled pass is the main one and greedy runs beside it."""
+    kwargs = config.rollout.val_kwargs
+    greedy = replace(train, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    if not kwargs.do_sample:
+        return [ValidationPass(greedy, 1)]
+    sampled = replace(train, temperature=kwargs.temperature, top_p=kwargs.top_p, top_k=kwargs.top_k, min_p=0.0)
+    return [ValidationPass(sampled, kwargs.n), ValidationPass(greedy, 1, "greedy")]
+
+
+def update_settings_of(config: Config) -> UpdateSettings:
+    actor = config.actor
+    return UpdateSettings(
+        mini_batch_groups=config.mini_batch_size,
+        clip_low=actor.clip_low,
+        clip_high=actor.clip_high,
+        clip_dual=actor.clip_ratio_c,
+        aggregation=actor.loss_agg_mode,
+        loss_scale=actor.loss_scale_factor or float(response_length(config)),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type,
+        epochs=actor.ppo_epochs,
+        max_tokens=actor.ppo_max_token_len_per_gpu,
+        max_rows=actor.ppo_micro_batch_size_per_gpu,
+        temperature=config.rollout.temperature,
+        shuffle_seed=None if not actor.shuffle else (actor.data_loader_seed or config.trainer.seed),
+    )
+
+
+def optimizer_settings_of(config: Config) -> OptimizerSettings:
+    optim = config.actor.optim
+    return OptimizerSettings(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.clip_grad or config.actor.grad_clip,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=optim.lr_warmup_steps,
+        warmup_ratio=optim.lr_warmup_steps_ratio,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def failure_policy_of(config: Config) -> FailurePolicy:
+    return FailurePolicy(
+        loop=config.rollout.on_error,
+        reward=config.reward.on_error,
+        max_failed_share=config.rollout.max_failed_share,
+    )
+
+
+def reward_spec_of(config: Config) -> RewardSpec:
+    function = config.reward_function
+    return RewardSpec(path=function.path, name=function.name, kwargs=config.reward_kwargs)
+
+
+def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:
+    data = config.data
+    return load_tasks(
+        list(files),
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_samples=data.val_max_samples if validate else data.train_max_samples,
+        shuffle=data.validation_shuffle if validate else data.shuffle,
+        seed=config.trainer.seed if data.seed is None else data.seed,
+    )
+
+
+def reference_of(config: Config) -> PreTrainedModel | None:
+    """The frozen starting policy, if a KL term asks for it."""
+    if not config.actor.use_kl_loss or config.actor.kl_loss_coef == 0:
+        return None
+    reference = model_of(config)
+    for parameter in reference.parameters():
+        parameter.requires_grad_(False)
+    attention.install(reference)
+    return reference

@@ -1,0 +1,135 @@
+"""One rollout: prompts become scored episodes, and failure never biases a group.
+
+An episode is scored as soon as it ends, while others still run. What failed follows its policy (`retry` was tried by
+then, `drop_group`, `zero`, `raise`) and is counted; past the budget the run stops with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rally.data import episode_seed
+from rally.loops import Job, Runner
+from rally.rewards import Scorer
+from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
+
+OnError = Literal["retry", "drop_group", "zero", "raise"]
+
+
+class RolloutError(RallyError):
+    """Too much went wrong in a rollout to go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """What becomes of an episode that failed, and how many may."""
+
+    loop: OnError = "retry"
+    reward: OnError = "drop_group"
+    reward_retries: int = 1
+    max_failed_share: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """`episodes` are whole groups, all scored; `failed` are those that were dropped or zeroed, for the record."""
+
+    episodes: list[Episode]
+    failed: list[Episode] = field(default_factory=list)
+    dropped_groups: int = 0
+
+    @property
+    def everything(self) -> list[Episode]:
+        kept = {e.id for e in self.episodes}
+        return self.episodes + [e for e in self.failed if e.id not in kept]
+
+    def metrics(self) -> dict[str, float]:
+        loops = sum(e.stop_reason is StopReason.ERROR for e in self.failed)
+        return {
+            "failures/loop": float(loops),
+            "failures/reward": float(len(self.failed) - loops),
+            "failures/dropped_groups": float(self.dropped_groups),
+        }
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """Runs loops and scorer over jobs."""
+
+    runner: Runner
+    scorer: Scorer
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
+    seed: int = 0
+
+    def jobs(self, tasks: Iterable[Task], n: int, step: int, validate: bool = False) -> list[Job]:
+        """`n` jobs per task. Seeds depend on (seed, step, place, sample) alone; validation keeps its seeds over steps."""
+        kind = "v" if validate else "t"
+        return [
+            Job(
+                task=task,
+                episode_id=f"{kind}{step:06d}-{place:05d}-{k}",
+                group=f"{kind}{step:06d}-{place:05d}",
+                seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
+                step=step,
+                validate=validate,
+            )
+            for place, task in enumerate(tasks)
+            for k in range(n)
+        ]
+
+    async def collect(
+        self, jobs: Sequence[Job], sampling: SamplingParams, *, on_done: Callable[[], None] = lambda: None
+    ) -> RolloutResult:
+        async def finish(episode: Episode) -> Episode:
+            scored = await self._score(episode)
+            on_done()
+            return scored
+
+        try:
+            return settle(await self.runner.run(jobs, sampling, finish=finish), self.policy)
+        except* RallyError as group:
+            raise group.exceptions[0] from None
+
+    async def _score(self, episode: Episode) -> Episode:
+        if episode.error is not None or episode.reward is not None:
+            return episode
+        tries = 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
+        for _ in range(tries):
+            score = await self.scorer.score(episode)
+            if score.reward is not None:
+                timings = {**episode.timings, "score": score.seconds}
+                return replace(episode.scored(score.reward, score.info), timings=timings)
+        return replace(episode, extra={**episode.extra, "reward_error": score.error})
+
+
+def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
+    """Apply the failure policy to a finished rollout."""
+    failed = [e for e in episodes if e.reward is None]
+    for episode in failed:
+        if _policy_for(episode, policy) == "raise":
+            raise RolloutError(f"episode {episode.id} failed and the policy is to stop: {_reason(episode)}")
+    if len(failed) > policy.max_failed_share * len(episodes):
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
+            f"{policy.max_failed_share} allows; the first said: {_reason(failed[0])}"
+        )
+    zeroed = {e.id for e in failed if _policy_for(e, policy) == "zero" and e.segments}
+    dropped = {e.group for e in failed if e.id not in zeroed}
+    kept = [e.scored(0.0, e.reward_info) if e.id in zeroed else e for e in episodes if e.group not in dropped]
+    return RolloutResult(episodes=kept, failed=failed, dropped_groups=len(dropped))
+
+
+def _policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
+    return policy.loop if episode.stop_reason is StopReason.ERROR else policy.reward
+
+
+def _reason(episode: Episode) -> str:
+    return str(episode.error or episode.extra.get("reward_error") or "no reason was given")
+
+
+def run_sync(rollout: Rollout, jobs: Sequence[Job], sampling: SamplingParams) -> RolloutResult:
+    """For scripts and tests outside an event loop."""
+    return asyncio.run(rollout.collect(jobs, sampling))

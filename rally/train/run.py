@@ -1,0 +1,247 @@
+"""What `rally train` and `rally eval` do: from one Config to a run folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import Config
+from rally.data import TaskSet, total_steps
+from rally.engines.embedded import EmbeddedEngine
+from rally.loops import Runner
+from rally.rewards import Scorer
+from rally.tools import ToolBox
+from rally.track import RunConsole, RunFolder, build_sinks
+from rally.train import parts
+from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.fit import FitSettings, Trainer, run
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.prompts import fitting
+from rally.train.rollout import Rollout
+from rally.types import RallyError
+
+
+class RunError(RallyError):
+    """A run that cannot begin or go on as asked."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run left its results, and its last validation."""
+
+    folder: Path
+    steps: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before any weight is loaded: tokenizer, tools and rows; all mistakes in them show here."""
+
+    tokenizer: PreTrainedTokenizerBase
+    toolbox: ToolBox
+    codec: ChatCodec
+    train_tasks: TaskSet | None
+    val_tasks: TaskSet | None
+
+
+def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> Inputs:
+    tokenizer = parts.tokenizer_of(config)
+    toolbox = parts.toolbox_of(config)
+    codec = parts.codec_of(config, tokenizer, toolbox)
+    report = codec.probe()
+    if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
+        console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
+
+    def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
+        return fitting(parts.tasks_of(config, files, validate=validate), codec, config, console) if files else None
+
+    return Inputs(
+        tokenizer,
+        toolbox,
+        codec,
+        tasks(config.data.train_files, False) if train else None,
+        tasks(config.data.val_files, True),
+    )
+
+
+def train(config: Config, console: RunConsole | None = None) -> Outcome:
+    """Train as configured; resumes by itself where the run folder holds a checkpoint."""
+    console = console or RunConsole()
+    config.require_training()
+    inputs = read_inputs(config, console, train=not config.trainer.val_only)
+    if config.trainer.val_only:
+        return _evaluate(config, inputs, console)
+    assert inputs.train_tasks is not None
+    folder = RunFolder(config.run_dir).create()
+    store = CheckpointStore(
+        config.run_dir / "checkpoints",
+        keep=config.trainer.max_actor_ckpt_to_keep,
+        warn=lambda text: console.warn_once(text, text),
+    )
+    checkpoint = _resume_point(config, store)
+    steps = _total_steps(config, len(inputs.train_tasks))
+    if checkpoint and checkpoint.step >= steps:
+        raise RunError(
+            f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "
+            "raise trainer.total_training_steps or total_epochs, or use another trainer.experiment_name"
+        )
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
+    if checkpoint:
+        folder.rewind(checkpoint.step)
+        console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
+    trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
+    metrics = run(trainer)
+    return Outcome(config.run_dir, steps, metrics)
+
+
+def _trainer(
+    config: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    steps: int,
+    console: RunConsole,
+) -> Trainer:
+    assert inputs.train_tasks is not None
+    model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
+    policy = Policy(
+        model,
+        parts.optimizer_settings_of(config),
+        steps,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+    )
+    if checkpoint:
+        policy.load_state(checkpoint.state())
+    engine = _engine(config, inputs, policy)
+    sampling = parts.sampling_of(config, inputs.codec)
+    extra = {False: config.trainer.rollout_data_dir, True: config.trainer.validation_data_dir}
+    return Trainer(
+        settings=fit_settings(config, steps),
+        update=parts.update_settings_of(config),
+        policy=policy,
+        tokenizer=inputs.tokenizer,
+        codec=inputs.codec,
+        engine=engine,
+        rollout=rollout_of(config, inputs, engine),
+        sampling=sampling,
+        validation=parts.validation_passes(config, sampling),
+        train_tasks=inputs.train_tasks,
+        val_tasks=inputs.val_tasks,
+        folder=folder,
+        checkpoints=store,
+        console=console,
+        sinks=build_sinks(config.trainer.logger, folder, console, steps),
+        reference=parts.reference_of(config),
+        extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
+        start_step=checkpoint.step if checkpoint else 0,
+    )
+
+
+def _engine(config: Config, inputs: Inputs, policy: Policy) -> EmbeddedEngine:
+    return EmbeddedEngine(policy.model, parts.engine_settings_of(config), decode=inputs.codec.decode)
+
+
+def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollout:
+    runner = Runner(
+        engine=engine,
+        codec=inputs.codec,
+        toolbox=inputs.toolbox,
+        settings=parts.loop_settings_of(config),
+        default_loop=config.agent_loop_name,
+        loops=parts.loops_of(config),
+        max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
+    )
+    workers = config.reward_model.num_workers or config.reward.num_workers
+    scorer = Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
+    return Rollout(runner=runner, scorer=scorer, policy=parts.failure_policy_of(config), seed=config.trainer.seed)
+
+
+def fit_settings(config: Config, steps: int) -> FitSettings:
+    trainer, data = config.trainer, config.data
+    return FitSettings(
+        total_steps=steps,
+        batch_size=data.train_batch_size,
+        n=config.rollout.n,
+        seed=trainer.seed if data.seed is None else data.seed,
+        shuffle=data.shuffle,
+        by_std=config.algorithm.norm_adv_by_std_in_grpo,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+        val_batch_size=data.val_batch_size,
+        mismatch_alarm=config.rollout.mismatch_alarm,
+        show_validation=trainer.log_val_generations,
+    )
+
+
+def _resume_point(config: Config, store: CheckpointStore) -> Checkpoint | None:
+    mode = config.trainer.resume_mode
+    if mode == "auto":
+        return store.latest()
+    if mode == "resume_path":
+        return open_checkpoint(Path(str(config.trainer.resume_from_path)))
+    if store.latest() is not None:
+        raise RunError(
+            f"{config.run_dir} holds checkpoints and trainer.resume_mode=disable would overwrite them; choose another "
+            "trainer.experiment_name, or remove the folder"
+        )
+    return None
+
+
+def _total_steps(config: Config, rows: int) -> int:
+    by_epochs = total_steps(rows, config.data.train_batch_size, config.trainer.total_epochs)
+    return config.trainer.total_training_steps or by_epochs
+
+
+def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
+    """Validate `model.path` on `data.val_files` and write metrics and episodes to the run folder."""
+    console = console or RunConsole()
+    return _evaluate(config, read_inputs(config, console, train=False), console)
+
+
+def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+    if inputs.val_tasks is None:
+        raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
+    folder = RunFolder(config.run_dir).create()
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
+    policy = Policy(parts.model_of(config), OptimizerSettings(), 1)
+    engine = _engine(config, inputs, policy)
+    sampling = parts.sampling_of(config, inputs.codec)
+    trainer = Trainer(
+        settings=fit_settings(config, 0),
+        update=parts.update_settings_of(config),
+        policy=policy,
+        tokenizer=inputs.tokenizer,
+        codec=inputs.codec,
+        engine=engine,
+        rollout=rollout_of(config, inputs, engine),
+        sampling=sampling,
+        validation=parts.validation_passes(config, sampling),
+        train_tasks=inputs.val_tasks,
+        val_tasks=inputs.val_tasks,
+        folder=folder,
+        checkpoints=CheckpointStore(config.run_dir / "checkpoints", warn=console.note),
+        console=console,
+        sinks=build_sinks(config.trainer.logger, folder, console, 0),
+    )
+
+    async def once() -> dict[str, float]:
+        async with trainer.rollout.scorer:
+            try:
+                metrics = await trainer.validate(0)
+                for sink in trainer.sinks:
+                    sink.log(0, metrics)
+                return metrics
+            finally:
+                await engine.close()
+
+    return Outcome(config.run_dir, 0, asyncio.run(once()))

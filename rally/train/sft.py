@@ -1,0 +1,96 @@
+"""Multi-turn supervised fine-tuning: the loss is on assistant turns alone, through the same codec as the rollout.
+
+What is supervised is exactly what the policy would sample: prompts and tool answers are encoded as an episode would
+observe them, replies as the canonical ids with their end-of-turn token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rally.chat import ChatCodec
+from rally.data import Conversation, batch_indices
+from rally.train.forward import token_logprobs
+from rally.train.packing import Row, micro_batches, pack
+from rally.train.policy import Policy
+from rally.types import Message, RallyError
+
+
+class SftError(RallyError):
+    """A conversation that cannot be trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSettings:
+    """How conversations are batched and cut."""
+
+    batch_size: int
+    max_length: int = 1024
+    truncation: Literal["error", "left", "right"] = "error"
+    max_tokens: int = 8192
+    max_rows: int | None = None
+
+
+def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:
+    """One conversation as a training row; one that is too long follows `truncation`."""
+    ids, mask = codec.encode_conversation(messages)
+    if len(ids) > settings.max_length:
+        if settings.truncation == "error":
+            raise SftError(
+                f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}; raise "
+                "it, or choose data.truncation=left or right"
+            )
+        keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
+        ids, mask = ids[keep], mask[keep]
+    sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
+    return Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=0, advantage=1.0)
+
+
+def sft_rows(codec: ChatCodec, conversations: Iterable[Conversation], settings: SftSettings) -> Iterator[Row]:
+    for i, one in enumerate(conversations):
+        own = codec.with_tools(one.tools) if one.tools else codec
+        yield conversation_row(own, one.messages, settings, label=str(i))
+
+
+def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:
+    """One optimizer step on the mean negative log-likelihood of the supervised tokens."""
+    tokens = sum(len(row.sampled) for row in rows)
+    if tokens == 0:
+        raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
+    total = 0.0
+    policy.model.train()
+    try:
+        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
+            logp_M = token_logprobs(policy.model, pack(part, policy.device)).logp_M
+            loss = -logp_M.sum() / tokens
+            loss.backward()
+            total += float(loss.detach())
+        norm = policy.optimizer_step()
+    finally:
+        policy.model.eval()
+    rate = policy.optimizer.param_groups[0]["lr"]
+    policy.schedule.step()
+    return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
+
+
+def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> float:
+    """Mean negative log-likelihood, without training: the validation loss."""
+    tokens = sum(len(row.sampled) for row in rows)
+    total = 0.0
+    with torch.no_grad():
+        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
+            total -= float(token_logprobs(policy.model, pack(part, policy.device)).logp_M.sum())
+    return total / max(1, tokens)
+
+
+def sft_batches(
+    rows: Sequence[Row], settings: SftSettings, *, steps: range, seed: int, shuffle: bool
+) -> Iterator[tuple[int, list[Row]]]:
+    """(step, batch) for each step; a batch depends on (seed, step) alone."""
+    for step in steps:
+        chosen = batch_indices(len(rows), settings.batch_size, seed=seed, step=step, shuffle=shuffle)
+        yield step, [rows[i] for i in chosen]

@@ -1,0 +1,151 @@
+"""What `rally sft` does: from one SftConfig to a run folder with checkpoints; it resumes like training does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import SftConfig
+from rally.data import load_conversations, total_steps
+from rally.engines.embedded import attention
+from rally.track import MetricSink, RunConsole, RunFolder, build_sinks
+from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.load import load_model, load_tokenizer, pick_device
+from rally.train.packing import Row
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.run import Outcome, RunError
+from rally.train.sft import SftSettings, sft_batches, sft_loss, sft_rows, sft_step
+
+
+def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
+    """Supervised fine-tuning as configured."""
+    console = console or RunConsole()
+    config.require_training()
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(config.model.tokenizer_path or str(config.model_path), trust_remote_code=trust)
+    codec = ChatCodec(
+        tokenizer,
+        config.data.tool_format,
+        chat_template=config.model.custom_chat_template,
+        template_kwargs=dict(config.data.apply_chat_template_kwargs),
+    )
+    settings = sft_settings_of(config)
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, codec, console)
+    val = read_rows(config, config.data.val_files, config.data.val_max_samples, codec, console)
+    by_epochs = total_steps(len(rows), settings.batch_size, config.trainer.total_epochs)
+    steps = config.trainer.total_training_steps or by_epochs
+    folder = RunFolder(config.run_dir).create()
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
+    store = CheckpointStore(
+        config.run_dir / "checkpoints", keep=config.trainer.max_ckpt_to_keep, warn=lambda t: console.warn_once(t, t)
+    )
+    start = _resume_point(config, store)
+    if start and start.step >= steps:
+        raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
+    policy = _policy(config, steps, start)
+    if start:
+        folder.rewind(start.step)
+        console.note(f"resuming from {start.path}, step {start.step}")
+    sinks = build_sinks(config.trainer.logger, folder, console, steps)
+    first = start.step + 1 if start else 1
+    metrics = _train(config, settings, policy, tokenizer, store, sinks, rows, val, range(first, steps + 1), console)
+    return Outcome(config.run_dir, steps, metrics)
+
+
+def sft_settings_of(config: SftConfig) -> SftSettings:
+    return SftSettings(
+        batch_size=config.data.train_batch_size,
+        max_length=config.data.max_length,
+        truncation=config.data.truncation,
+        max_tokens=config.data.max_token_len_per_gpu,
+        max_rows=config.data.micro_batch_size_per_gpu,
+    )
+
+
+def read_rows(config: SftConfig, files: Sequence[str], most: int, codec: ChatCodec, console: RunConsole) -> list[Row]:
+    """The conversations of `files`, checked and encoded."""
+    if not files:
+        return []
+    conversations = load_conversations(
+        list(files),
+        messages_key=config.messages_key,
+        tools_key=config.tools_key,
+        enable_thinking_key=config.enable_thinking_key,
+    )
+    chosen = conversations if most < 0 else conversations.select(range(min(most, len(conversations))))
+    settings, rows = sft_settings_of(config), []
+    with console.phase("encoding", len(chosen)) as phase:
+        for row in sft_rows(codec, chosen, settings):
+            rows.append(row)
+            phase.advance()
+    return rows
+
+
+def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
+    model = load_model(
+        str(start.actor if start else config.model_path),
+        device=pick_device(config.trainer.device),
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        overrides=dict(config.model.override_config),
+    )
+    attention.install(model)
+    optim = config.optim
+    policy = Policy(
+        model,
+        OptimizerSettings(
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            grad_clip=optim.clip_grad,
+            schedule=optim.lr_scheduler,
+            warmup_steps=optim.lr_warmup_steps,
+            warmup_ratio=optim.lr_warmup_steps_ratio,
+            min_lr_ratio=optim.min_lr_ratio,
+        ),
+        steps,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+    )
+    if start:
+        policy.load_state(start.state())
+    return policy
+
+
+def _resume_point(config: SftConfig, store: CheckpointStore) -> Checkpoint | None:
+    mode = config.trainer.resume_mode
+    if mode == "resume_path":
+        return open_checkpoint(Path(str(config.trainer.resume_from_path)))
+    return store.latest() if mode == "auto" else None
+
+
+def _train(
+    config: SftConfig,
+    settings: SftSettings,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    store: CheckpointStore,
+    sinks: Sequence[MetricSink],
+    rows: Sequence[Row],
+    val: Sequence[Row],
+    steps: range,
+    console: RunConsole,
+) -> dict[str, float]:
+    trainer = config.trainer
+    seed = trainer.seed if config.data.seed is None else config.data.seed
+    last: dict[str, float] = {}
+    with console.phase("sft", len(steps)) as phase:
+        for step, batch in sft_batches(rows, settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
+            last = sft_step(policy, batch, settings)
+            final = step == steps.stop - 1
+            if val and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
+                last["val/loss"] = sft_loss(policy, val, settings)
+            if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+                store.save(step, policy, tokenizer)
+            for sink in sinks:
+                sink.log(step, last)
+            phase.advance()
+    return last

@@ -1,0 +1,191 @@
+"""One policy update: mini-batches, micro-batches, the loss, the optimizer step, and what a person should know of it.
+
+A mini-batch's loss is the same number however it is cut into micro-batches: the weight of a token is fixed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rally.algos import losses
+from rally.train.batch import TrainBatch
+from rally.train.forward import token_logprobs
+from rally.train.packing import PackedRows, micro_batches, pack
+from rally.train.policy import Policy
+from rally.types import RallyError
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """The objective and how it is cut."""
+
+    mini_batch_groups: int
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float = 3.0
+    aggregation: losses.Aggregation = "token-mean"
+    loss_scale: float | None = None
+    entropy_coeff: float = 0.0
+    kl_coef: float = 0.0  # 0: no reference policy
+    kl_kind: str = "low_var_kl"
+    epochs: int = 1
+    max_tokens: int = 16384
+    max_rows: int | None = None
+    temperature: float = 1.0
+    shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Rows without advantage have no gradient unless a KL or entropy term reaches them."""
+        return self.kl_coef != 0 or self.entropy_coeff != 0
+
+
+@dataclass
+class UpdateMetrics:
+    """Sums over tokens, turned into means at the end."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    mismatch_max: float = 0.0
+    mismatch_tokens: int = 0
+    mismatch_sum: float = 0.0
+
+    def add(self, tokens: int, **values_M: Tensor) -> None:
+        self.tokens += tokens
+        for name, values in values_M.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(values.detach().double().sum())
+
+    def add_mismatch(self, logp_M: Tensor, recorded_M: Tensor) -> None:
+        """Rollout against trainer on the same weights; only the first mini-batch still has those."""
+        k3 = losses.kl_estimate(recorded_M, logp_M.detach(), "k3")
+        self.mismatch_sum += float(k3.double().sum())
+        self.mismatch_tokens += k3.numel()
+        self.mismatch_max = max(self.mismatch_max, float((logp_M.detach() - recorded_M).abs().max()))
+
+    def result(self) -> dict[str, float]:
+        means = {f"actor/{k}": v / max(1, self.tokens) for k, v in self.sums.items()}
+        means["actor/pg_loss"] = sum(self.losses) / max(1, len(self.losses))
+        if self.grad_norms:
+            means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
+        if self.mismatch_tokens:
+            means["actor/rollout_mismatch_kl"] = self.mismatch_sum / self.mismatch_tokens
+            means["actor/rollout_mismatch_max"] = self.mismatch_max
+        means["actor/trained_tokens"] = float(self.tokens)
+        return means
+
+
+def update_policy(
+    policy: Policy,
+    batch: TrainBatch,
+    settings: UpdateSettings,
+    *,
+    step: int = 0,
+    reference: PreTrainedModel | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Run all mini-batches of one training step and return its metrics."""
+    assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
+    metrics = UpdateMetrics()
+    policy.model.train()
+    try:
+        for epoch in range(settings.epochs):
+            for number, members in enumerate(
+                batch.mini_batches(
+                    settings.mini_batch_groups, _order(batch.num_groups, settings.shuffle_seed, step, epoch)
+                )
+            ):
+                _mini_batch(policy, batch, members, settings, reference, metrics, fresh=epoch == number == 0)
+                progress()
+    finally:
+        policy.model.eval()
+    policy.schedule.step()
+    return {**metrics.result(), "actor/lr": policy.optimizer.param_groups[0]["lr"]}
+
+
+def _order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
+    """In which order the prompts' groups are visited: a pure function of (seed, step, epoch)."""
+    if seed is None:
+        return list(range(groups))
+    generator = torch.Generator().manual_seed(hash((seed, step, epoch)) & (2**63 - 1))
+    return [int(i) for i in torch.randperm(groups, generator=generator)]
+
+
+def _mini_batch(
+    policy: Policy,
+    batch: TrainBatch,
+    members: Sequence[int],
+    settings: UpdateSettings,
+    reference: PreTrainedModel | None,
+    metrics: UpdateMetrics,
+    fresh: bool,
+) -> None:
+    chosen = set(members)
+    weights_N = torch.zeros(len(batch.tokens_N))
+    weights_N[list(members)] = losses.token_weights(
+        batch.tokens_N[list(members)], settings.aggregation, settings.loss_scale
+    )
+    rows = [r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0)]
+    total = 0.0
+    for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
+        packed = pack(part, policy.device)
+        loss = _loss(policy, packed, weights_N, settings, reference, metrics, fresh)
+        loss.backward()
+        total += float(loss.detach())
+    if rows:
+        norm = policy.optimizer_step()
+        if not torch.isfinite(torch.tensor(norm)):
+            raise DivergedError(f"the gradient norm is {norm}; the step was not applied")
+        metrics.grad_norms.append(norm)
+    metrics.losses.append(total)
+
+
+def _loss(
+    policy: Policy,
+    packed: PackedRows,
+    weights_N: Tensor,
+    settings: UpdateSettings,
+    reference: PreTrainedModel | None,
+    metrics: UpdateMetrics,
+    fresh: bool,
+) -> Tensor:
+    logp_M, entropy_M = token_logprobs(
+        policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0
+    )
+    if fresh:
+        metrics.add_mismatch(logp_M, packed.old_logp_M)
+    surrogate = losses.clipped_policy_loss(
+        logp_M,
+        packed.old_logp_M,
+        packed.advantages_M,
+        low=settings.clip_low,
+        high=settings.clip_high,
+        dual=settings.clip_dual,
+    )
+    loss_M = surrogate.loss_M
+    if settings.entropy_coeff:
+        loss_M = loss_M - settings.entropy_coeff * entropy_M
+    if reference is not None:
+        with torch.no_grad():
+            reference_M = token_logprobs(reference, packed, settings.temperature).logp_M
+        kl_M = losses.kl_estimate(logp_M, reference_M, settings.kl_kind)
+        loss_M = loss_M + settings.kl_coef * kl_M
+        metrics.add(0, kl_loss=kl_M)
+    metrics.add(
+        logp_M.numel(),
+        entropy=entropy_M,
+        ppo_kl=packed.old_logp_M - logp_M.detach(),
+        pg_clipfrac=surrogate.clipped_M,
+        pg_clipfrac_lower=surrogate.clipped_lower_M,
+    )
+    return (loss_M * weights_N.to(loss_M.device)[packed.episode_M]).sum()
+
+
+class DivergedError(RallyError):
+    """Training has produced numbers that are not finite."""

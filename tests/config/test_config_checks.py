@@ -1,0 +1,202 @@
+"""Keys that mean the same agree, keys that exclude each other are told, and what follows from them is right."""
+
+from pathlib import Path
+
+import pytest
+
+from rally.config import Config, ConfigError, load_config
+
+A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+
+def told(*lines: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=lines)
+    return str(caught.value)
+
+
+def load(*lines: str) -> Config:
+    return load_config(overrides=lines)
+
+
+TOOL_KEYS = (f"{R}.tool_kwargs.tools_config_file", f"{R}.multi_turn.tool_config_path", "data.tool_config_path")
+TURN_KEYS = (f"{R}.max_turns", f"{R}.agent_loop_config.max_turns", f"{R}.multi_turn.max_assistant_turns")
+
+
+@pytest.mark.parametrize("key", TOOL_KEYS)
+def test_the_tool_file_has_three_spellings(key: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").touch()
+    config = load(f"{key}={tmp_path}/tools.yaml")
+    assert config.tool_config_path == str(tmp_path / "tools.yaml")
+    assert config.agent_loop_name == "tool_agent"
+
+
+@pytest.mark.parametrize("key", TURN_KEYS)
+def test_the_turn_limit_has_three_spellings(key: str) -> None:
+    assert load(f"{key}=7").max_turns == 7
+
+
+@pytest.mark.parametrize("key", [f"{R}.multi_turn.function_tool_path", "data.function_tool_path"])
+def test_the_function_tools_have_two_spellings(key: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").touch()
+    config = load(f"{key}={tmp_path}/tools.py")
+    assert config.function_tool_path == str(tmp_path / "tools.py") and config.agent_loop_name == "tool_agent"
+
+
+def test_spellings_may_repeat_but_not_differ() -> None:
+    assert load(*(f"{key}=7" for key in TURN_KEYS)).max_turns == 7
+    line = told(f"{TURN_KEYS[0]}=7", f"{TURN_KEYS[2]}=8")
+    assert f"{TURN_KEYS[0]}=7" in line and f"{TURN_KEYS[2]}=8" in line and "keep one of them" in line
+
+
+def test_tool_files_that_differ_are_an_error(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    assert "spellings of one setting" in told(f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b")
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ((), "single_turn_agent"),
+        ((f"{R}.multi_turn=true",), "tool_agent"),
+        ((f"{R}.multi_turn=false",), "single_turn_agent"),
+        ((f"{R}.multi_turn.enable=true",), "tool_agent"),
+        ((f"{R}.use_agent_loop=true",), "tool_agent"),
+        ((f"{R}.agent_loop_config.tools=[calculator]",), "tool_agent"),
+        ((f"{R}.agent.default_agent_loop=mine", f"{R}.multi_turn=true"), "mine"),
+        ((f"{R}.agent_loop_class=my.Loop", f"{R}.multi_turn=true"), "my.Loop"),
+    ],
+)
+def test_the_loop_that_rows_without_a_name_get(lines: tuple[str, ...], name: str) -> None:
+    assert load(*lines).agent_loop_name == name
+
+
+def test_history() -> None:
+    inference = f"{R}.multi_turn.use_inference_chat_template=true"
+    assert load().history == "append"
+    assert load(inference).history == load(f"{R}.multi_turn.history=rerender").history == "rerender"
+    assert "keep one of them" in told(inference, f"{R}.multi_turn.history=append")
+
+
+def test_the_clip_range_is_one_number_or_two() -> None:
+    one = load(f"{A}.clip_ratio=0.3").actor
+    two = load(f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.28").actor
+    assert (one.clip_low, one.clip_high, two.clip_low, two.clip_high) == (0.3, 0.3, 0.1, 0.28)
+
+
+def test_a_mini_batch_is_the_batch_unless_said() -> None:
+    assert load("data.train_batch_size=48").mini_batch_size == 48
+    assert load("data.train_batch_size=48", f"{A}.ppo_mini_batch_size=20").mini_batch_size == 20
+
+
+def test_the_reward_function_has_two_spellings(tmp_path: Path) -> None:
+    (tmp_path / "r.py").touch()
+    for root in ("custom_reward_function", "reward.custom_reward_function"):
+        config = load(f"{root}.path={tmp_path}/r.py", f"{root}.name=f", f"{root}.reward_kwargs.a=1")
+        assert (config.reward_function.path, config.reward_function.name) == (str(tmp_path / "r.py"), "f")
+        assert config.reward_kwargs == {"a": 1}
+    line = told(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
+    assert "are one setting but differ" in line
+    assert "needs custom_reward_function.path" in told("custom_reward_function.name=f")
+
+
+def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
+    config = load("reward_model.reward_kwargs={a: 1, b: 2}", "custom_reward_function.reward_kwargs.b=3")
+    assert config.reward_kwargs == {"a": 1, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("second", "first"),
+    [
+        (f"{R}.prompt_length", "data.max_prompt_length"),
+        (f"{R}.response_length", "data.max_response_length"),
+        (f"{R}.log_prob_max_token_len_per_gpu", f"{A}.ppo_max_token_len_per_gpu"),
+        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{A}.ppo_max_token_len_per_gpu"),
+        (f"{A}.optim.clip_grad", f"{A}.grad_clip"),
+        ("reward_model.num_workers", "reward.num_workers"),
+    ],
+)
+def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str) -> None:
+    load(f"{second}=77", f"{first}=77")
+    line = told(f"{second}=77")
+    assert line.startswith(f"{second}=77") and f"must equal {first}=" in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ((f"{R}.n=1",), "leaves GRPO nothing to compare"),
+        (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
+        ((f"{R}.max_model_len=512",), "leaves no room after data.max_prompt_length=512"),
+        ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
+        ((f"{R}.val_kwargs.do_sample=true",), "temperature above 0"),
+        ((f"{R}.val_kwargs={{do_sample: false, temperature: 0.5}}",), "has no effect with do_sample=false"),
+        ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
+        ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
+        ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
+        ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "each name a loop"),
+        (("trainer.resume_mode=resume_path",), "needs trainer.resume_from_path"),
+        (("trainer.resume_from_path=.",), "has no effect with resume_mode=auto"),
+        (("trainer.resume_mode=resume_path", "trainer.resume_from_path=no/step"), "does not exist"),
+        (("trainer.test_freq=5",), "set data.val_files"),
+        (("trainer.val_only=true",), "set data.val_files"),
+    ],
+)
+def test_contradictions(lines: tuple[str, ...], words: str) -> None:
+    assert words in told(*lines)
+
+
+def test_sampling_in_validation_needs_only_a_temperature() -> None:
+    load(f"{R}.val_kwargs.temperature=0.7")
+    load(f"{R}.val_kwargs.temperature=0.7", f"{R}.val_kwargs.do_sample=true", f"{R}.val_kwargs.n=4")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.train_files",
+        "data.val_files",
+        *TOOL_KEYS,
+        "data.function_tool_path",
+        f"{R}.agent.agent_loop_config_path",
+        "custom_reward_function.path",
+        "reward.custom_reward_function.path",
+        f"{M}.path",
+        f"{M}.tokenizer_path",
+    ],
+)
+def test_missing_files_are_named(key: str) -> None:
+    assert told(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
+
+
+def test_each_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert told(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [f"{M}.path=gpt2", f"{M}.path=Qwen/Qwen3-4B", "custom_reward_function.path=pkg://my.rewards"],
+)
+def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
+    load(line)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line", "words"),
+    [
+        (0, "trainer.n_gpus_per_node=8", "is more than the 0 GPUs of this machine"),
+        (4, "trainer.n_gpus_per_node=8", "is more than the 4 GPUs of this machine"),
+        (8, "trainer.n_gpus_per_node=8", "is not built yet; set it to 1"),
+        (0, "trainer.device=cuda", "this machine has 0 GPUs"),
+    ],
+)
+def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, words: str) -> None:
+    monkeypatch.setattr("rally.config.checks.count_gpus", lambda: gpus)
+    assert words in told(line)
+
+
+def test_one_gpu_is_the_cpu_on_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rally.config.checks.count_gpus", lambda: 0)
+    assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"

@@ -1,0 +1,85 @@
+"""Conversations load the same from every format, and bad rows are named by file, row and field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rally.data import Conversation, DataError, load_conversations, write_rows
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+
+
+def calling(name: str, arguments: Any, **fields: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}, **fields}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def schema(name: str, *parameters: str) -> dict[str, Any]:
+    properties = {p: {"type": "string"} for p in parameters}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+ROWS = [
+    {"messages": [USER, calling("calc", {"expression": "1+1"}), {"role": "tool", "content": "2"}, ANSWER]},
+    {"messages": [USER, calling("search", {"query": "x", "top": 3}, id="c1"), ANSWER], "tools": [schema("calc", "a")]},
+    {"messages": [USER, ANSWER], "tools": [schema("search", "query", "top")], "enable_thinking": False},
+]
+
+
+def test_parquet_and_jsonl_give_equal_conversations(tmp_path: Path) -> None:
+    write_rows(ROWS, tmp_path / "a.jsonl")
+    columns = {name: [row.get(name) for row in ROWS] for name in ("messages", "tools", "enable_thinking")}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    from_parquet = list(load_conversations(tmp_path / "a.parquet"))
+    assert from_parquet == list(load_conversations(tmp_path / "a.jsonl"))
+    assert from_parquet[0] == Conversation(tuple(ROWS[0]["messages"]), None, None)  # type: ignore[arg-type]
+    assert from_parquet[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"query": "x", "top": 3}
+    assert from_parquet[2].tools == (schema("search", "query", "top"),)
+    assert from_parquet[2].enable_thinking is False
+
+
+def test_argument_and_tool_texts_are_parsed(tmp_path: Path) -> None:
+    row = {"messages": [USER, calling("calc", '{"a": null}')], "tools": json.dumps([schema("calc", "a")])}
+    write_rows([row], tmp_path / "a.parquet")
+    [conversation] = load_conversations(tmp_path / "a.parquet")
+    function = conversation.messages[1]["tool_calls"][0]["function"]
+    assert function["arguments"] == {"a": None}, "a null in JSON text was written on purpose"
+    assert conversation.tools == (schema("calc", "a"),)
+
+
+def test_other_keys_may_be_named(tmp_path: Path) -> None:
+    write_rows([{"chat": [USER, ANSWER], "fns": [schema("f")], "think": True}], tmp_path / "a.jsonl")
+    [conversation] = load_conversations(tmp_path / "a.jsonl", "chat", "fns", "think")
+    assert conversation == Conversation((USER, ANSWER), (schema("f"),), True)
+
+
+CALL = "messages[1].tool_calls[0]"
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"chat": []}, "messages is missing (the row has chat)"),
+        ({"messages": [USER]}, "messages has no message from the assistant"),
+        ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing; it must be a string"),
+        ({"messages": [USER, calling("calc", "{oops")]}, f"{CALL}.function.arguments is '{{oops', which is not valid"),
+        ({"messages": [USER, calling("calc", [1])]}, f"{CALL}.function.arguments is [1]; it must be a mapping"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"id": "x"}]}]}, f"{CALL}.name is missing"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": ["calc"]}]}, f"{CALL} is 'calc'; it must be a mapping"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": "calc"}]}, "messages[1].tool_calls is 'calc'; it must be a list"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools is {'a': 1}; it must be a list of tool schemas"),
+        ({"messages": [USER, ANSWER], "tools": ["calc"]}, "tools[0] is 'calc'; it must be a schema"),
+        ({"messages": [USER, ANSWER], "enable_thinking": "no"}, "enable_thinking is 'no'; it must be true, false"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    file = tmp_path / "sft.jsonl"
+    write_rows([ROWS[0], row], file)
+    with pytest.raises(DataError) as raised:
+        load_conversations(file)
+    assert f"{file}, row 1: {sentence}" in str(raised.value)

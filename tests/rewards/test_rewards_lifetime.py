@@ -1,0 +1,116 @@
+"""No worker outlives its use: not close(), not the death of the parent; and a worker that is shot is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rally.rewards import RewardError, RewardSpec, Scorer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PID = """
+    import os, subprocess, time
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        child = subprocess.Popen(["sleep", "600"]).pid if ground_truth == "child" else 0
+        if ground_truth == "hang":
+            time.sleep(600)
+        return {"score": 1, "pid": os.getpid(), "child": child}
+"""
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: in a container nobody may come to collect it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+async def test_a_worker_killed_between_requests_costs_no_episode(write_reward: Any, make_episode: Any) -> None:
+    async with Scorer(RewardSpec(path=write_reward(PID)), 1, 20) as scorer:
+        before = (await scorer.score(make_episode())).info["pid"]
+        os.kill(before, signal.SIGKILL)
+        assert wait_until_gone([before], 5) == []
+        after = await scorer.score(make_episode())
+    assert after.reward == 1.0 and after.info["pid"] != before
+
+
+async def test_a_worker_killed_while_it_runs_is_an_error_that_names_the_signal(
+    write_reward: Any, make_episode: Any
+) -> None:
+    async with Scorer(RewardSpec(path=write_reward(PID)), 1, 20) as scorer:
+        pid = (await scorer.score(make_episode())).info["pid"]
+        hanging = asyncio.create_task(scorer.score(make_episode(truth="hang")))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        assert (await hanging).error == "the reward worker was killed by SIGKILL (exit code -9)"
+        assert (await scorer.score(make_episode())).reward == 1.0
+
+
+async def test_close_ends_the_workers_and_what_they_started(write_reward: Any, make_episode: Any) -> None:
+    async with Scorer(RewardSpec(path=write_reward(PID)), 2, 20) as scorer:
+        info = (await scorer.score(make_episode(truth="child"))).info
+        hanging = asyncio.create_task(scorer.score(make_episode(truth="hang")))
+        await asyncio.sleep(0.2)
+        assert is_running(info["pid"]) and is_running(info["child"])
+    assert wait_until_gone([info["pid"], info["child"]], 5) == []
+    assert (await hanging).reward is None
+    with pytest.raises(RewardError, match="this Scorer is closed"):
+        await scorer.score(make_episode())
+    await scorer.close()
+
+
+PARENT = """
+import asyncio, os, sys
+from rally import Episode, Segment, StopReason, Task
+from rally.rewards import RewardSpec, Scorer
+
+def episode(truth):
+    task = Task(id="t", data_source="s", prompt=({"role": "user", "content": "?"},), ground_truth=truth)
+    return Episode(id="e", task=task, group="g", stop_reason=StopReason.STOP, segments=(Segment(prompt_ids=(1,)),))
+
+async def main():
+    spec = RewardSpec(path=sys.argv[1])
+    async with Scorer(spec, 1, 1.0) as idle, Scorer(spec, 1, 1.0) as busy:
+        pids = [(await scorer.score(episode("pid"))).info["pid"] for scorer in (idle, busy)]
+        hanging = asyncio.create_task(busy.score(episode("hang")))
+        await asyncio.sleep(0.1)
+        print(*pids, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_when_the_parent_is_killed(write_reward: Any) -> None:
+    command = [sys.executable, "-c", PARENT, write_reward(PID)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    assert wait_until_gone(pids[:1], 3) == [], "the idle one sees the end of its input"
+    assert wait_until_gone(pids[1:], 5) == [], "the hanging one ends at its own deadline"
+
+
+def test_a_worker_imports_nothing_heavy() -> None:
+    code = "import sys, rally.rewards.worker; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"

@@ -1,0 +1,146 @@
+"""Metrics are what a person gets with pencil and paper from the same episodes."""
+
+import pytest
+from track_episodes import make_episode
+
+from rally.track import rollout_metrics, validation_metrics
+from rally.types import Episode, Segment, StopReason, Task, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
+
+
+def slow_episode() -> Episode:
+    """Prompt 6, 10 sampled tokens, cut by length, one tool call that timed out with a cut answer."""
+    result = ToolResult(
+        call=ToolCall(name="search"),
+        status=ToolStatus.TIMEOUT,
+        response=ToolResponse(text="..."),
+        seconds=1.0,
+        truncated=True,
+    )
+    segment = Segment(
+        prompt_ids=(1,) * 6, response_ids=(2,) * 10, response_mask=(1,) * 10, response_logprobs=(-1.0,) * 10
+    )
+    turns = (
+        Turn(role="assistant", text="x", start=0, end=10, finish="length", cached_tokens=1),
+        Turn(role="tool", text="...", start=10, end=10, tool_results=(result,)),
+    )
+    return make_episode(
+        "slow",
+        stop_reason=StopReason.LENGTH,
+        segments=(segment,),
+        turns=turns,
+        reward=0.0,
+        timings={"generate": 1.5},
+    )
+
+
+def failed_episode() -> Episode:
+    return make_episode(
+        "failed", stop_reason=StopReason.ERROR, error="boom", segments=(), turns=(), reward=None, timings={}
+    )
+
+
+def test_rollout_metrics_against_a_worked_example() -> None:
+    got = rollout_metrics([make_episode(), slow_episode(), failed_episode()], max_prompt_length=6)
+    expected = {
+        "episodes/count": 3,
+        "episodes/unscored": 1,
+        "critic/score/mean": 0.5,
+        "critic/score/max": 1,
+        "critic/score/min": 0,
+        "critic/rewards/mean": 0.5,
+        "critic/rewards/max": 1,
+        "critic/rewards/min": 0,
+        "response_length/mean": 16 / 3,
+        "response_length/max": 10,
+        "response_length/min": 0,
+        "response_length/clip_ratio": 1 / 3,
+        "prompt_length/mean": 5,
+        "prompt_length/max": 6,
+        "prompt_length/min": 4,
+        "prompt_length/clip_ratio": 0.5,
+        "sampled_tokens/mean": 14 / 3,
+        "observed_tokens/mean": 2 / 3,
+        "num_turns/mean": 8 / 3,
+        "num_turns/max": 4,
+        "num_turns/min": 1,
+        "tool_call_counts/mean": 2 / 3,
+        "tool_call_counts/max": 1,
+        "tool_call_counts/min": 0,
+        "tool/calls": 2,
+        "tool/success_rate": 0.5,
+        "tool/truncated": 1,
+        "tool/ok": 1,
+        "tool/timeout": 1,
+        "tool/error": 0,
+        "tool/bad_arguments": 0,
+        "tool/unknown_tool": 0,
+        "tool/malformed": 0,
+        "tool/latency_s/p50": 0.6,
+        "tool/latency_s/p95": 0.96,
+        "timing_s/agent_loop/generate_sequences/mean": 1.0,
+        "timing_s/agent_loop/generate_sequences/max": 1.5,
+        "timing_s/agent_loop/generate_sequences/min": 0.5,
+        "timing_s/agent_loop/tool_calls/mean": 0.2,
+        "timing_s/agent_loop/tool_calls/max": 0.2,
+        "timing_s/agent_loop/tool_calls/min": 0.2,
+        # prompts given to the engine: 4, then 4 + 5; and 6
+        "prefix_cache/hit_rate": 7 / 19,
+    }
+    expected |= {f"stop/{reason}": 0.0 for reason in StopReason}
+    expected |= {"stop/stop": 1 / 3, "stop/length": 1 / 3, "stop/error": 1 / 3}
+    assert got == pytest.approx(expected)
+
+
+def test_tokens_of_all_segments_are_counted() -> None:
+    segment = make_episode().segments[0]
+    got = rollout_metrics([make_episode(segments=(segment, segment))])
+    assert got["response_length/mean"] == 12 and got["sampled_tokens/mean"] == 8 and got["prompt_length/mean"] == 4
+
+
+def test_rates_over_nothing_are_left_out() -> None:
+    got = rollout_metrics([make_episode(turns=(), timings={}, reward=None)])
+    absent = {"tool/success_rate", "critic/rewards/mean", "prefix_cache/hit_rate", "tool/latency_s/p50"}
+    assert not absent & set(got)
+    assert rollout_metrics([]) == {"episodes/count": 0}
+
+
+def answer(group: str, reward: float | None, source: str = "gsm8k", **info: object) -> Episode:
+    task = Task(id=group, data_source=source, prompt=({"role": "user", "content": "?"},))
+    return make_episode(f"{group}-{reward}", task=task, group=group, reward=reward, reward_info=info)
+
+
+def test_validation_averages_over_prompts_first() -> None:
+    episodes = [
+        answer("p", 1.0, acc=True, pred="5"),
+        answer("p", 0.2, acc=False, pred="4"),
+        answer("q", 0.4, acc=False, pred="4"),
+        answer("q", 0.4, acc=False, pred="4"),
+    ]
+    assert validation_metrics(episodes, k=2) == pytest.approx(
+        {
+            "val-core/gsm8k/acc/mean@2": 0.25,
+            "val-core/gsm8k/acc/best@2": 0.5,
+            "val-aux/gsm8k/acc/worst@2": 0.0,
+            "val-aux/gsm8k/reward/mean@2": 0.5,
+            "val-aux/gsm8k/reward/best@2": 0.7,
+            "val-aux/gsm8k/reward/worst@2": 0.3,
+            "val-aux/unscored": 0,
+            "val-aux/num_turns/mean": 4,
+            "val-aux/num_turns/max": 4,
+            "val-aux/num_turns/min": 4,
+        }
+    )
+
+
+def test_a_prompt_with_more_samples_does_not_weigh_more() -> None:
+    episodes = [answer("p", 1.0), answer("q", 0.0), answer("q", 0.0), answer("q", 0.0)]
+    assert validation_metrics(episodes, k=3)["val-core/gsm8k/reward/mean@3"] == 0.5
+
+
+def test_validation_keeps_sources_and_ways_to_sample_apart() -> None:
+    got = validation_metrics([answer("p", 1.0), answer("q", 0.0, source="aime"), answer("r", None)], 1, "greedy")
+    assert got["val-core/gsm8k/reward/mean@1/greedy"] == 1.0
+    assert got["val-core/aime/reward/mean@1/greedy"] == 0.0
+    assert got["val-aux/unscored/greedy"] == 1
+    assert not [name for name in got if "best@" in name], "with one sample best and worst say nothing new"
+    assert all(name.endswith("/greedy") for name in got)

@@ -129,6 +129,10 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def expand(path: str) -> str:
     """The path with `~` and `$VARIABLES` replaced."""
     return os.path.expanduser(os.path.expandvars(path))
@@ -148,7 +152,7 @@ Limit = Annotated[Int, AfterValidator(_all_or_some)]
 Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
-PathText = Annotated[str, AfterValidator(expand)]
+PathText = Annotated[str, BeforeValidator(_as_text), AfterValidator(expand)]
 Files = Annotated[tuple[PathText, ...], BeforeValidator(_listed)]
 """One path or a list of them."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]

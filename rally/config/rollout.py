@@ -84,11 +84,10 @@ class CustomServer(Section):
 
 
 class AgentConfig(Section):
-    num_workers: Count = 1
-    """The ecosystem's 8 are processes; here every loop runs in one event loop."""
     default_agent_loop: str = "single_turn_agent"
     agent_loop_config_path: PathText | None = None
 
+    num_workers: Count = 1
     agent_loop_manager_class: str | None = None
     custom_async_server: CustomServer = CustomServer()
 
@@ -172,7 +171,6 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = 8192
     gpu_memory_utilization: Annotated[Float, Field(gt=0, lt=1)] = 0.5
     page_size: Count = 16
-    enforce_eager: bool = False
     ignore_eos: bool = False
     dtype: Dtype | None = None
     """The same as model.dtype: the engine runs the trainer's own weights."""
@@ -226,6 +224,7 @@ class RolloutConfig(Section):
     expert_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     repetition_penalty: Positive = 1.0
+    enforce_eager: bool = True
     cudagraph_capture_sizes: tuple[Count, ...] | None = None
     disable_log_stats: bool = True
     over_sample_rate: Share = 0.0

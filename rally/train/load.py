@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from rally.types import RallyError
 
@@ -50,11 +57,29 @@ def load_model(
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth."""
     where, gguf = _locate(path)
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, **gguf)  # type: ignore[no-any-return]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            where, trust_remote_code=trust_remote_code, **gguf
+        )
+        return tokenizer if _agrees(tokenizer, Path(where) / "tokenizer.json") else _plain_tokenizer(where)
     except (OSError, ValueError, ImportError) as problem:
         raise LoadError(_sentence("tokenizer", path, problem)) from problem
+
+
+def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Path) -> bool:
+    """transformers may choose a class by model family that replaces the file's own pre-tokenizer, silently."""
+    if not truth.is_file():
+        return True
+    text = 'user\nWhat is 12*34? {"name": "x"}  é\n'
+    ids = Tokenizer.from_file(str(truth)).encode(text, add_special_tokens=False).ids
+    return bool(ids == tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _plain_tokenizer(where: str) -> PreTrainedTokenizerBase:
+    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(where)
+    return plain
 
 
 def _locate(path: str) -> tuple[str, dict[str, str]]:

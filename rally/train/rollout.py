@@ -65,7 +65,7 @@ class Rollout:
     seed: int = 0
 
     def jobs(self, tasks: Iterable[Task], n: int, step: int, validate: bool = False) -> list[Job]:
-        """`n` jobs per task. Seeds depend on (seed, step, place, sample) alone; validation keeps its seeds over steps."""
+        """`n` jobs per task. Seeds depend on (seed, step, place, sample) alone; validation keeps its own over steps."""
         kind = "v" if validate else "t"
         return [
             Job(

@@ -290,7 +290,7 @@ def test_no_text_raises_and_no_opened_call_is_lost(name: str, pieces: list[str])
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize(
-    "piece", ['{"name":', "<tool_call>[", "calculator(\n", "\n", " ", "[", "<function=", "'<tool_call>'"]
+    "piece", ['{"name":', "<tool_call>[", "calculator(\n", "\n", " ", "[", "<function=a><parameter=b>", "'<tool_call>'"]
 )
 def test_a_runaway_turn_is_read_in_reasonable_time(name: str, piece: str) -> None:
     start = time.process_time()

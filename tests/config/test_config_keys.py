@@ -182,7 +182,7 @@ def candidates(schema: type[Root], key: str) -> Iterator[Any]:
     section = look_up(schema(), parent) if parent else schema()
     for part in get_args(type(section).model_fields[name].annotation):
         yield from (value for value in (part, *get_args(part)) if isinstance(value, str))
-    yield from (True, False, 3, 5, 0.25, "other", {"x": 1}, [3])
+    yield from (True, False, 3, 5, 0.25, "other", {"x": 1}, [3], [0.5, 0.5])
 
 
 def refused(schema: type[Root], rules: tuple[Unbuilt, ...], rule: Unbuilt, key: str) -> bool:

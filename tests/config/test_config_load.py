@@ -57,6 +57,10 @@ def test_home_expands_in_every_way_it_is_written(tmp_path: Path, monkeypatch: py
     assert set(config.data.train_files) == {str(tmp_path / "a.parquet")}
 
 
+def test_a_base_may_hold_paths(tmp_path: Path) -> None:
+    assert load_config(base={"data": {"train_files": tmp_path}}).data.train_files == (str(tmp_path),)
+
+
 def test_small_numbers_in_scientific_notation_are_numbers() -> None:
     assert load_config(overrides=["actor_rollout_ref.actor.optim.lr=1e-6"]).actor.optim.lr == 1e-6
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rally.chat.formats.base import Found, Schemas, ToolFormat, convert, malformed, only_parameter
 from rally.chat.tolerant_json import read_whole
@@ -16,6 +16,13 @@ from rally.types import ToolCall
 
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
+
+
+class Split(NamedTuple):
+    """Arguments cut at the commas outside brackets and quotes, and the end past the closing bracket, if it comes."""
+
+    parts: list[str]
+    end: int | None
 
 
 def find_plain(text: str, schemas: Schemas) -> list[Found]:
@@ -47,9 +54,7 @@ def _call_at(text: str, match: re.Match[str], schemas: Schemas) -> Found:
     return Found(match.start(), end, call)
 
 
-def _split(text: str, start: int) -> tuple[list[str], int | None]:
-    """The arguments from `start` on, cut at commas outside brackets and quotes, and the end past the closing bracket
-    (None when it never comes)."""
+def _split(text: str, start: int) -> Split:
     parts: list[str] = []
     begin, waiting, quote = start, [")"], ""
     for at in range(start, len(text)):
@@ -65,11 +70,11 @@ def _split(text: str, start: int) -> tuple[list[str], int | None]:
         elif char == waiting[-1]:
             waiting.pop()
             if not waiting:
-                return [*parts, text[begin:at]], at + 1
+                return Split([*parts, text[begin:at]], at + 1)
         elif char == "," and len(waiting) == 1:
             parts.append(text[begin:at])
             begin = at + 1
-    return parts, None
+    return Split(parts, None)
 
 
 def _arguments(whole: str, parts: list[str], schema: Mapping[str, Any]) -> dict[str, Any]:

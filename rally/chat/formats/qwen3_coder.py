@@ -16,8 +16,8 @@ from rally.types import ToolCall
 SHAPE = "<tool_call><function=tool name><parameter=name>value</parameter></function></tool_call>"
 _START = re.compile(r"<tool_call>\s*(?:<function=([^>\n]{0,200})>)?|<function=([^>\n]{0,200})>|</tool_call>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{0,200})>")
-_VALUE_END = re.compile(r"</parameter>")
-_UNCLOSED_END = re.compile(r"(?=<parameter=|</function>)")
+_CLOSE = "</parameter>"
+_UNCLOSED_END = re.compile(r"<parameter=|</function>|<function=|<tool_call>")
 _END = re.compile(r"\s*(?:</function>)?\s*(?:</tool_call>)?")
 _NEXT = re.compile(r"(?=<tool_call>|<function=)|</tool_call>")
 
@@ -61,15 +61,22 @@ def _call_at(text: str, start: re.Match[str], name: str, schemas: Schemas) -> Fo
 def _body(text: str, at: int, schema: Mapping[str, Any]) -> Body:
     arguments: dict[str, Any] = {}
     properties = schema.get("properties") or {}
+    last_close = text.rfind(_CLOSE, at)
     while (opening := _PARAMETER.match(text, at)) is not None:
-        closing = _VALUE_END.search(text, opening.end()) or _UNCLOSED_END.search(text, opening.end())
-        if closing is None:
-            raise ValueError(f"the value of parameter {opening.group(1)!r} is not closed with </parameter>")
-        key = opening.group(1).strip()
-        value = text[opening.end() : closing.start()].removeprefix("\n").removesuffix("\n")
+        key, start = opening.group(1).strip(), opening.end()
+        stop = text.find(_CLOSE, start) if start <= last_close else _unclosed_end(text, start, key)
+        value = text[start:stop].removeprefix("\n").removesuffix("\n")
         arguments[key] = convert(value, properties.get(key, {}))
-        at = closing.end()
+        at = stop + len(_CLOSE) if start <= last_close else stop
     return Body(arguments, at)
+
+
+def _unclosed_end(text: str, start: int, key: str) -> int:
+    """Where a value without its closing tag ends: at the next parameter or the end of its function, nowhere else."""
+    following = _UNCLOSED_END.search(text, start)
+    if following is None or following.group() in ("<function=", "<tool_call>"):
+        raise ValueError(f"the value of parameter {key!r} is not closed with {_CLOSE}")
+    return following.start()
 
 
 def _broken(text: str, start: re.Match[str], end: int | None, reason: str) -> Found:

@@ -131,6 +131,7 @@ class LoopContext:
     codec: ChatCodec
     toolbox: ToolBox
     settings: LoopSettings
+    check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
 
 
 class AgentLoopBase(ABC):

@@ -29,6 +29,7 @@ class Job:
     seed: int
     step: int = 0
     validate: bool = False
+    check_tokens: bool = True
 
 
 Finish = Callable[[Episode], Awaitable[Episode]]
@@ -91,6 +92,7 @@ class Runner:
             codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection else self.codec,
             toolbox=self.toolbox,
             settings=self.settings,
+            check_tokens=job.check_tokens,
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}

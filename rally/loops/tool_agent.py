@@ -133,7 +133,7 @@ class ToolAgentLoop(AgentLoopBase):
         segment = exchange.segment
         extra: dict[str, Any] = {"tool_rewards": tool_rewards} if tool_rewards else {}
         extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
-        if self.settings.history == "append" and reason is StopReason.STOP:
+        if self.context.check_tokens and self.settings.history == "append" and reason is StopReason.STOP:
             difference = self.codec.sanity(segment.ids, exchange.messages, self.settings.sanity_check)
             if difference:
                 extra["tokenization_difference"] = difference

@@ -75,6 +75,7 @@ class Rollout:
                 seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
                 step=step,
                 validate=validate,
+                check_tokens=k == 0,  # one of a group is enough, and the full rendering is slow
             )
             for place, task in enumerate(tasks)
             for k in range(n)

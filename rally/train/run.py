@@ -85,7 +85,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         warn=lambda text: console.warn_once(text, text),
     )
     checkpoint = _resume_point(config, store)
-    steps = _total_steps(config, len(inputs.train_tasks))
+    steps = total_steps_of(config, len(inputs.train_tasks))
     if checkpoint and checkpoint.step >= steps:
         raise RunError(
             f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "
@@ -196,7 +196,7 @@ def _resume_point(config: Config, store: CheckpointStore) -> Checkpoint | None:
     return None
 
 
-def _total_steps(config: Config, rows: int) -> int:
+def total_steps_of(config: Config, rows: int) -> int:
     by_epochs = total_steps(rows, config.data.train_batch_size, config.trainer.total_epochs)
     return config.trainer.total_training_steps or by_epochs
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
@@ -12,6 +14,7 @@ from rally.config import SftConfig
 from rally.data import load_conversations, total_steps
 from rally.engines.embedded import attention
 from rally.track import MetricSink, RunConsole, RunFolder, build_sinks
+from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.packing import Row
@@ -24,14 +27,8 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     """Supervised fine-tuning as configured."""
     console = console or RunConsole()
     config.require_training()
-    trust = config.model.trust_remote_code
-    tokenizer = load_tokenizer(config.model.tokenizer_path or str(config.model_path), trust_remote_code=trust)
-    codec = ChatCodec(
-        tokenizer,
-        config.data.tool_format,
-        chat_template=config.model.custom_chat_template,
-        template_kwargs=dict(config.data.apply_chat_template_kwargs),
-    )
+    tokenizer = tokenizer_of(config)
+    codec = codec_of(config, tokenizer)
     settings = sft_settings_of(config)
     rows = read_rows(config, config.data.train_files, config.data.train_max_samples, codec, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, codec, console)
@@ -54,6 +51,44 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     first = start.step + 1 if start else 1
     metrics = _train(config, settings, policy, tokenizer, store, sinks, rows, val, range(first, steps + 1), console)
     return Outcome(config.run_dir, steps, metrics)
+
+
+def show(config: SftConfig, console: RunConsole) -> None:
+    """The dry run: the resolved configuration, the first conversation with its mask, and the budgets."""
+    config.require_training()
+    codec = codec_of(config, tokenizer_of(config))
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, codec, console)
+    console.note(config.to_yaml().rstrip())
+    first, supervised = rows[0], set(rows[0].sampled)
+    console.banner("first conversation", {"tokens": str(len(first.ids)), "supervised": str(len(supervised))})
+    text = Text()
+    for learned, run in itertools.groupby(range(len(first.ids)), key=lambda i: i in supervised):
+        text.append(visible(codec.decode([first.ids[i] for i in run])), style="green" if learned else "dim")
+    console.show(text)
+    steps = total_steps(len(rows), config.data.train_batch_size, config.trainer.total_epochs)
+    console.table(
+        "budgets",
+        [
+            ["conversations", str(len(rows))],
+            ["steps", str(config.trainer.total_training_steps or steps)],
+            ["longest", f"{max(len(r.ids) for r in rows)} tokens of data.max_length={config.data.max_length}"],
+        ],
+    )
+    console.note("dry run: nothing was trained")
+
+
+def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
+    model = config.model
+    return load_tokenizer(model.tokenizer_path or str(config.model_path), trust_remote_code=model.trust_remote_code)
+
+
+def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> ChatCodec:
+    return ChatCodec(
+        tokenizer,
+        config.data.tool_format,
+        chat_template=config.model.custom_chat_template,
+        template_kwargs=dict(config.data.apply_chat_template_kwargs),
+    )
 
 
 def sft_settings_of(config: SftConfig) -> SftSettings:

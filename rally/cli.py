@@ -1,0 +1,210 @@
+"""The command line: parse, load the configuration, call one function. A mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from rally import __version__
+from rally.types import RallyError
+
+if TYPE_CHECKING:
+    from rally.track import RunConsole
+
+app = typer.Typer(
+    name="rally",
+    help="Train language-model agents that use tools over several turns, with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="A YAML file first, if there is one, then key=value overrides such as data.train_batch_size=64.",
+        metavar="[CONFIG.yaml] [KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")]
+Source = Annotated[Path | None, typer.Option(help="A folder with train.jsonl and test.jsonl; downloaded if not given.")]
+T = TypeVar("T")
+Flavor = Literal["tool", "interaction", "agent_loop"]
+Tool = Literal["calc_gsm8k_reward", "calculator"]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The run folder.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Of the weights, the problems and all sampling.")] = 0,
+    steps: Annotated[int, typer.Option(help="GRPO steps.", min=1)] = 40,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Overrides of the GRPO stage.", metavar="[KEY=VALUE]...", show_default=False),
+    ] = None,
+) -> None:
+    """Train a small agent from nothing, on a CPU, in a few minutes: it learns to use a calculator."""
+    console = _console()
+    from rally.demo import DemoSettings, run_demo
+
+    run_demo(out, DemoSettings(seed=seed, grpo_steps=steps), console, words or [])
+
+
+@app.command()
+def train(words: Words = None, dry_run: DryRun = False) -> None:
+    """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
+    from rally.config import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides)
+    config.require_training()
+    console = _console()
+    if dry_run:
+        from rally.train.dry_run import dry_run as show
+
+        show(config, console)
+        return
+    from rally.track import run_summary, write_curve
+    from rally.train.run import train as run
+
+    outcome = run(config, console)
+    console.show(run_summary(outcome.folder))
+    console.note(f"curve: {write_curve(outcome.folder).html}")
+
+
+@app.command()
+def sft(words: Words = None, dry_run: DryRun = False) -> None:
+    """Fine-tune on conversations with tools; the loss is on assistant turns only."""
+    from rally.config import load_sft_config
+
+    path, overrides = split_words(words)
+    config = load_sft_config(path, overrides)
+    config.require_training()
+    console = _console()
+    from rally.train.sft_run import sft as run
+    from rally.train.sft_run import show
+
+    if dry_run:
+        show(config, console)
+        return
+    outcome = run(config, console)
+    console.note(f"done: {outcome.steps} steps, checkpoints in {outcome.folder / 'checkpoints'}")
+
+
+@app.command("eval")
+def evaluate(words: Words = None) -> None:
+    """Validate a model on data.val_files, without training."""
+    from rally.config import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides)
+    console = _console()
+    from rally.train.run import evaluate as run
+
+    outcome = run(config, console)
+    rows = [[name, f"{value:.4f}"] for name, value in sorted(outcome.metrics.items()) if name.startswith("val-")]
+    console.table("validation", rows)
+    console.note(f"episodes and metrics are in {outcome.folder}")
+
+
+@data_app.command()
+def arithmetic(
+    out: Out,
+    train: Annotated[int, typer.Option(help="Training problems.", min=1)] = 4096,
+    test: Annotated[int, typer.Option(help="Held-out problems.", min=1)] = 200,
+    seed: Annotated[int, typer.Option(help="Of the problems.")] = 0,
+    sft: Annotated[int, typer.Option(help="Also write this many conversations for `rally sft`.", min=0)] = 0,
+) -> None:
+    """Problems such as 12*34+56 for an agent with a calculator."""
+    from rally.data import commands
+
+    console = _console()
+    written = commands.write_arithmetic(out, train, test, seed, _progress(console))
+    if sft:
+        written += commands.write_arithmetic_sft(out, sft, {"good": 1.0}, seed, _progress(console))
+    _tell(written, console)
+
+
+@data_app.command()
+def gsm8k(
+    out: Out,
+    source: Source = None,
+    flavor: Annotated[Flavor, typer.Option(help="Which kind of rows.")] = "agent_loop",
+    tool: Annotated[Tool, typer.Option(help="The tool the prompt speaks of.")] = "calc_gsm8k_reward",
+    sft: Annotated[bool, typer.Option(help="Also write conversations for `rally sft`, from the train split.")] = False,
+) -> None:
+    """Grade-school maths problems, as rows for one of the agent loops."""
+    from rally.data import commands
+
+    console = _console()
+    written = commands.write_gsm8k(out, source, flavor, _progress(console), tool)
+    if sft:
+        written += commands.write_gsm8k_sft(out, source, _progress(console))
+    _tell(written, console)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _console().note(f"rally {__version__}")
+
+
+def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """A leading word without `=` is the configuration file; all others are overrides."""
+    words = list(words or [])
+    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    stray = [w for w in words if "=" not in w]
+    if stray:
+        raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")
+    return path, words
+
+
+def _console() -> RunConsole:
+    """The console, with the libraries' own progress bars and advice switched off: ours say what matters."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_DISABLE_PROGRESS_BARS", "1")
+    from rally.track import RunConsole
+
+    return RunConsole()
+
+
+def _progress(console: RunConsole) -> Any:
+    def follow(rows: Iterable[T], total: int | None, label: str) -> Iterable[T]:
+        with console.phase(label, total) as phase:
+            for row in rows:
+                yield row
+                phase.advance()
+
+    return follow
+
+
+def _tell(written: Iterable[Any], console: RunConsole) -> None:
+    console.table("written", [[str(w.path), f"{w.rows:,} rows"] for w in written])
+
+
+def main() -> None:
+    """Entry point: turns a user's mistake into one sentence."""
+    try:
+        app()
+    except RallyError as mistake:
+        sys.stderr.write(f"rally: {mistake}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("rally: stopped; the same command resumes from the last checkpoint\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

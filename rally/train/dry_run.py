@@ -1,0 +1,87 @@
+"""`rally train --dry-run`: everything a run would do, as far as it can be said without training."""
+
+from __future__ import annotations
+
+import json
+
+from rich.text import Text
+
+from rally.config import Config
+from rally.engines.embedded.core import kv_bytes_per_token, plan_pages
+from rally.track import RunConsole
+from rally.track.text import visible
+from rally.train import parts
+from rally.train.run import Inputs, read_inputs, total_steps_of
+from rally.types import Task
+
+
+def dry_run(config: Config, console: RunConsole) -> None:
+    """Print the resolved configuration, one prompt with its mask, tools, budgets and the memory plan."""
+    config.require_training()
+    inputs = read_inputs(config, console)
+    tasks = inputs.train_tasks or inputs.val_tasks
+    assert tasks is not None
+    console.note(config.to_yaml().rstrip())
+    console.table("tools", [[s["function"]["name"], json.dumps(s)] for s in inputs.toolbox.schemas()] or [["none", ""]])
+    _show_prompt(inputs, tasks[0], console)
+    console.table("template", [["", inputs.codec.probe().words]])
+    _show_budgets(config, inputs, console)
+    _show_memory(config, console)
+    console.note("dry run: nothing was trained")
+
+
+def _show_prompt(inputs: Inputs, task: Task, console: RunConsole) -> None:
+    ids = inputs.codec.encode_prompt(task.prompt)
+    console.banner("first prompt", {"row": task.id, "tokens": f"{len(ids)}, all observed (mask 0); replies get mask 1"})
+    console.show(Text(visible(inputs.codec.decode(ids)), style="dim"))
+    console.show(Text("<the policy's turn, mask 1>", style="green"))
+
+
+def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
+    data = config.data
+    rows = [
+        ["prompt tokens, at most", str(parts.prompt_length(config))],
+        ["response tokens, at most", f"{parts.response_length(config)} (sampled and observed together)"],
+        ["history, at most", f"{parts.engine_settings_of(config).max_model_len} tokens"],
+        ["assistant turns, at most", str(config.max_turns or "no limit")],
+        ["agent loop", config.agent_loop_name],
+        ["history policy", config.history],
+    ]
+    if inputs.train_tasks is not None:
+        steps = total_steps_of(config, len(inputs.train_tasks))
+        rows += [
+            ["training rows", str(len(inputs.train_tasks))],
+            ["steps", f"{steps} of {data.train_batch_size} prompts x {config.rollout.n} episodes"],
+        ]
+    if inputs.val_tasks is not None:
+        rows.append(["validation rows", str(len(inputs.val_tasks))])
+    console.table("budgets", rows)
+
+
+def _show_memory(config: Config, console: RunConsole) -> None:
+    model = parts.model_of(config)
+    settings = parts.engine_settings_of(config)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    reference = weights if config.actor.use_kl_loss and config.actor.kl_loss_coef else 0
+    pages = plan_pages(model, settings)
+    kv = pages * settings.page_size * kv_bytes_per_token(model)
+    console.table(
+        "memory plan",
+        [
+            ["weights", _size(weights)],
+            ["gradients", _size(weights)],
+            ["optimizer", _size(2 * weights)],
+            ["reference policy", _size(reference)],
+            ["KV cache", f"{_size(kv)} for {pages * settings.page_size:,} tokens (touched as needed)"],
+            ["device", str(model.device)],
+        ],
+    )
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,61 @@
+# Two commands do all set-up from a fresh clone: `make demo` and `make test`. PYTHON and VENV can be given.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: help demo test test-fast lint types imports check bench models docs clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "Rally needs Python 3.11, 3.12 or 3.13; give one with: make PYTHON=python3.12 ..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "this Python cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 2; }
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Rally and its dependencies into $(VENV) (once)"
+	@$(PIP) torch
+	@$(PIP) --editable ".[plot]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(PIP) --editable ".[plot,gguf,dev]"
+	@touch $@
+
+demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes
+	@$(BIN)/rally demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed-dev  ## all tests
+	@$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.installed-dev  ## all tests but those that train
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-dev  ## style
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev  ## type check
+	@$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev  ## who may import whom
+	@$(BIN)/lint-imports
+
+check: lint types imports test  ## everything CI checks
+
+models/smollm2-135m.gguf: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks.get_model $@
+
+models: models/smollm2-135m.gguf  ## a real small model for tests and benchmarks (98 MB)
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	@$(PIP) "trl==1.16.0" || echo "TRL could not be installed; its row will be left out"
+	@touch $@
+
+bench: $(VENV)/.installed-bench models  ## the table of ratios
+	@$(BIN)/python -m benchmarks.cpu $(BENCH_ARGS)
+
+clean:  ## remove the environment and caches, keep runs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

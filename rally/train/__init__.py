@@ -1,0 +1,1 @@
+"""Training: policy, packing, update, the fit loop, validation, checkpoints, supervised fine-tuning."""

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class DemoSettings:
     habit_steps: int = 60
     grpo_steps: int = 40
     batch: int = 64
+    habit_batch: int = 48
+    rehearsals: int = 32  # beside each batch of habits
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,13 @@ def training_config(folder: Path, settings: DemoSettings) -> dict[str, Any]:
             "actor": {
                 "ppo_mini_batch_size": 16,
                 "clip_ratio_high": 0.28,
-                "optim": {"lr": 2e-4, "betas": [0.9, 0.95], "weight_decay": 0.0},
+                "optim": {
+                    "lr": 2e-4,
+                    "betas": [0.9, 0.95],
+                    "weight_decay": 0.0,
+                    "lr_scheduler_type": "cosine",
+                    "min_lr_ratio": 0.1,
+                },
             },
             "rollout": {
                 "n": 8,
@@ -168,8 +176,10 @@ def teach_format(
     fade = OptimizerSettings(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0, schedule="linear", min_lr_ratio=0.05)
     policy = Policy(model, fade, settings.habit_steps)
     with console.phase("sft, bad habits", settings.habit_steps) as phase, engine.updating():
-        for rows in itertools.islice(_batches(codec, problems, HABITS, rng, sft), settings.habit_steps):
-            sft_step(policy, rows, sft)
+        habits = _batches(codec, problems, HABITS, rng, replace(sft, batch_size=settings.habit_batch))
+        clean = _batches(codec, problems, {"good": 1.0}, rng, replace(sft, batch_size=settings.rehearsals))
+        for rows, good in itertools.islice(zip(habits, clean, strict=True), settings.habit_steps):
+            sft_step(policy, [*rows, *map(_rehearsal, good)], sft)
             phase.advance()
     asyncio.run(engine.close())
 
@@ -189,6 +199,12 @@ def _batches(
     while True:
         chosen = rng.choices(habits, weights, k=sft.batch_size)
         yield [conversation_row(codec, conversation(next(problems), habit, rng), sft) for habit in chosen]
+
+
+def _rehearsal(row: Row) -> Row:
+    """A good conversation whose first token, the decision to call, carries no loss: it keeps copying sharp and teaches
+    no habit."""
+    return replace(row, sampled=row.sampled[1:], logprobs=row.logprobs[1:])
 
 
 def write_data(folder: Path, seed: int) -> None:

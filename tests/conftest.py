@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines are shared and slow at times: an example may take long, and that is no failure.
+settings.register_profile("rally", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rally")
 
 ROOT = Path(__file__).resolve().parents[1]
 

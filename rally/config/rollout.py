@@ -166,7 +166,7 @@ class RolloutConfig(Section):
     response_length: Count | None = None
     """The same as data.max_response_length."""
     max_model_len: Count | None = None
-    """Tokens of context. None takes what the model allows."""
+    """Tokens of context. None takes prompt_length + response_length."""
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 8192
     gpu_memory_utilization: Annotated[Float, Field(gt=0, lt=1)] = 0.5

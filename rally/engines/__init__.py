@@ -1,8 +1,33 @@
 """Rollout engines behind one protocol."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
 from rally.engines.base import Engine, EngineError
 
-__all__ = ["EmbeddedEngine", "Engine", "EngineError", "EngineSettings"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rally.engines.embedded import EmbeddedEngine, EngineSettings
+
+__all__ = ["EmbeddedEngine", "Engine", "EngineError", "EngineSettings", "build_engine"]
+
+
+def build_engine(
+    name: str,
+    model: PreTrainedModel,
+    settings: EngineSettings | None = None,
+    *,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> EmbeddedEngine:
+    """The engine called `name` (rollout.name) over the trainer's module; `decode` is needed for stop strings."""
+    if name != "embedded":
+        raise EngineError(f"the engine {name!r} is not built yet; use 'embedded'")
+    from rally.engines import embedded
+
+    return embedded.EmbeddedEngine(model, settings, decode=decode)
 
 
 def __getattr__(name: str) -> object:

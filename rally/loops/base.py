@@ -42,6 +42,13 @@ class LoopSettings:
     history: Literal["append", "rerender"] = "append"
     sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
 
+    def turn_seconds(self, elapsed: float) -> float | None:
+        """How long the next turn may take, `elapsed` seconds into the episode."""
+        limits = [self.timeout_per_turn]
+        if self.episode_timeout is not None:
+            limits.append(max(0.0, self.episode_timeout - elapsed))
+        return min((x for x in limits if x is not None), default=None)
+
 
 @dataclass(kw_only=True)
 class AgentLoopOutput:
@@ -64,22 +71,27 @@ class AgentLoopOutput:
         """The token truth; built here for loops that returned plain lists."""
         if self.segments:
             return self.segments
-        if len(self.response_ids) != len(self.response_mask):
-            raise LoopError(
-                f"the agent loop returned {len(self.response_ids)} response_ids but {len(self.response_mask)} "
-                "response_mask entries; they must be of equal length"
-            )
+        if set(self.response_mask) - {0, 1}:
+            raise LoopError("the agent loop returned a response_mask that holds more than 0 (observed) and 1 (sampled)")
         if self.response_logprobs is None and any(self.response_mask):
             raise LoopError(
                 "the agent loop returned no response_logprobs; pass on Generation.logprobs for sampled tokens and 0.0 "
                 "for observed ones"
             )
+        count = len(self.response_ids)
+        logprobs = [0.0] * count if self.response_logprobs is None else self.response_logprobs
+        for name, values in (("response_mask", self.response_mask), ("response_logprobs", logprobs)):
+            if len(values) != count:
+                raise LoopError(
+                    f"the agent loop returned {count} response_ids but {len(values)} {name} entries; they must be of "
+                    "equal length"
+                )
         return (
             Segment(
                 prompt_ids=tuple(self.prompt_ids),
                 response_ids=tuple(self.response_ids),
-                response_mask=tuple(self.response_mask),
-                response_logprobs=tuple(self.response_logprobs or ()),
+                response_mask=tuple(map(int, self.response_mask)),
+                response_logprobs=tuple(logprobs),
             ),
         )
 

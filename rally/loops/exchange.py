@@ -138,8 +138,9 @@ class Exchange:
         known = self.segment.ids
         if full[: len(known)] == known:
             return self._observe(full[len(known) :])
-        self._observed_from = 0
+        self._observed_from = len(self.segment.response_ids)
         if len(full) >= self.max_model_len:
             return StopReason.CONTEXT
         self.segments.append(Segment(prompt_ids=full))
+        self._observed_from = 0
         return None

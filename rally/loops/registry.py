@@ -29,7 +29,7 @@ def register(name: str) -> Callable[[Loop], Loop]:
     """Class decorator: make a loop known by `name` (the row's `agent_name`, or `agent.default_agent_loop`)."""
 
     def add(cls: Loop) -> Loop:
-        _LOOPS[name] = cls
+        _LOOPS[name] = _checked(cls, getattr(cls, "__qualname__", repr(cls)))
         return cls
 
     return add
@@ -54,11 +54,14 @@ def import_loop(path: str) -> type[AgentLoopBase]:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except ImportError as missing:
+    except (ImportError, ValueError) as missing:  # ValueError: a path with nothing before its dot
         raise LoopError(f"the agent loop {path} cannot be imported: {missing}") from missing
-    cls = getattr(module, class_name, None)
+    return _checked(getattr(module, class_name, None), path)
+
+
+def _checked(cls: Any, named: str) -> type[AgentLoopBase]:
     if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
-        raise LoopError(f"{path} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
+        raise LoopError(f"{named} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
     return cls
 
 

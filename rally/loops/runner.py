@@ -7,16 +7,17 @@ with stop reason `error` and the reason in words; what happens to its group is t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
-from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopSettings
+from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
-from rally.types import Episode, SamplingParams, StopReason, Task
+from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Runner:
     toolbox: ToolBox
     settings: LoopSettings = field(default_factory=LoopSettings)
     default_loop: str = "single_turn_agent"
+    override_rows: bool = False  # the default loop is used even where a row names another
     loops: Mapping[str, LoopSpec] = field(default_factory=dict)
     max_retries: int = 0
 
@@ -82,22 +84,31 @@ class Runner:
         )
 
     async def _attempt(self, job: Job, sampling: SamplingParams) -> tuple[AgentLoopOutput, EpisodeServer]:
-        spec = find_loop(job.task.agent_name or self.default_loop, self.loops)
+        named = None if self.override_rows else job.task.agent_name
+        spec = find_loop(named or self.default_loop, self.loops)
         server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
         selection = job.task.extra_info.get("tool_selection")
         context = LoopContext(
             task=job.task,
             episode_id=job.episode_id,
             server=server,
-            codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection else self.codec,
+            codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection is not None else self.codec,
             toolbox=self.toolbox,
             settings=self.settings,
             check_tokens=job.check_tokens,
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
-        async with asyncio.timeout(self._hard_limit()):
-            return await loop.run(params, **job.task.row), server
+        try:
+            async with asyncio.timeout(self._hard_limit()) as limit:
+                return await loop.run(params, **job.task.row), server
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise LoopError(
+                f"{spec.cls.__name__} ran far past rollout.episode_timeout={self.settings.episode_timeout:g} seconds "
+                "and was ended; return what there is before then, or raise the limit"
+            ) from None
 
     def _hard_limit(self) -> float | None:
         """Loops end at episode_timeout by themselves; one that does not is ended a little later."""
@@ -113,6 +124,7 @@ class Runner:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
+        segments = output.as_segments()
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(
@@ -120,8 +132,8 @@ class Runner:
             task=job.task,
             group=job.group,
             stop_reason=output.stop_reason,
-            segments=output.as_segments(),
-            turns=output.turns,
+            segments=segments,
+            turns=output.turns or turns_of(segments, self.codec),
             reward=output.reward_score,
             step=job.step,
             validate=job.validate,
@@ -129,3 +141,17 @@ class Runner:
             timings=timings,
             extra=extra,
         )
+
+
+def turns_of(segments: Sequence[Segment], codec: ChatCodec) -> tuple[Turn, ...]:
+    """The turns of a loop that told none: runs of sampled tokens are the assistant's, the rest a tool's."""
+    turns = []
+    for number, segment in enumerate(segments):
+        at = 0
+        for sampled, run in itertools.groupby(segment.response_mask):
+            end = at + len(list(run))
+            ids = segment.response_ids[at:end]
+            text = codec.parse(ids).text if sampled else codec.decode(ids)
+            turns.append(Turn(role="assistant" if sampled else "tool", text=text, segment=number, start=at, end=end))
+            at = end
+    return tuple(turns)

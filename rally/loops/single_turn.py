@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -24,10 +25,16 @@ class SingleTurnAgentLoop(AgentLoopBase):
                 **sampling_params,
                 "max_tokens": min(exchange.room, sampling_params.get("max_tokens", exchange.room)),
             }
-            generation = await self.server.generate(exchange.segment.ids, params)
-            exchange.add_sampled(generation, started)
-            cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH
-            reason = {"stop": StopReason.STOP, "length": cut, "abort": StopReason.CANCELLED}[generation.finish]
+            try:
+                async with asyncio.timeout(self.settings.turn_seconds(0.0)) as limit:
+                    generation = await self.server.generate(exchange.segment.ids, params)
+                exchange.add_sampled(generation, started)
+                cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH
+                reason = {"stop": StopReason.STOP, "length": cut, "abort": StopReason.CANCELLED}[generation.finish]
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                reason = StopReason.DEADLINE
         segment = exchange.segment
         return AgentLoopOutput(
             prompt_ids=segment.prompt_ids,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rally.chat import Parsed
+from rally.chat import Parsed, TemplateError
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
 from rally.loops.exchange import Exchange
 from rally.loops.registry import register
@@ -43,23 +43,18 @@ class ToolAgentLoop(AgentLoopBase):
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
         reason: StopReason | None = None
         while reason is None:
-            deadline = self._deadline()
+            seconds = self.settings.turn_seconds(time.perf_counter() - self.began)
             try:
-                async with asyncio.timeout(deadline):
+                async with asyncio.timeout(seconds) as limit:
                     reason, parsed = await self._assistant_turn(sampling_params)
                     if reason is None:
                         assert parsed is not None
                         reason = await self._tool_turn(parsed)
             except TimeoutError:
+                if not limit.expired():  # somebody else's timeout is a failure, not our deadline
+                    raise
                 reason = StopReason.DEADLINE
         return reason
-
-    def _deadline(self) -> float | None:
-        """Seconds this turn may take, as the turn limit and what is left for the episode allow."""
-        limits = [self.settings.timeout_per_turn]
-        if self.settings.episode_timeout is not None:
-            limits.append(max(0.0, self.settings.episode_timeout - (time.perf_counter() - self.began)))
-        return min((x for x in limits if x is not None), default=None)
 
     async def _assistant_turn(self, sampling_params: dict[str, Any]) -> tuple[StopReason | None, Parsed | None]:
         exchange = self.exchange
@@ -104,7 +99,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply the token limit of a tool answer; the head is kept and the model is told."""
         most = self.settings.max_tool_response_tokens
-        if most is None:
+        if not most:
             return result
         ids = self.tokenizer(result.response.text or "", add_special_tokens=False)["input_ids"]
         if len(ids) <= most:
@@ -134,7 +129,7 @@ class ToolAgentLoop(AgentLoopBase):
         extra: dict[str, Any] = {"tool_rewards": tool_rewards} if tool_rewards else {}
         extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
         if self.context.check_tokens and self.settings.history == "append" and reason is StopReason.STOP:
-            difference = self.codec.sanity(segment.ids, exchange.messages, self.settings.sanity_check)
+            difference = self._difference()
             if difference:
                 extra["tokenization_difference"] = difference
         return AgentLoopOutput(
@@ -146,6 +141,13 @@ class ToolAgentLoop(AgentLoopBase):
             stop_reason=reason,
             extra_fields=extra,
         )
+
+    def _difference(self) -> str | None:
+        """Where the history reads unlike the full rendering; a rendering the template refuses is a difference too."""
+        try:
+            return self.codec.sanity(self.exchange.segment.ids, self.exchange.messages, self.settings.sanity_check)
+        except TemplateError as refusal:
+            return str(refusal)
 
 
 def _message(result: ToolResult) -> Message:

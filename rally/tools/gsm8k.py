@@ -53,7 +53,7 @@ class Gsm8kTool(BaseTool[Any]):
         improved = score > self._best[instance_id]
         self._best[instance_id] = max(score, self._best[instance_id])
         text = f"Current parsed answer={gsm8k.extract(marked, 'flexible')!r} reward={score}"
-        return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score}
+        return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score, "correct": score == 1.0}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The best score of the episode."""

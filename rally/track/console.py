@@ -33,6 +33,8 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, what users call it, form
     (TOOL_SUCCESS, "tool_call_success", "{:.3f}"),
     (NUM_TURNS, "num_turns", "{:.2f}"),
     ("actor/ppo_kl", "kl", "{:.5f}"),
+    ("train/loss", "loss", "{:.4f}"),
+    ("val/loss", "val_loss", "{:.4f}"),
     ("timing_s/gen", "gen", "{:.2f}s"),
     ("timing_s/update_actor", "update_actor", "{:.2f}s"),
     ("perf/samples_per_s", "samples/s", "{:.1f}"),

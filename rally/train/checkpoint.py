@@ -1,7 +1,8 @@
 """Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
 
-`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
-random state and the step. `manifest.json` lists every file with its size and is written last.
+`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule and
+the step; random numbers follow from (seed, step) and need no state. `manifest.json` lists every file with its size and
+is written last.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class CheckpointStore:
         (work / "actor").mkdir(parents=True)
         policy.model.save_pretrained(work / "actor")
         tokenizer.save_pretrained(work / "actor")
-        state = {"step": step, "rng": torch.get_rng_state(), "extra": extra or {}, **policy.state()}
+        state = {"step": step, "extra": extra or {}, **policy.state()}
         torch.save(state, work / "trainer.pt")
         _seal(work)
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
         _write_synced(self.folder / LATEST, str(step))
-        self._drop_old()
+        self._drop_old(step)
         return target
 
     def latest(self) -> Checkpoint | None:
@@ -87,10 +88,12 @@ class CheckpointStore:
             self.warn(f"the checkpoint {path} is not whole ({problem}); it is ignored")
         return None
 
-    def _drop_old(self) -> None:
+    def _drop_old(self, newest: int) -> None:
+        """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
         if self.keep is not None:
             paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
-            for path in paths[: -self.keep]:
+            whole = [p for p in paths if _step_of(p) <= newest and damage(p) is None]
+            for path in whole[: -self.keep]:
                 shutil.rmtree(path)
 
 
@@ -126,10 +129,10 @@ def _step_of(path: Path) -> int:
 
 def _seal(folder: Path) -> None:
     """Sync every file, list them, sync the list."""
-    files = [p for p in folder.rglob("*") if p.is_file()]
-    for file in files:
-        _sync(file)
-    manifest = {str(p.relative_to(folder)): p.stat().st_size for p in files}
+    paths = list(folder.rglob("*"))
+    for path in paths:
+        _sync(path)
+    manifest = {str(p.relative_to(folder)): p.stat().st_size for p in paths if p.is_file()}
     _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1))
     _sync(folder)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
@@ -22,7 +23,7 @@ from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, ro
 from rally.train.batch import build_batch
 from rally.train.checkpoint import CheckpointStore
 from rally.train.parts import ValidationPass
-from rally.train.policy import Policy
+from rally.train.policy import Policy, step_seed
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import Episode, SamplingParams
@@ -72,20 +73,22 @@ class Trainer:
     async def fit(self) -> dict[str, float]:
         """Train from `start_step` to the last step; returns the last validation's metrics."""
         last: dict[str, float] = {}
-        if self.settings.val_before_train and self.start_step == 0:
+        saving: dict[str, float] = {}  # how long the last checkpoint took is told with the step after it
+        if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
             last = await self.validate(0)
             self._log(0, last)
         for step in range(self.start_step + 1, self.settings.total_steps + 1):
-            metrics = await self.train_step(step)
+            metrics = saving | await self.train_step(step)
+            saving = {}
             final = step == self.settings.total_steps
             if self.val_tasks and (final or _due(step, self.settings.test_freq)):
                 last = await self.validate(step)
                 metrics |= last
+            self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
-                with _timed(metrics, "save_checkpoint"), self.console.phase("saving", 1) as phase:
+                with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
                     self.checkpoints.save(step, self.policy, self.tokenizer)
                     phase.advance()
-            self._log(step, metrics)
         return last
 
     async def train_step(self, step: int) -> dict[str, float]:
@@ -119,6 +122,7 @@ class Trainer:
             return {}
         batch = build_batch(episodes, by_std=self.settings.by_std)
         count = -(-batch.num_groups // self.update.mini_batch_groups) * self.update.epochs
+        torch.manual_seed(step_seed(self.settings.seed, step))
         with (
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
             self.engine.updating(),

@@ -161,10 +161,11 @@ class ValidationPass:
 
 
 def validation_passes(config: Config, train: SamplingParams) -> list[ValidationPass]:
-    """Greedy alone by default; with val_kwargs.do_sample the sampled pass is the main one and greedy runs beside it."""
+    """Greedy alone by default; where val_kwargs sample, that pass is the main one and greedy runs beside it."""
     kwargs = config.rollout.val_kwargs
     greedy = replace(train, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
-    if not kwargs.do_sample:
+    sample = kwargs.temperature > 0 if kwargs.do_sample is None else kwargs.do_sample
+    if not sample:
         return [ValidationPass(greedy, 1)]
     sampled = replace(train, temperature=kwargs.temperature, top_p=kwargs.top_p, top_k=kwargs.top_k, min_p=0.0)
     return [ValidationPass(sampled, kwargs.n), ValidationPass(greedy, 1, "greedy")]
@@ -186,8 +187,13 @@ def update_settings_of(config: Config) -> UpdateSettings:
         max_tokens=actor.ppo_max_token_len_per_gpu,
         max_rows=actor.ppo_micro_batch_size_per_gpu,
         temperature=config.rollout.temperature,
-        shuffle_seed=None if not actor.shuffle else (actor.data_loader_seed or config.trainer.seed),
+        shuffle_seed=_shuffle_seed(config),
     )
+
+
+def _shuffle_seed(config: Config) -> int | None:
+    own = config.actor.data_loader_seed
+    return (config.trainer.seed if own is None else own) if config.actor.shuffle else None
 
 
 def optimizer_settings_of(config: Config) -> OptimizerSettings:

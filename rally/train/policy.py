@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from rally.data import episode_seed
+from rally.types import RallyError
+
+
+class DivergedError(RallyError):
+    """Training has produced numbers that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +35,7 @@ class OptimizerSettings:
 
 
 class Policy:
-    """A module with its optimizer. The module is in eval mode except inside `training()`."""
+    """A module with its optimizer. The module is in eval mode except during an update."""
 
     def __init__(
         self,
@@ -57,14 +65,35 @@ class Policy:
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            raise DivergedError(
+                f"the gradient norm is {norm}, so the step was not applied; lower the learning rate, or look at the "
+                "rewards and the data of this step"
+            )
         return norm
+
+    def advance(self) -> None:
+        """Go on to the next step's learning rate. A step without any gradient took no optimizer step, and torch would
+        warn about that in vain."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+            self.schedule.step()
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Moments and step are the checkpoint's; learning rate, schedule and decay are those of this run's settings."""
+        own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
+        own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        self.optimizer.param_groups[0].update(own)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """What dropout draws from in one step: a resumed run draws what the first one would have drawn."""
+    return episode_seed(seed, step, 0, 0)
 
 
 def schedule_factor(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:

@@ -35,16 +35,18 @@ class FailurePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
-    """`episodes` are whole groups, all scored; `failed` are those that were dropped or zeroed, for the record."""
+    """`episodes` are whole groups, all scored. For the record: `failed` were dropped or zeroed, and `set_aside` did not
+    fail but went with a group that was dropped."""
 
     episodes: list[Episode]
     failed: list[Episode] = field(default_factory=list)
+    set_aside: list[Episode] = field(default_factory=list)
     dropped_groups: int = 0
 
     @property
     def everything(self) -> list[Episode]:
         kept = {e.id for e in self.episodes}
-        return self.episodes + [e for e in self.failed if e.id not in kept]
+        return self.episodes + [e for e in self.failed if e.id not in kept] + self.set_aside
 
     def metrics(self) -> dict[str, float]:
         loops = sum(e.stop_reason is StopReason.ERROR for e in self.failed)
@@ -52,6 +54,7 @@ class RolloutResult:
             "failures/loop": float(loops),
             "failures/reward": float(len(self.failed) - loops),
             "failures/dropped_groups": float(self.dropped_groups),
+            "failures/set_aside": float(len(self.set_aside)),
         }
 
 
@@ -120,7 +123,8 @@ def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
     zeroed = {e.id for e in failed if _policy_for(e, policy) == "zero" and e.segments}
     dropped = {e.group for e in failed if e.id not in zeroed}
     kept = [e.scored(0.0, e.reward_info) if e.id in zeroed else e for e in episodes if e.group not in dropped]
-    return RolloutResult(episodes=kept, failed=failed, dropped_groups=len(dropped))
+    mates = [e for e in episodes if e.group in dropped and e.reward is not None]
+    return RolloutResult(episodes=kept, failed=failed, set_aside=mates, dropped_groups=len(dropped))
 
 
 def _policy_for(episode: Episode, policy: FailurePolicy) -> OnError:

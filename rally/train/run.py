@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.trainer import RunConfig
 from rally.data import TaskSet, total_steps
+from rally.engines import build_engine
 from rally.engines.embedded import EmbeddedEngine
 from rally.loops import Runner
 from rally.rewards import Scorer
@@ -84,7 +86,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         keep=config.trainer.max_actor_ckpt_to_keep,
         warn=lambda text: console.warn_once(text, text),
     )
-    checkpoint = _resume_point(config, store)
+    checkpoint = resume_point(config.trainer, store)
     steps = total_steps_of(config, len(inputs.train_tasks))
     if checkpoint and checkpoint.step >= steps:
         raise RunError(
@@ -93,9 +95,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         )
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    if checkpoint:
-        folder.rewind(checkpoint.step)
-        console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
+    rewind(folder, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
     metrics = run(trainer)
     return Outcome(config.run_dir, steps, metrics)
@@ -146,7 +146,8 @@ def _trainer(
 
 
 def _engine(config: Config, inputs: Inputs, policy: Policy) -> EmbeddedEngine:
-    return EmbeddedEngine(policy.model, parts.engine_settings_of(config), decode=inputs.codec.decode)
+    settings = parts.engine_settings_of(config)
+    return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)
 
 
 def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollout:
@@ -156,12 +157,14 @@ def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollou
         toolbox=inputs.toolbox,
         settings=parts.loop_settings_of(config),
         default_loop=config.agent_loop_name,
+        override_rows=config.rollout.agent_loop_class is not None,
         loops=parts.loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
     )
     workers = config.reward_model.num_workers or config.reward.num_workers
     scorer = Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
-    return Rollout(runner=runner, scorer=scorer, policy=parts.failure_policy_of(config), seed=config.trainer.seed)
+    seed = parts.engine_settings_of(config).seed
+    return Rollout(runner=runner, scorer=scorer, policy=parts.failure_policy_of(config), seed=seed)
 
 
 def fit_settings(config: Config, steps: int) -> FitSettings:
@@ -182,18 +185,28 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
     )
 
 
-def _resume_point(config: Config, store: CheckpointStore) -> Checkpoint | None:
-    mode = config.trainer.resume_mode
+def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint a run goes on from, as trainer.resume_mode says."""
+    mode = trainer.resume_mode
     if mode == "auto":
         return store.latest()
     if mode == "resume_path":
-        return open_checkpoint(Path(str(config.trainer.resume_from_path)))
+        return open_checkpoint(Path(str(trainer.resume_from_path)))
     if store.latest() is not None:
         raise RunError(
-            f"{config.run_dir} holds checkpoints and trainer.resume_mode=disable would overwrite them; choose another "
+            f"{trainer.run_dir} holds checkpoints and trainer.resume_mode=disable would overwrite them; choose another "
             "trainer.experiment_name, or remove the folder"
         )
     return None
+
+
+def rewind(folder: RunFolder, checkpoint: Checkpoint | None, console: RunConsole) -> None:
+    """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
+    aside = folder.rewind(checkpoint.step if checkpoint else -1)
+    if checkpoint:
+        console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
+    if aside:
+        console.note(f"what an earlier attempt wrote after that point is now in {aside}")
 
 
 def total_steps_of(config: Config, rows: int) -> int:
@@ -204,13 +217,15 @@ def total_steps_of(config: Config, rows: int) -> int:
 def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
     """Validate `model.path` on `data.val_files` and write metrics and episodes to the run folder."""
     console = console or RunConsole()
+    if not config.model.path:
+        raise RunError("there is nothing to evaluate: actor_rollout_ref.model.path is not set; name a model folder")
     return _evaluate(config, read_inputs(config, console, train=False), console)
 
 
 def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
-    folder = RunFolder(config.run_dir).create()
+    folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
     folder.save_config(config.to_yaml())
     folder.save_versions()
     policy = Policy(parts.model_of(config), OptimizerSettings(), 1)
@@ -244,4 +259,4 @@ def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
             finally:
                 await engine.close()
 
-    return Outcome(config.run_dir, 0, asyncio.run(once()))
+    return Outcome(folder.path, 0, asyncio.run(once()))

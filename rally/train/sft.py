@@ -6,14 +6,14 @@ observe them, replies as the canonical ids with their end-of-turn token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from rally.chat import ChatCodec
-from rally.data import Conversation, batch_indices
+from rally.data import batch_indices
 from rally.train.forward import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import Policy
@@ -50,12 +50,6 @@ def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: Sf
     return Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=0, advantage=1.0)
 
 
-def sft_rows(codec: ChatCodec, conversations: Iterable[Conversation], settings: SftSettings) -> Iterator[Row]:
-    for i, one in enumerate(conversations):
-        own = codec.with_tools(one.tools) if one.tools else codec
-        yield conversation_row(own, one.messages, settings, label=str(i))
-
-
 def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood of the supervised tokens."""
     tokens = sum(len(row.sampled) for row in rows)
@@ -73,7 +67,7 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     finally:
         policy.model.eval()
     rate = policy.optimizer.param_groups[0]["lr"]
-    policy.schedule.step()
+    policy.advance()
     return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
 
 

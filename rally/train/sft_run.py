@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
+import torch
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
@@ -15,12 +16,12 @@ from rally.data import load_conversations, total_steps
 from rally.engines.embedded import attention
 from rally.track import MetricSink, RunConsole, RunFolder, build_sinks
 from rally.track.text import visible
-from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.packing import Row
-from rally.train.policy import OptimizerSettings, Policy
-from rally.train.run import Outcome, RunError
-from rally.train.sft import SftSettings, sft_batches, sft_loss, sft_rows, sft_step
+from rally.train.policy import OptimizerSettings, Policy, step_seed
+from rally.train.run import Outcome, RunError, resume_point, rewind
+from rally.train.sft import SftSettings, conversation_row, sft_batches, sft_loss, sft_step
 
 
 def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
@@ -28,10 +29,9 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     console = console or RunConsole()
     config.require_training()
     tokenizer = tokenizer_of(config)
-    codec = codec_of(config, tokenizer)
     settings = sft_settings_of(config)
-    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, codec, console)
-    val = read_rows(config, config.data.val_files, config.data.val_max_samples, codec, console)
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
+    val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
     by_epochs = total_steps(len(rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
     folder = RunFolder(config.run_dir).create()
@@ -40,13 +40,11 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     store = CheckpointStore(
         config.run_dir / "checkpoints", keep=config.trainer.max_ckpt_to_keep, warn=lambda t: console.warn_once(t, t)
     )
-    start = _resume_point(config, store)
+    start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     policy = _policy(config, steps, start)
-    if start:
-        folder.rewind(start.step)
-        console.note(f"resuming from {start.path}, step {start.step}")
+    rewind(folder, start, console)
     sinks = build_sinks(config.trainer.logger, folder, console, steps)
     first = start.step + 1 if start else 1
     metrics = _train(config, settings, policy, tokenizer, store, sinks, rows, val, range(first, steps + 1), console)
@@ -56,8 +54,9 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
 def show(config: SftConfig, console: RunConsole) -> None:
     """The dry run: the resolved configuration, the first conversation with its mask, and the budgets."""
     config.require_training()
-    codec = codec_of(config, tokenizer_of(config))
-    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, codec, console)
+    tokenizer = tokenizer_of(config)
+    codec = codec_of(config, tokenizer)
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     console.note(config.to_yaml().rstrip())
     first, supervised = rows[0], set(rows[0].sampled)
     console.banner("first conversation", {"tokens": str(len(first.ids)), "supervised": str(len(supervised))})
@@ -82,12 +81,13 @@ def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(model.tokenizer_path or str(config.model_path), trust_remote_code=model.trust_remote_code)
 
 
-def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> ChatCodec:
+def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
+    own = {} if thinking is None else {"enable_thinking": thinking}
     return ChatCodec(
         tokenizer,
         config.data.tool_format,
         chat_template=config.model.custom_chat_template,
-        template_kwargs=dict(config.data.apply_chat_template_kwargs),
+        template_kwargs={**config.data.apply_chat_template_kwargs, **own},
     )
 
 
@@ -101,8 +101,10 @@ def sft_settings_of(config: SftConfig) -> SftSettings:
     )
 
 
-def read_rows(config: SftConfig, files: Sequence[str], most: int, codec: ChatCodec, console: RunConsole) -> list[Row]:
-    """The conversations of `files`, checked and encoded."""
+def read_rows(
+    config: SftConfig, files: Sequence[str], most: int, tokenizer: PreTrainedTokenizerBase, console: RunConsole
+) -> list[Row]:
+    """The conversations of `files`, checked and encoded, each with its own tools and its own enable_thinking."""
     if not files:
         return []
     conversations = load_conversations(
@@ -113,9 +115,12 @@ def read_rows(config: SftConfig, files: Sequence[str], most: int, codec: ChatCod
     )
     chosen = conversations if most < 0 else conversations.select(range(min(most, len(conversations))))
     settings, rows = sft_settings_of(config), []
+    codecs = functools.cache(functools.partial(codec_of, config, tokenizer))
     with console.phase("encoding", len(chosen)) as phase:
-        for row in sft_rows(codec, chosen, settings):
-            rows.append(row)
+        for i, one in enumerate(chosen):
+            codec = codecs(one.enable_thinking)
+            own = codec.with_tools(one.tools) if one.tools else codec
+            rows.append(conversation_row(own, one.messages, settings, label=str(i)))
             phase.advance()
     return rows
 
@@ -150,13 +155,6 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
     return policy
 
 
-def _resume_point(config: SftConfig, store: CheckpointStore) -> Checkpoint | None:
-    mode = config.trainer.resume_mode
-    if mode == "resume_path":
-        return open_checkpoint(Path(str(config.trainer.resume_from_path)))
-    return store.latest() if mode == "auto" else None
-
-
 def _train(
     config: SftConfig,
     settings: SftSettings,
@@ -174,13 +172,14 @@ def _train(
     last: dict[str, float] = {}
     with console.phase("sft", len(steps)) as phase:
         for step, batch in sft_batches(rows, settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
+            torch.manual_seed(step_seed(seed, step))
             last = sft_step(policy, batch, settings)
             final = step == steps.stop - 1
             if val and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
                 last["val/loss"] = sft_loss(policy, val, settings)
-            if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
-                store.save(step, policy, tokenizer)
             for sink in sinks:
                 sink.log(step, last)
+            if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+                store.save(step, policy, tokenizer)
             phase.advance()
     return last

@@ -17,7 +17,6 @@ from rally.train.batch import TrainBatch
 from rally.train.forward import token_logprobs
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
-from rally.types import RallyError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +104,9 @@ def update_policy(
                 progress()
     finally:
         policy.model.eval()
-    policy.schedule.step()
-    return {**metrics.result(), "actor/lr": policy.optimizer.param_groups[0]["lr"]}
+    rate = policy.optimizer.param_groups[0]["lr"]
+    policy.advance()
+    return {**metrics.result(), "actor/lr": rate}
 
 
 def _order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
@@ -139,10 +139,7 @@ def _mini_batch(
         loss.backward()
         total += float(loss.detach())
     if rows:
-        norm = policy.optimizer_step()
-        if not torch.isfinite(torch.tensor(norm)):
-            raise DivergedError(f"the gradient norm is {norm}; the step was not applied")
-        metrics.grad_norms.append(norm)
+        metrics.grad_norms.append(policy.optimizer_step())
     metrics.losses.append(total)
 
 
@@ -185,7 +182,3 @@ def _loss(
         pg_clipfrac_lower=surrogate.clipped_lower_M,
     )
     return (loss_M * weights_N.to(loss_M.device)[packed.episode_M]).sum()
-
-
-class DivergedError(RallyError):
-    """Training has produced numbers that are not finite."""

@@ -236,9 +236,7 @@ def test_a_request_larger_than_the_pool_is_refused(model):
 )
 def test_any_mix_of_requests_agrees_with_the_full_forward(shared, tails, budget, pages, update_at):
     model = make_model(seed=0)
-    sizes = EngineSettings(
-        page_size=8, max_model_len=112, max_num_batched_tokens=budget, in_flight="recompute"
-    )
+    sizes = EngineSettings(page_size=8, max_model_len=112, max_num_batched_tokens=budget, in_flight="recompute")
     core = EngineCore(model, sizes, num_pages=pages)
     rng = random.Random(shared)
     prefix = [rng.randrange(VOCABULARY) for _ in range(shared)]

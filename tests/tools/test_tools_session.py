@@ -381,6 +381,7 @@ async def test_the_reward_tool_remembers_across_turns() -> None:
     answers = ["41", "#### 42", 42, "no idea"]
     results = [(await opened.run([call("calc_gsm8k_reward", answer=a)]))[0] for a in answers]
     assert [r.reward for r in results] == [-0.05, 0.0, -0.05, -0.05]
+    assert [r.metrics["correct"] for r in results] == [False, True, True, False], "what stop_on_correct looks at"
     assert results[1].response.text == "Current parsed answer='42' reward=1.0"
     assert results[3].response.text == "Current parsed answer=None reward=0.0"
     assert await opened.close() == {"calc_gsm8k_reward": 1.0}

@@ -53,6 +53,15 @@ def plan_pages(model: PreTrainedModel, settings: EngineSettings) -> int:
     return pages
 
 
+def _check_length(model: PreTrainedModel, wanted: int) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and wanted > most:
+        raise EngineError(
+            f"histories of up to {wanted} tokens were asked for, but the model was made for {most}; lower "
+            "data.max_prompt_length, data.max_response_length or rollout.max_model_len"
+        )
+
+
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     layers, heads, size = _kv_shape(model)
     return 2 * layers * heads * size * torch.empty((), dtype=model.dtype).element_size()
@@ -86,6 +95,7 @@ class EngineCore:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
+        _check_length(model, self.settings.max_model_len)
         attention.install(model)
         layers, heads, size = _kv_shape(model)
         pages = num_pages or plan_pages(model, self.settings)
@@ -112,6 +122,7 @@ class EngineCore:
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
         self.steps = 0
+        self._vocabulary: int = model.config.get_text_config().vocab_size
         self._seeds = itertools.count(self.settings.seed)
 
     @property
@@ -122,6 +133,8 @@ class EngineCore:
         """Queue a request; it fails here, in words, if it can never be served."""
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
+            raise EngineError(f"a prompt holds a token outside the model's vocabulary of {self._vocabulary}")
         if len(prompt_ids) + 1 > self.settings.max_model_len:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in rollout.max_model_len="
@@ -135,7 +148,8 @@ class EngineCore:
                 f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed rollout.max_model_len="
                 f"{self.settings.max_model_len}; ask for at most {room} new tokens"
             )
-        request = Request.new(prompt_ids, params, params.seed if params.seed is not None else next(self._seeds))
+        seed = params.seed if params.seed is not None else next(self._seeds)
+        request = Request.new(prompt_ids, params, seed % 2**64)  # the sampler hashes 64 bits
         self.scheduler.add(request)
         return request
 
@@ -182,7 +196,7 @@ class EngineCore:
             for request in list(reversed(scheduler.running)):
                 scheduler.preempt(request)
             return []
-        in_flight = list(scheduler.running)
+        in_flight = [*scheduler.running, *(r for r in scheduler.waiting if r.sampled)]  # the latter were preempted
         self.abort(in_flight)
         self.index.forget(keep_version=scheduler.version)
         return in_flight

@@ -7,9 +7,10 @@ The thread runs only while there is work. Weights are the trainer's own tensors:
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from rally.engines.embedded.request import Request
 from rally.types import Generation, SamplingParams
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
+_Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
 
 
 class EmbeddedEngine:
@@ -58,9 +60,11 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
         with self._wake:
+            if self._failure is not None:
+                raise EngineError(f"the engine has stopped because a step failed: {self._failure}") from self._failure
             if self._closed:
-                raise EngineError("the engine is closed") from self._failure
-            self._arrivals.append((prompt_ids, params, (loop, future)))
+                raise EngineError("the engine is closed; build a new one")
+            self._arrivals.append((list(map(operator.index, prompt_ids)), params, (loop, future)))
             self._wake.notify()
         try:
             return await future
@@ -74,8 +78,10 @@ class EmbeddedEngine:
     def updating(self) -> Iterator[None]:
         """Change the weights inside; at the end they are a new version."""
         with self._lock:
-            yield
-            self._deliver(self.core.commit_weights())
+            try:
+                yield
+            finally:  # an update that failed half way has changed weights too
+                self._deliver(self.core.commit_weights())
 
     async def close(self) -> None:
         with self._wake:
@@ -111,8 +117,8 @@ class EmbeddedEngine:
         for prompt_ids, params, (loop, future) in arrivals:
             try:
                 self._waiters[self.core.add(prompt_ids, params)] = (loop, future)
-            except EngineError as refusal:
-                loop.call_soon_threadsafe(_settle, [(future, refusal)])
+            except Exception as refusal:  # noqa: BLE001 - whatever a request holds, its own caller alone is told
+                _tell(loop, [(future, refusal)])
         gone = [r for r, (_, future) in self._waiters.items() if future in departures] if departures else []
         self.core.abort(gone)
         for request in gone:
@@ -120,24 +126,27 @@ class EmbeddedEngine:
 
     def _deliver(self, requests: Sequence[Request]) -> None:
         """Hand results over, one wake-up per event loop however many finished."""
-        by_loop: dict[
-            asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Generation], Generation | BaseException]]
-        ] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
         for request in requests:
             loop, future = self._waiters.pop(request)
             by_loop.setdefault(loop, []).append((future, request.result()))
         for loop, results in by_loop.items():
-            loop.call_soon_threadsafe(_settle, results)
+            _tell(loop, results)
 
     def _fail(self, failure: BaseException) -> None:
         with self._wake:
             self._closed, self._failure = True, failure
             waiting = [waiter for _, _, waiter in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
-            loop.call_soon_threadsafe(_settle, [(future, failure)])
+            _tell(loop, [(future, failure)])
 
 
-def _settle(results: Sequence[tuple[asyncio.Future[Generation], Generation | BaseException]]) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, results: Sequence[_Outcome]) -> None:
+    with suppress(RuntimeError):  # an event loop that has been closed waits for nothing, and others still do
+        loop.call_soon_threadsafe(_settle, results)
+
+
+def _settle(results: Sequence[_Outcome]) -> None:
     for future, result in results:
         if future.done():
             continue

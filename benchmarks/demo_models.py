@@ -1,0 +1,52 @@
+"""Guarantees: the demo's model, taught as `rally demo` teaches it, is in the folder; it is made once, in a minute.
+
+Two states of it are kept: `caller`, which has only seen good conversations and always calls its tool, and `start`,
+spoiled with bad habits, from which GRPO begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from rally.chat import ChatCodec, tiny_tokenizer
+from rally.data import load_tasks
+from rally.demo import DemoSettings, demo_toolbox, make_model, teach_format, write_data
+from rally.track import RunConsole
+
+
+@dataclass(frozen=True)
+class DemoModels:
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def caller(self) -> Path:
+        return self.folder / "caller"
+
+    @property
+    def start(self) -> Path:
+        return self.folder / "start"
+
+
+def demo_models(folder: Path, console: RunConsole) -> DemoModels:
+    models = DemoModels(folder)
+    if (models.start / "config.json").exists():
+        return models
+    settings = DemoSettings()
+    tokenizer = tiny_tokenizer()
+    model = make_model(tokenizer, settings.seed)
+    codec = ChatCodec(tokenizer, "hermes", demo_toolbox().schemas())
+    write_data(models.data, settings.seed)
+    gate = load_tasks(models.data / "gate.parquet")
+    only_clean = dataclasses.replace(settings, habit_steps=0)
+    only_habits = dataclasses.replace(settings, clean_blocks=(1,), gate=0.0)
+    for stage, place in ((only_clean, models.caller), (only_habits, models.start)):
+        teach_format(model, codec, gate, stage, console)
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    return models

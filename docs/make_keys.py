@@ -1,0 +1,142 @@
+"""Prints docs/keys.md, so that the page says what the schema says: every key, what it may hold and its default.
+
+python docs/make_keys.py > docs/keys.md
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from rally.config import Config, SftConfig, base
+from rally.config.base import Only, Root, Section
+from rally.config.errors import shown
+from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt
+
+HEAD = """\
+# Every key
+
+Generated from the schema by `python docs/make_keys.py > docs/keys.md`; a test compares the two. How keys are written,
+merged and checked is told in [config.md](config.md).
+
+A key is in one of three lists. Those that *work* do what they say. Those with *one value* are known from other
+trainers, where they are a choice; here there is one way, so only the value shown is accepted. Those that are *refused*
+are typed but not built yet: any value but the default is an error that says what to do instead.
+"""
+WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", types.NoneType: "null", Any: "any"}
+BOUNDS = (("gt", "> {}"), ("ge", ">= {}"), ("lt", "< {}"), ("le", "<= {}"))
+
+
+class Key(NamedTuple):
+    name: str
+    hint: Any
+    field: FieldInfo
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    """Every key that is not a section, by its full dotted name."""
+    hints = get_type_hints(section, include_extras=True)
+    for name, field in section.model_fields.items():
+        hint = hints[name]
+        if isinstance(hint, type) and issubclass(hint, Section):
+            yield from keys(hint, f"{prefix}{name}.")
+        else:
+            yield Key(prefix + name, hint, field)
+
+
+def kind(hint: Any) -> str:
+    """What a key may hold, in words."""
+    if hint == base.Limit:
+        return "whole number >= 1, or -1"
+    if hint in (base.Files, base.Texts):
+        return "text, or a list of texts"
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([kind(parts[0]), *_bounds(parts[1:])])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(kind, parts)))
+    if origin is tuple:
+        return f"list of {kind(parts[0])}"
+    return "mapping" if origin is dict else WORDS[hint]
+
+
+def _bounds(marks: Sequence[Any]) -> Iterator[str]:
+    told = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+    yield from (text.format(getattr(mark, name)) for mark in told for name, text in BOUNDS if hasattr(mark, name))
+
+
+def only(hint: Any) -> Only | None:
+    return next((mark for mark in get_args(hint) if isinstance(mark, Only)), None)
+
+
+def default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return f"`{shown(value)}`"
+
+
+def rule_for(name: str, rules: Sequence[Unbuilt]) -> Unbuilt | None:
+    return next((rule for rule in rules if name == rule.key or name.startswith(rule.key + ".")), None)
+
+
+def _partly(key: Key, rule: Unbuilt) -> bool:
+    """Whether some values of this very key are built besides its default."""
+    return bool(rule.works) and rule.key == key.name
+
+
+def allowed(key: Key, rule: Unbuilt | None) -> str:
+    """A choice of which only some are built lists those; a free list (`logger`) does too."""
+    if rule is None:
+        return kind(key.hint)
+    values = dict.fromkeys([*_flat(key.field.get_default(call_default_factory=True)), *rule.works])
+    return ", ".join(f"`{shown(value)}`" for value in values)
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def page(title: str, schema: type[Root], rules: Sequence[Unbuilt]) -> Iterator[str]:
+    every = list(keys(schema))
+    single = [key for key in every if only(key.hint)]
+    refused = [key for key in every if (rule := rule_for(key.name, rules)) and not _partly(key, rule)]
+    working = [key for key in every if key not in single and key not in refused]
+    yield f"\n## {title}\n\n### Keys that work\n"
+    yield from table(
+        ("key", "may hold", "default", "what it does"),
+        [
+            (f"`{k.name}`", allowed(k, rule_for(k.name, rules)), default(k.field), k.field.description or "")
+            for k in working
+        ],
+    )
+    yield "\n### Keys with one value\n"
+    marks = [(key, only(key.hint)) for key in single]
+    yield from table(
+        ("key", "value", "because"),
+        [(f"`{k.name}`", ", ".join(f"`{shown(v)}`" for v in m.values), m.because) for k, m in marks if m],
+    )
+    yield "\n### Keys that are refused for now\n"
+    told = [(key, rule_for(key.name, rules)) for key in refused]
+    yield from table(
+        ("key", "default", "what to do"), [(f"`{k.name}`", default(k.field), r.instead) for k, r in told if r]
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |"
+
+
+def main() -> None:
+    training = page("`rally train` and `rally eval`", Config, UNBUILT)
+    lines = [HEAD.rstrip(), *training, *page("`rally sft`", SftConfig, SFT_UNBUILT)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

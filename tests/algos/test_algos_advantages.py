@@ -1,0 +1,63 @@
+"""Group-relative advantages are the numbers one works out by hand, and a group without signal gets exactly 0."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rally.algos import advantages
+
+
+def grpo(rewards: list[float], groups: list[int], **options: bool) -> list[float]:
+    return advantages.grpo(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options).tolist()
+
+
+def test_a_group_is_centred_and_divided_by_its_unbiased_deviation() -> None:
+    # Rewards 1, 0, 0, 0: mean 1/4, squares (9 + 1 + 1 + 1)/16 = 3/4, over n - 1 = 3: variance 1/4, deviation 1/2.
+    assert grpo([1, 0, 0, 0], [0] * 4) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_without_the_division_only_the_mean_is_taken_off() -> None:
+    assert grpo([1, 0, 0, 0], [0] * 4, by_std=False) == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_groups_do_not_see_each_other_and_may_be_interleaved() -> None:
+    # Group 0 has rewards 2, 0 (deviation sqrt 2), group 1 has 10, 10, 13 (mean 11, deviation sqrt 3).
+    together = grpo([2, 10, 0, 10, 13], [0, 1, 0, 1, 1])
+    expected = [1 / math.sqrt(2), -1 / math.sqrt(3), -1 / math.sqrt(2), -1 / math.sqrt(3), 2 / math.sqrt(3)]
+    assert together == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_a_group_of_one_keeps_its_reward(by_std: bool) -> None:
+    assert grpo([0.5, 1, 0], [0, 1, 1], by_std=by_std)[0] == 0.5
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.2, 0.1, 1 / 3, -7.7, 1e9 + 0.1])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_equal_rewards_that_binary_fractions_cannot_hold_give_exactly_zero(reward: float, by_std: bool) -> None:
+    for size in (2, 3, 7, 8):
+        assert grpo([reward] * size, [0] * size, by_std=by_std) == [0.0] * size
+
+
+rewards_of_groups = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6), min_size=1, max_size=5)
+
+
+@given(rewards_of_groups, st.floats(-50, 50, width=32))
+def test_advantages_of_a_group_sum_to_zero_and_ignore_a_common_shift(groups: list[list[float]], shift: float) -> None:
+    rewards = [r for group in groups for r in group]
+    numbers = [i for i, group in enumerate(groups) for _ in group]
+    plain = torch.tensor(grpo(rewards, numbers, by_std=False))
+    shifted = torch.tensor(grpo([r + shift for r in rewards], numbers, by_std=False))
+    assert torch.allclose(plain, shifted, atol=1e-4)
+    for group in range(len(groups)):
+        assert float(plain[torch.tensor(numbers) == group].sum()) == pytest.approx(0, abs=1e-3)
+
+
+def test_the_statistics_are_those_of_each_episodes_own_group() -> None:
+    found = advantages.group_statistics(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 1, 0]))
+    assert found.mean_N.tolist() == [2, 5, 2]
+    assert found.std_N.tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2)])
+    assert found.size_N.tolist() == [2, 1, 2]

@@ -1,0 +1,89 @@
+"""The documentation is true: its Python runs and prints what it shows, its links lead somewhere, its keys exist.
+
+A page's ```python blocks run in order in one process, in an empty folder, on the CPU and offline. Each ```output block
+is what they print, in the same order. `design.md` is the plan for what is to come, so its names may not exist yet.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rally.config import Config, SftConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITHOUT_SNIPPETS = {"design.md", "index.md", "keys.md", "log.md", "demo.md"}
+RUNNABLE = [page for page in PAGES if page.name not in WITHOUT_SNIPPETS]
+OFFLINE = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+class Block(NamedTuple):
+    language: str
+    first_line: int
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    content = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", content, re.MULTILINE | re.DOTALL):
+        yield Block(found[1], content.count("\n", 0, found.start(2)), found[2])
+
+
+def script(page: Path) -> str:
+    """The page's Python with everything else as empty lines, so that a traceback names the line of the page."""
+    lines: list[str] = []
+    for block in blocks(page):
+        if block.language == "python":
+            lines += [""] * (block.first_line - len(lines)) + block.text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+    source = script(page)
+    assert source.strip(), f"{page.name} has no python block; add one, or name the page in WITHOUT_SNIPPETS"
+    file = tmp_path / f"snippets_of_{page.stem.lower()}.py"
+    file.write_text(source, encoding="utf-8")
+    command = [sys.executable, file.name]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | OFFLINE, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{page.name}:\n{done.stderr}"
+    rest = done.stdout
+    for block in (b for b in blocks(page) if b.language == "output"):
+        _, found, rest = rest.partition(block.text)
+        assert found, f"{page.name}, line {block.first_line}: not printed in this place:\n{block.text}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in t]
+    missing = [target for target in targets if target and not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_on_command_lines_exist(page: Path) -> None:
+    shell = "\n".join(block.text for block in blocks(page) if block.language == "bash")
+    written = re.findall(r"(?<![\w.])\+{0,2}([a-z_]+(?:\.\w+)+)=", shell)
+    assert not [key for key in written if not _exists(key)]
+
+
+def _exists(key: str) -> bool:
+    """Whether the schema knows the key, or it lies inside a mapping of the user's own keys."""
+    open_ended = ("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config.")
+    return key.startswith(open_ended) or key in {*Config.keys(), *SftConfig.keys()}
+
+
+def test_the_page_of_keys_is_the_schema() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "make_keys.py")]
+    made = subprocess.run(command, env=os.environ | OFFLINE, timeout=120, capture_output=True, text=True, check=True)
+    told = "docs/keys.md is old; run: python docs/make_keys.py > docs/keys.md"
+    assert made.stdout == (ROOT / "docs" / "keys.md").read_text(encoding="utf-8"), told

@@ -1,0 +1,116 @@
+"""Training raises the reward, for every seed; with the rewards shuffled among the episodes of each group it does not.
+
+A small model is taught once to call the calculator and then spoiled, so that it guesses in two cases of three.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from train_cases import EASY, Paper
+from transformers import PreTrainedModel
+
+from rally import demo
+from rally.chat import ChatCodec, tiny_tokenizer
+from rally.config import load_config
+from rally.data import arithmetic, load_tasks, write_rows
+from rally.data.conversations import Habit, conversation
+from rally.engines.embedded import EmbeddedEngine, EngineSettings, attention
+from rally.track import RunFolder
+from rally.train import fit
+from rally.train.batch import TrainBatch, build_batch
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.run import train
+from rally.train.sft import SftSettings, conversation_row, sft_step
+from rally.types import Episode
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+SEEDS = (1, 2, 3)
+
+
+def teach(model: PreTrainedModel, codec: ChatCodec, mix: Mapping[Habit, float], steps: int, lr: float) -> None:
+    rng = random.Random(f"{steps}")
+    problems = arithmetic.draws(rng, "train", EASY)
+    settings = SftSettings(batch_size=24, max_length=256)
+    optimizer = OptimizerSettings(
+        lr=lr, betas=(0.9, 0.98), weight_decay=0.0, schedule="linear", warmup_steps=10, min_lr_ratio=0.05
+    )
+    policy = Policy(model, optimizer, steps)
+    for _ in range(steps):
+        habits = rng.choices(list(mix), list(mix.values()), k=settings.batch_size)
+        rows = [conversation_row(codec, conversation(next(problems), habit, rng), settings) for habit in habits]
+        sft_step(policy, rows, settings)
+
+
+@pytest.fixture(scope="session")
+def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows, and a model that can use the calculator but mostly does not."""
+    folder = tmp_path_factory.mktemp("pupil")
+    write_rows(arithmetic.rows(400, 0, "train", EASY), folder / "train.parquet")
+    write_rows(arithmetic.rows(32, 0, "test", EASY), folder / "test.parquet")
+    tokenizer = tiny_tokenizer()
+    codec = ChatCodec(tokenizer, "hermes", demo.demo_toolbox().schemas())
+    model = demo.make_model(tokenizer, 0)
+    attention.install(model)
+    teach(model, codec, {"good": 1.0}, 80, 2e-3)
+    engine = EmbeddedEngine(model, EngineSettings(max_model_len=320, max_num_seqs=64))
+    assert demo.success(engine, codec, load_tasks(folder / "test.parquet")) > 0.9, "the format was not learned"
+    asyncio.run(engine.close())
+    teach(model, codec, {"good": 0.3, "guess": 0.7}, 30, 1e-3)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+def rise(pupil: Path, out: Path, seed: int) -> float:
+    """Mean reward of the last three steps less that of the first two."""
+    tree: dict[str, Any] = {
+        "data": {
+            "train_files": str(pupil / "train.parquet"),
+            "train_batch_size": 8,
+            "max_prompt_length": 32,
+            "max_response_length": 96,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(pupil / "model"), "enable_gradient_checkpointing": False},
+            "actor": {"clip_ratio_high": 0.28, "optim": {"lr": 5e-4, "weight_decay": 0.0}},
+            "rollout": {"n": 8, "agent_loop_config": {"tools": ["calculator"]}, "max_turns": 3},
+        },
+        "reward": {"num_workers": 1},
+        "trainer": {"default_local_dir": str(out), "total_training_steps": STEPS, "seed": seed},
+    }
+    train(load_config(base=tree), Paper().console)
+    rewards = [row.metrics["critic/rewards/mean"] for row in RunFolder(out).read_metrics()]
+    assert len(rewards) == STEPS and 0.05 < rewards[0] < 0.6, f"the start must leave room: {rewards}"
+    return fmean(rewards[-3:]) - fmean(rewards[:2])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_training_raises_the_reward(pupil: Path, tmp_path: Path, seed: int) -> None:
+    assert rise(pupil, tmp_path, seed) > 0.25
+
+
+def shuffled_batch(episodes: Sequence[Episode], **options: bool) -> TrainBatch:
+    """The same rewards in each group, given to other episodes of it."""
+    rng, mixed = random.Random(len(episodes)), []
+    for _, group in itertools.groupby(episodes, key=lambda e: e.group):
+        members = list(group)
+        rewards = rng.sample([e.reward for e in members], len(members))
+        mixed += [replace(e, reward=reward) for e, reward in zip(members, rewards, strict=True)]
+    return build_batch(mixed, **options)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shuffled_rewards_teach_nothing(
+    pupil: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "build_batch", shuffled_batch)
+    assert rise(pupil, tmp_path, seed) < 0.12

@@ -1,0 +1,170 @@
+"""What the tests of this room train on: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from small_models import VOCABULARY
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from rally.chat import tiny_tokenizer
+from rally.config import Config, load_config
+from rally.data import arithmetic, write_rows
+from rally.engines.embedded import attention
+from rally.track import RunConsole
+from rally.train.policy import OptimizerSettings, Policy
+from rally.types import Episode, Segment, StopReason, Task
+
+TASK = Task(id="row-0", data_source="rally/arithmetic", prompt=({"role": "user", "content": "What is 2+3?"},))
+EASY = arithmetic.ArithmeticSpec(a=(1, 9), b=(1, 9), c=(1, 9), forms=("{a}+{b}*{c}",))
+
+
+def segment(rng: random.Random, pattern: str, prompt: int = 5) -> Segment:
+    """Random tokens: `pattern` has s for sampled and o for observed, such as "sssoos"; old log-probs are made up."""
+    mask = tuple(int(letter == "s") for letter in pattern)
+    return Segment(
+        prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt)),
+        response_ids=tuple(rng.randrange(VOCABULARY) for _ in pattern),
+        response_mask=mask,
+        response_logprobs=tuple(rng.uniform(-5.5, -3.5) * m for m in mask),
+    )
+
+
+def episode(name: str, group: str, reward: float | None, *segments: Segment, **fields: Any) -> Episode:
+    parts: dict[str, Any] = {"stop_reason": StopReason.STOP, "task": TASK, **fields}
+    return Episode(id=name, group=group, reward=reward, segments=segments, **parts)
+
+
+def uneven_episodes(seed: int = 0) -> list[Episode]:
+    """Two groups with a signal and one without; lengths from 1 to 40; one episode has two segments."""
+    rng = random.Random(seed)
+    return [
+        episode("a0", "a", 1.0, segment(rng, "ssssooooss", prompt=3)),
+        episode("a1", "a", 0.0, segment(rng, "s", prompt=40)),
+        episode("a2", "a", 0.3, segment(rng, "ss" * 15 + "ooo", prompt=9)),
+        episode("b0", "b", 0.0, segment(rng, "sosos"), segment(rng, "sss", prompt=12)),
+        episode("b1", "b", 2.0, segment(rng, "s" * 7, prompt=1)),
+        episode("c0", "c", 1.2, segment(rng, "sssss", prompt=8)),
+        episode("c1", "c", 1.2, segment(rng, "ss", prompt=6)),
+    ]
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+class KeepingPolicy(Policy):
+    """It stays where it is, and keeps the gradients of each mini-batch."""
+
+    def __init__(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> None:
+        attention.install(model)
+        super().__init__(model, OptimizerSettings(lr=0.0, weight_decay=0.0), 1, gradient_checkpointing)
+        self.kept: list[Gradients] = []
+
+    def optimizer_step(self) -> float:
+        self.kept.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+        return super().optimizer_step()
+
+
+def difference(a: Gradients, b: Gradients) -> float:
+    assert a.keys() == b.keys() and a
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def size(gradients: Gradients) -> float:
+    """What rounding errors are measured against: the largest entry, or 1."""
+    return max(1.0, *(float(g.abs().max()) for g in gradients.values()))
+
+
+def small_policy(model: PreTrainedModel, lr: float = 1e-3, total: int = 10, **settings: Any) -> Policy:
+    attention.install(model)
+    return Policy(model, OptimizerSettings(lr=lr, **settings), total)
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """A random Qwen2 of two layers with the tiny tokenizer, as a model folder."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_tasks(folder: Path, train: int = 12, test: int = 4) -> Path:
+    write_rows(arithmetic.rows(train, 0, "train", EASY), folder / "train.parquet")
+    write_rows(arithmetic.rows(test, 0, "test", EASY), folder / "test.parquet")
+    return folder
+
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    """Any text earns a number, so that a random model has something to learn from."""
+    return {"score": (sum(map(ord, solution_str)) % 7) / 7 + bonus, "length": len(solution_str)}
+'''
+
+
+def write_reward(folder: Path) -> Path:
+    path = folder / "reward.py"
+    path.write_text(REWARD, encoding="utf-8")
+    return path
+
+
+def run_tree(home: Path, out: Path) -> dict[str, Any]:
+    """A run of three small steps with the files that the fixture `home` made."""
+    return {
+        "data": {
+            "train_files": str(home / "train.parquet"),
+            "val_files": str(home / "test.parquet"),
+            "train_batch_size": 3,
+            "max_prompt_length": 32,
+            "max_response_length": 24,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(home / "model"), "enable_gradient_checkpointing": False},
+            "actor": {"ppo_mini_batch_size": 3, "optim": {"lr": 1e-3}},
+            "rollout": {"n": 4, "agent_loop_config": {"tools": ["calculator"]}, "max_turns": 2},
+        },
+        "custom_reward_function": {"path": str(home / "reward.py")},
+        "reward": {"num_workers": 1},
+        "trainer": {"default_local_dir": str(out), "total_training_steps": 3, "save_freq": 1},
+    }
+
+
+def run_config(home: Path, out: Path, *overrides: str) -> Config:
+    return load_config(overrides=list(overrides), base=run_tree(home, out))
+
+
+class Paper:
+    """A console whose words can be read."""
+
+    def __init__(self) -> None:
+        self._file = io.StringIO()
+        self.console = RunConsole(Console(file=self._file, width=400, highlight=False))
+
+    @property
+    def text(self) -> str:
+        return self._file.getvalue()
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -38,13 +38,24 @@ class Exchange:
     segments: list[Segment]
     max_model_len: int
     response_length: int
+    prompt_messages: int
+    whole_prompt: bool = True  # False when data.truncation cut it
     turns: list[Turn] = field(default_factory=list)
     _observed_from: int = 0
 
     @classmethod
     def start(cls, codec: ChatCodec, task: Task, settings: LoopSettings, max_model_len: int) -> Exchange:
-        ids = cut_prompt(codec.encode_prompt(task.prompt), settings.prompt_length, settings.truncation)
-        return cls(codec, list(task.prompt), [Segment(prompt_ids=ids)], max_model_len, settings.response_length)
+        full = codec.encode_prompt(task.prompt)
+        ids = cut_prompt(full, settings.prompt_length, settings.truncation)
+        return cls(
+            codec,
+            list(task.prompt),
+            [Segment(prompt_ids=ids)],
+            max_model_len,
+            settings.response_length,
+            prompt_messages=len(task.prompt),
+            whole_prompt=ids == full,
+        )
 
     @property
     def segment(self) -> Segment:
@@ -64,6 +75,16 @@ class Exchange:
         """Which limit ended the exchange: the response budget or the context window."""
         budget_left = self.response_length - self.used
         return StopReason.LENGTH if budget_left <= self.max_model_len - len(self.segment.ids) else StopReason.CONTEXT
+
+    def as_sampled(self) -> list[Message]:
+        """The messages with each of the policy's turns as the text it sampled, well-formed or not: rendered, they tell
+        whether the template agrees with the history, and nothing about how well the policy writes."""
+        texts = iter(turn.text for turn in self.turns if turn.role == "assistant")
+        later = (
+            {"role": "assistant", "content": next(texts)} if m["role"] == "assistant" else m
+            for m in self.messages[self.prompt_messages :]
+        )
+        return [*self.messages[: self.prompt_messages], *later]
 
     def count(self, *roles: str) -> int:
         return sum(turn.role in roles for turn in self.turns)

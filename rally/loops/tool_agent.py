@@ -94,7 +94,7 @@ class ToolAgentLoop(AgentLoopBase):
             rerender=self.settings.history == "rerender",
             started=started,
         )
-        return reason or self._after_tools(results)
+        return self._after_tools(results) or reason
 
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply the token limit of a tool answer; the head is kept and the model is told."""
@@ -128,7 +128,8 @@ class ToolAgentLoop(AgentLoopBase):
         segment = exchange.segment
         extra: dict[str, Any] = {"tool_rewards": tool_rewards} if tool_rewards else {}
         extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
-        if self.context.check_tokens and self.settings.history == "append" and reason is StopReason.STOP:
+        check = self.context.check_tokens and exchange.whole_prompt and self.settings.history == "append"
+        if check and self.settings.sanity_check != "disable" and reason is StopReason.STOP:
             difference = self._difference()
             if difference:
                 extra["tokenization_difference"] = difference
@@ -145,7 +146,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _difference(self) -> str | None:
         """Where the history reads unlike the full rendering; a rendering the template refuses is a difference too."""
         try:
-            return self.codec.sanity(self.exchange.segment.ids, self.exchange.messages, self.settings.sanity_check)
+            return self.codec.sanity(self.exchange.segment.ids, self.exchange.as_sampled(), self.settings.sanity_check)
         except TemplateError as refusal:
             return str(refusal)
 

@@ -70,6 +70,14 @@ async def test_plain_lists_and_own_options(tiny: ChatCodec) -> None:
     assert (episode.reward, episode.stop_reason) == (0.5, "stop")
     assert episode.extra == {"level": 3, "turn_rewards": [0.1, 0.4], "num_turns": 4}
     assert episode.timings["generate"] <= episode.timings["total"]
+    assert [turn.role for turn in episode.turns] == ["assistant", "tool", "assistant"]
+    assert [turn.text for turn in episode.turns if turn.role == "assistant"] == ["yes", "yes"], "what a reward is given"
+
+
+async def test_a_loop_asked_for_by_class_beats_the_name_in_a_row(tiny: ChatCodec) -> None:
+    runner = with_loop(tiny, Twice)
+    runner.override_rows = True
+    assert (await hold(runner, make_task(agent_name="single_turn_agent"))).episode.reward == 0.5
 
 
 async def test_the_server_fills_in_what_the_run_decides(tiny: ChatCodec) -> None:

@@ -195,21 +195,33 @@ def test_evaluation_writes_metrics_and_episodes_and_trains_nothing(home: Path, f
     ):
         outcome = run(run_config(home, tmp_path / out, *overrides), Paper().console)
         assert outcome.steps == 0 and outcome.metrics[name] == metrics_of(finished, 0)[name]
-        folder = RunFolder(tmp_path / out)
+        folder = RunFolder(outcome.folder)
+        assert metrics_of(outcome.folder, 0)[name] == outcome.metrics[name]
         assert len(folder.read_episodes(0, validate=True)) == 4 and folder.episode_steps() == []
         assert not (tmp_path / out / "checkpoints").exists()
     with pytest.raises(RunError, match=r"there is nothing to evaluate: data.val_files is not set"):
         evaluate(run_config(home, tmp_path / "none", "data.val_files=null"), Paper().console)
 
 
+def test_evaluating_in_a_run_folder_leaves_what_training_wrote(home: Path, copy_of_finished: Path) -> None:
+    before = {path: path.read_bytes() for path in copy_of_finished.rglob("*") if path.is_file()}
+    checkpoint = copy_of_finished / "checkpoints" / "global_step_3" / "actor"
+    config = run_config(home, copy_of_finished, f"actor_rollout_ref.model.path={checkpoint}")
+    metrics = evaluate(config, Paper().console).metrics
+    name = f"val-core/{arithmetic.DATA_SOURCE}/reward/mean@1"
+    assert metrics[name] == metrics_of(copy_of_finished, 3)[name], "what was saved is what was validated"
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_sampled_validation_keeps_greedy_beside_it(home: Path, tmp_path: Path) -> None:
     kwargs = "actor_rollout_ref.rollout.val_kwargs"
     overrides = (f"{kwargs}.temperature=1.0", f"{kwargs}.do_sample=true", f"{kwargs}.n=3", "data.val_batch_size=2")
-    metrics = evaluate(run_config(home, tmp_path, *overrides), Paper().console).metrics
+    outcome = evaluate(run_config(home, tmp_path, *overrides), Paper().console)
+    metrics = outcome.metrics
     core = f"val-core/{arithmetic.DATA_SOURCE}/reward"
     assert {f"{core}/mean@3", f"{core}/best@3", f"{core}/mean@1/greedy"} <= metrics.keys()
     assert metrics[f"{core}/best@3"] > metrics[f"{core}/mean@3"]
-    assert len(RunFolder(tmp_path).read_episodes(0, validate=True)) == 12
+    assert len(RunFolder(outcome.folder).read_episodes(0, validate=True)) == 12
 
 
 def test_a_kl_loss_starts_at_zero_and_grows(home: Path, tmp_path: Path) -> None:
@@ -306,6 +318,11 @@ def test_prompts_too_long_can_be_left_out_or_cut(home: Path, long_rows: Path, co
     assert "1 of 13 prompts exceed" in paper.text and "they are left out" in paper.text
     assert len(fitting(tasks, codec, run_config(home, out, "data.truncation=middle"), paper.console)) == 13
     assert "they are cut (middle)" in paper.text
+    exact = f"data.max_prompt_length={len(codec.encode_prompt(tasks[0].prompt))}"
+    assert (
+        len(fitting(tasks, codec, run_config(home, out, exact, "data.filter_overlong_prompts=true"), paper.console))
+        == 12
+    )
     none_fit = run_config(home, out, "data.filter_overlong_prompts=true", "data.max_prompt_length=2")
     with pytest.raises(DataError, match=r"13 of 13 prompts exceed .* so filtering leaves none"):
         fitting(tasks, codec, none_fit, paper.console)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything reads it: no test asks the network
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -18,7 +18,7 @@ from benchmarks.demo_models import demo_models
 from benchmarks.engine_rows import second_turn_row, throughput_row
 from benchmarks.episode_row import episodes_row
 from benchmarks.grpo_row import grpo_row
-from benchmarks.report import Circumstances, publish
+from benchmarks.report import Circumstances, publish, summary
 from rally.track import RunConsole
 from rally.train.load import load_model
 from rally.types import RallyError
@@ -53,6 +53,7 @@ def measure(model_file: Path, out: Path, console: Console) -> None:
     ):
         console.print(f"measuring: {name} ...", highlight=False)
         rows.append(row())
+        console.print(f"  {summary(rows[-1])}", highlight=False)
     publish(rows, circumstances, out, console)
 
 

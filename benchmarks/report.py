@@ -91,6 +91,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def summary(row: Row) -> str:
+    _, _, ours, other, ratio, goal, verdict = _cells(row)
+    return f"{ours} against {other}: {ratio} (goal {goal}), {verdict}; {_details(row)}"
+
+
 def _details(row: Row) -> str:
     spread = row.timings.spread
     between = f"; ratios of single runs {spread[0]:.2f} to {spread[1]:.2f}" if spread else ""

@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything reads it: no test asks the network
+# Before anything reads them: no test asks the network, and the tests, not the threads of one, share the cores.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -69,6 +69,8 @@ class AgentLoopOutput:
 
     def as_segments(self) -> tuple[Segment, ...]:
         """The token truth; built here for loops that returned plain lists."""
+        if self.multi_modal_data:
+            raise LoopError("the agent loop returned multi_modal_data; images and videos are not built yet")
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:

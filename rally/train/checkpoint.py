@@ -88,6 +88,16 @@ class CheckpointStore:
             self.warn(f"the checkpoint {path} is not whole ({problem}); it is ignored")
         return None
 
+    def supersede_after(self, step: int) -> list[Path]:
+        """Rename whole checkpoints of later steps, so that no later `latest` finds them; returns their new places."""
+        later = [p for p in self.folder.glob("global_step_*") if _step_of(p) > step and damage(p) is None]
+        places = []
+        for path in later:
+            place = path.with_name(f"superseded_{path.name}")
+            shutil.rmtree(place, ignore_errors=True)
+            places.append(path.rename(place))
+        return places
+
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
         if self.keep is not None:

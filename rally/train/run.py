@@ -95,7 +95,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         )
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    rewind(folder, checkpoint, console)
+    rewind(folder, store, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
     metrics = run(trainer)
     return Outcome(config.run_dir, steps, metrics)
@@ -200,9 +200,12 @@ def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | Non
     return None
 
 
-def rewind(folder: RunFolder, checkpoint: Checkpoint | None, console: RunConsole) -> None:
+def rewind(folder: RunFolder, store: CheckpointStore, checkpoint: Checkpoint | None, console: RunConsole) -> None:
     """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
-    aside = folder.rewind(checkpoint.step if checkpoint else -1)
+    step = checkpoint.step if checkpoint else -1
+    aside = folder.rewind(step)
+    for place in store.supersede_after(step):
+        console.note(f"a checkpoint of a later step is now {place}")
     if checkpoint:
         console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
     if aside:

@@ -44,7 +44,7 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     policy = _policy(config, steps, start)
-    rewind(folder, start, console)
+    rewind(folder, store, start, console)
     sinks = build_sinks(config.trainer.logger, folder, console, steps)
     first = start.step + 1 if start else 1
     metrics = _train(config, settings, policy, tokenizer, store, sinks, rows, val, range(first, steps + 1), console)

@@ -224,3 +224,14 @@ def test_a_gradient_that_is_not_finite_stops_and_leaves_the_weights() -> None:
     after = [state["exp_avg"] for state in policy.optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     assert all(p.grad is None for p in model.parameters()) and not model.training
+
+
+def test_a_run_set_back_does_not_find_its_later_checkpoints(
+    store: CheckpointStore, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    policy = policy_on(make_model())
+    for step in (2, 4, 6):
+        store.save(step, policy, tokenizer)
+    assert {p.name for p in store.supersede_after(2)} == {"superseded_global_step_4", "superseded_global_step_6"}
+    found = store.latest()
+    assert found is not None and found.step == 2

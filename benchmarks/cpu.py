@@ -3,6 +3,8 @@
     python -m benchmarks.cpu [--model FILE.gguf] [--out FOLDER]
 
 Takes about ten minutes on two cores; the first time a minute more, for teaching the demo's model.
+All run on all cores. Where other work shares them, set OMP_NUM_THREADS=1: threads that wait for each other on a busy
+core slow everything many times over, and the ratios then say little.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def main() -> None:
     try:
         measure(options.model, options.out, Console())
     except RallyError as mistake:
-        sys.exit(f"{mistake}")
+        print(mistake, file=sys.stderr)
+        sys.exit(2)
 
 
 def measure(model_file: Path, out: Path, console: Console) -> None:

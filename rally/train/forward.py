@@ -30,7 +30,7 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    context = PackedAttention(packed.lengths, packed.ids_T.device)
+    context = PackedAttention(packed.lengths)
     hidden_M = packed_hidden(model, packed.ids_T, packed.positions_T, context)[packed.predict_M]
     vocabulary = model.config.get_text_config().vocab_size
     rows = max(1, MAX_LOGITS // vocabulary)

@@ -5,7 +5,7 @@ Shapes: T packed tokens of a micro-batch, M of them sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,11 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         episode_M=torch.tensor([row.episode for row in rows]).repeat_interleave(counts).to(device),
         row_M=torch.arange(len(rows)).repeat_interleave(counts).to(device),
     )
+
+
+def by_length(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the order that is quickest to train on: neighbours of equal length share an attention call."""
+    return sorted(rows, key=lambda row: len(row.ids))
 
 
 def micro_batches(rows: Sequence[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:

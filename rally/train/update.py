@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rally.algos import losses
 from rally.train.batch import TrainBatch
 from rally.train.forward import token_logprobs
-from rally.train.packing import PackedRows, micro_batches, pack
+from rally.train.packing import PackedRows, by_length, micro_batches, pack
 from rally.train.policy import Policy
 
 
@@ -131,7 +131,7 @@ def _mini_batch(
     weights_N[list(members)] = losses.token_weights(
         batch.tokens_N[list(members)], settings.aggregation, settings.loss_scale
     )
-    rows = [r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0)]
+    rows = by_length(r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0))
     total = 0.0
     for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
         packed = pack(part, policy.device)

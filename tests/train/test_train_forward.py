@@ -161,7 +161,7 @@ def test_an_observed_token_in_the_middle_is_context() -> None:
 def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens() -> None:
     """By autograd, not by our own bookkeeping: which hidden states have a gradient."""
     rng, model = random.Random(2), make_model()
-    patterns = ["ssoos", "ooso", "s"]
+    patterns = ["s", "ooso", "ssoos"]  # by length, as they are packed
     segments = [segment(rng, pattern, prompt=4) for pattern in patterns]
     batch = build_batch([episode(f"a{i}", "a", float(i), s) for i, s in enumerate(segments)], by_std=False)
     batch = replace(batch, rows=[replace(row, advantage=1.0) for row in batch.rows])

@@ -10,6 +10,7 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head siz
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -122,34 +123,22 @@ def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
 
 
 class PackedAttention:
-    """Training: several fresh sequences side by side, each causal within itself. Padded only inside the attention call,
-    and only among sequences of similar length."""
+    """Training: several fresh sequences side by side, each causal within itself. Neighbours of equal length are one
+    call over a view; nothing is padded or copied, so rows are best sorted by length."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, waste: float = 1.25, max_rows: int = 64) -> None:
-        self.blocks: list[tuple[Tensor, Tensor, int, int]] = []  # flat positions, flat slots in the block, rows, width
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        while order:
-            width = lengths[order[0]]
-            rows = [i for i in order[:max_rows] if lengths[i] * waste >= width]
-            order = order[len(rows) :]
-            flat = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in rows])
-            slots = torch.cat([torch.arange(lengths[i]) + row * width for row, i in enumerate(rows)])
-            self.blocks.append((flat.to(device), slots.to(device), len(rows), width))
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.runs = [(len(list(group)), width) for width, group in itertools.groupby(lengths)]  # rows, width
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        out_THD = torch.zeros_like(q_THD)
-        for flat, slots, rows, width in self.blocks:
-            q, k, v = (self._padded(x, flat, slots, rows, width) for x in (q_THD, k_TKD, v_TKD))
+        outputs = []
+        sizes = [rows * width for rows, width in self.runs]
+        # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
+        parts = zip(q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), strict=True)
+        for (rows, width), part in zip(self.runs, parts, strict=True):
+            q, k, v = (x.unflatten(0, (rows, width)) for x in part)
             sliding = window is not None and window < width
             mask = visible(torch.zeros(1, dtype=torch.long, device=q.device), width, width, window) if sliding else None
-            out = grouped_sdpa(q, k, v, scale, mask, causal=not sliding)
-            out_THD = out_THD.index_copy(0, flat, out.reshape(rows * width, *out.shape[2:])[slots])
-        return out_THD
-
-    @staticmethod
-    def _padded(x: Tensor, flat: Tensor, slots: Tensor, rows: int, width: int) -> Tensor:
-        block = x.new_zeros((rows * width, *x.shape[1:]))
-        return block.index_copy(0, slots, x[flat]).view(rows, width, *x.shape[1:])
+            outputs.append(grouped_sdpa(q, k, v, scale, mask, causal=not sliding).flatten(0, 1))
+        return torch.cat(outputs)

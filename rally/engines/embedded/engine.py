@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -18,6 +19,10 @@ from rally.engines.base import EngineError
 from rally.engines.embedded.core import EngineCore, EngineSettings
 from rally.engines.embedded.request import Request
 from rally.types import Generation, SamplingParams
+
+SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
+LOOP_TURNS = 16  # from a result to the next request, tools that answer at once included, an event loop takes about 8
+MOST_REST = 0.25  # seconds; callers busy for longer are not waited for
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
@@ -42,6 +47,7 @@ class EmbeddedEngine:
         self._departures: list[asyncio.Future[Generation]] = []
         self._wake = threading.Condition()  # guards the two lists above and `_closed`
         self._closed = False
+        self._told: set[asyncio.AbstractEventLoop] = set()  # event loops with results they may not have gone through
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
         self._thread.start()
@@ -90,11 +96,17 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
+        seconds = 0.0
         while self._wait_for_work():
             try:
+                if seconds < SHORT_STEP:
+                    self._let_callers_rest()
                 with self._lock:
                     self._take_arrivals()
-                    self._deliver(self.core.step())
+                    began = time.perf_counter()
+                    finished = self.core.step()
+                    seconds = time.perf_counter() - began
+                    self._deliver(finished)
             except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to those who wait
                 self._fail(failure)
                 return
@@ -109,6 +121,22 @@ class EmbeddedEngine:
             while not (self._closed or self._arrivals or self._departures or self.core.scheduler.busy):
                 self._wake.wait()
             return not self._closed
+
+    def _let_callers_rest(self) -> None:
+        """Wait until the event loops that were just told something, or just asked for something, have gone through it.
+
+        A short step is mostly Python, and so is an agent loop; run at once they fight over the interpreter lock and
+        both get slower than one after the other. Waiting also lets all that ask now share the next step. A long step
+        spends its time in torch, outside the lock, and does not wait.
+        """
+        with self._wake:
+            loops = self._told | {loop for _, _, (loop, _) in self._arrivals}
+        self._told = set()
+        for loop in loops:
+            at_rest = threading.Event()
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_pass, loop, at_rest, LOOP_TURNS)
+                at_rest.wait(MOST_REST)
 
     def _take_arrivals(self) -> None:
         with self._wake:
@@ -132,6 +160,7 @@ class EmbeddedEngine:
             by_loop.setdefault(loop, []).append((future, request.result()))
         for loop, results in by_loop.items():
             _tell(loop, results)
+        self._told |= by_loop.keys()
 
     def _fail(self, failure: BaseException) -> None:
         with self._wake:
@@ -139,6 +168,14 @@ class EmbeddedEngine:
             waiting = [waiter for _, _, waiter in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
             _tell(loop, [(future, failure)])
+
+
+def _pass(loop: asyncio.AbstractEventLoop, at_rest: threading.Event, turns: int) -> None:
+    """Let `turns` turns of the event loop go by; callbacks that are ready run in each of them."""
+    if turns:
+        loop.call_soon(_pass, loop, at_rest, turns - 1)
+    else:
+        at_rest.set()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, results: Sequence[_Outcome]) -> None:

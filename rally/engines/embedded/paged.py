@@ -43,11 +43,11 @@ class PagedAttention:
         self.slots_T = slots_T
         sample = store.keys[0]
         limit = SHORT_HISTORY_BYTES // (sample.shape[1] * sample.shape[2] * sample.element_size())
-        short = [row for row in rows if row.length <= limit]
-        self.groups: list[_Gathered | _PerSequence] = []
-        for block in ([r for r in short if r.tokens == 1], [r for r in short if r.tokens > 1]):
-            if block:
-                self.groups.append(_Gathered(store, block))
+        blocks: dict[tuple[int, int], list[Row]] = {}  # of similar width and length, so that little is padded
+        for row in rows:
+            if row.length <= limit:
+                blocks.setdefault((row.tokens.bit_length(), (row.length // 16).bit_length()), []).append(row)
+        self.groups: list[_Gathered | _PerSequence] = [_Gathered(store, block) for block in blocks.values()]
         long = [row for row in rows if row.length > limit]
         if long:
             self.groups.append(_PerSequence(store, long))

@@ -1,7 +1,8 @@
 """The prefix index: cached KV pages, found by (weight version, tokens) and by nothing less.
 
-A tree whose edges are whole pages of tokens, one root per weight version, so KV computed under old weights cannot be
-reached under new ones. Least recently used leaves go first when pages run out.
+A tree whose edges are pages of tokens, one root per weight version, so KV computed under old weights cannot be reached
+under new ones. A leaf may be a page that is not full, and a match may end within a page, because whoever takes it
+copies the page. Least recently used leaves go first when pages run out.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rally.engines.embedded.pages import PagePool
+
+MOST_BRANCHES = 64
 
 
 class _Node:
@@ -24,6 +28,13 @@ class _Node:
         self.stamp = 0
 
 
+class Match(NamedTuple):
+    """The pages that hold the longest known prefix, the last maybe in part, and its length in tokens."""
+
+    pages: list[int]
+    tokens: int
+
+
 class PrefixIndex:
     """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
 
@@ -33,18 +44,37 @@ class PrefixIndex:
         self._roots: dict[int, _Node] = {}
         self._clock = itertools.count(1)
 
-    def match(self, version: int, ids: Sequence[int]) -> list[int]:
-        """The cached pages of the longest known prefix of `ids`, whole pages only."""
+    def match(self, version: int, ids: Sequence[int]) -> Match:
+        """The longest known prefix of `ids`."""
         node, pages, stamp = self._roots.get(version), [], next(self._clock)
+        if node is None:
+            return Match([], 0)
         for key in self._keys(ids):
-            if node is None or (node := node.children.get(key)) is None:
+            child = node.children.get(key)
+            if child is None or len(key) < self.page_size:
                 break
-            node.stamp = stamp
-            pages.append(node.page)
-        return pages
+            child.stamp = stamp
+            pages.append(child.page)
+            node = child
+        tokens = len(pages) * self.page_size
+        shared, nearest = self._within_page(node, tuple(ids[tokens : tokens + self.page_size]))
+        if nearest is None:
+            return Match(pages, tokens)
+        nearest.stamp = stamp
+        return Match([*pages, nearest.page], tokens + shared)
+
+    def _within_page(self, node: _Node, rest: tuple[int, ...]) -> tuple[int, _Node | None]:
+        """The child that begins most like `rest`; where very many branch off, looking costs more than it saves."""
+        best: tuple[int, _Node | None] = (0, None)
+        if len(node.children) <= MOST_BRANCHES:
+            for child in node.children.values():
+                shared = _common(rest, child.tokens)
+                if shared > best[0]:
+                    best = shared, child
+        return best
 
     def insert(self, version: int, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Remember that `pages` hold the KV of `ids`. Known prefixes keep the page they have."""
+        """Remember that `pages` hold the KV of `ids`, the last page maybe in part. Known prefixes keep their page."""
         node = self._roots.setdefault(version, _Node((), -1, None))
         stamp = next(self._clock)
         for key, page in zip(self._keys(ids), pages, strict=False):
@@ -80,8 +110,7 @@ class PrefixIndex:
         return sum(1 for _ in self._nodes())
 
     def _keys(self, ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        size = self.page_size
-        return (tuple(ids[i : i + size]) for i in range(0, len(ids) - size + 1, size))
+        return (tuple(ids[i : i + self.page_size]) for i in range(0, len(ids), self.page_size))
 
     def _nodes(self) -> Iterator[_Node]:
         for root in self._roots.values():
@@ -93,3 +122,8 @@ class PrefixIndex:
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two pages have in common from their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.pages import KVStore, PagePool
-from rally.engines.embedded.prefixes import PrefixIndex
+from rally.engines.embedded.prefixes import Match, PrefixIndex
 from rally.engines.embedded.request import Request
 
 
@@ -86,7 +86,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting.popleft()
             cached = self.index.match(self.version, request.ids[:-1])
-            if computing and self._page_key(request, len(cached)) in computing:
+            if computing and self._page_key(request, cached.tokens // self.store.page_size) in computing:
                 passed_over.append(request)
                 continue
             if not self._place(request, cached):
@@ -98,23 +98,23 @@ class Scheduler:
             budget = self._plan_chunk(request, budget, target)
         self.waiting.extendleft(reversed(passed_over))
 
-    def _place(self, request: Request, cached: list[int]) -> bool:
+    def _place(self, request: Request, cached: Match) -> bool:
         """Give a waiting request its pages: a fresh run with the cached prefix copied in."""
-        self.pool.share(cached)
+        self.pool.share(cached.pages)
         wanted = self._pages_for(request.total_tokens)
         pages = self._take(wanted)
         if pages is None and not self.running:  # alone, it may begin with less than it may ever need
             pages = self._take(self._pages_for(len(request.ids)))
         if pages is not None:
-            self.store.copy_pages(cached, pages[: len(cached)])
+            self.store.copy_pages(cached.pages, pages[: len(cached.pages)])
             request.pages = pages
-            request.computed = len(cached) * self.store.page_size
-            request.indexed = len(cached)
+            request.computed = cached.tokens
+            request.indexed = cached.tokens // self.store.page_size
             request.pure_version = self.version
             if not request.admitted_once:
                 request.cached_tokens = request.computed
                 request.admitted_once = True
-        self.pool.release(cached)
+        self.pool.release(cached.pages)
         return pages is not None
 
     def _extend(self, request: Request, tokens: int) -> bool:
@@ -147,17 +147,18 @@ class Scheduler:
         """Remove a request, wherever it is; its full pages stay behind in the prefix index."""
         if request in self.running:
             self.running.remove(request)
-            self.remember(request)
+            self.remember(request, whole_pages=False)
             self._drop_pages(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def remember(self, request: Request) -> None:
-        """Offer the computed full pages to the index, unless KV of several weight versions is mixed in them."""
+    def remember(self, request: Request, whole_pages: bool = True) -> None:
+        """Offer the computed pages to the index, unless KV of several weight versions is mixed in them. A page that is
+        not full yet may be offered only when its request will write no more into it."""
         full = request.computed // self.store.page_size
-        if request.pure_version is not None and full > request.indexed:
-            ids = request.ids[: full * self.store.page_size]
-            self.index.insert(request.pure_version, ids, request.pages[:full])
+        tokens = full * self.store.page_size if whole_pages else request.computed
+        if request.pure_version is not None and tokens > request.indexed * self.store.page_size:
+            self.index.insert(request.pure_version, request.ids[:tokens], request.pages)
             request.indexed = full
 
     def _drop_pages(self, request: Request) -> None:

@@ -98,18 +98,24 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def grouped_sdpa(
     q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """SDPA where G query heads share a key/value head, without copying keys and values G times: [B, t, H, D]."""
+    """SDPA where G query heads share a key/value head: [B, t, H, D].
+
+    With a mask, or for one query, the heads of a group become further queries, and keys and values are read once. The
+    causal kernel needs queries in order, so there keys and values are repeated.
+    """
     b, t, h, d = q_BtHD.shape
     kv = k_BLKD.shape[2]
-    if t == 1 and not causal:  # the heads of a group become the queries
-        q = q_BtHD.view(b, kv, h // kv, d)
-        out = F.scaled_dot_product_attention(
-            q, k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2), attn_mask=mask, scale=scale
-        )
-        return out.reshape(b, 1, h, d)
-    k, v = (x.transpose(1, 2).unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k_BLKD, v_BLKD))
-    out = F.scaled_dot_product_attention(q_BtHD.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale)
-    return out.transpose(1, 2)
+    k, v = k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2)
+    if causal:
+        k, v = (x.unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k, v))
+        out = F.scaled_dot_product_attention(q_BtHD.transpose(1, 2), k, v, is_causal=True, scale=scale)
+        return out.transpose(1, 2)
+    g = h // kv
+    q = q_BtHD.view(b, t, kv, g, d).permute(0, 2, 3, 1, 4).reshape(b, kv, g * t, d)
+    if mask is not None and t > 1:
+        mask = mask.repeat(1, 1, g, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.view(b, kv, g, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, h, d)
 
 
 def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:

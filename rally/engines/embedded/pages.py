@@ -6,7 +6,7 @@ history as a plain view of the pool instead of copying it together at every step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -90,9 +90,19 @@ class KVStore:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole pages, layer by layer."""
+        """Copy whole pages, layer by layer; a stretch that is consecutive on both sides is one copy."""
         assert len(source) == len(target)
-        for tensor in (*self.keys, *self.values):
-            paged = tensor.view(-1, self.page_size * tensor.shape[1] * tensor.shape[2])
-            for a, b in zip(source, target, strict=True):
-                paged[b] = paged[a]
+        for a, b, pages in _stretches(source, target):
+            for tensor in (*self.keys, *self.values):
+                paged = tensor.view(-1, self.page_size * tensor.shape[1] * tensor.shape[2])
+                paged[b : b + pages] = paged[a : a + pages]
+
+
+def _stretches(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first source page, first target page, pages) of each stretch that goes up by one on both sides."""
+    start = 0
+    for i in range(1, len(source) + 1):
+        goes_on = i < len(source) and source[i] == source[i - 1] + 1 and target[i] == target[i - 1] + 1
+        if not goes_on:
+            yield source[start], target[start], i - start
+            start = i

@@ -92,7 +92,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=512,
+            max_position_embeddings=2048,
             tie_word_embeddings=True,
             initializer_range=0.04,
             rope_parameters={"rope_type": "default", "rope_theta": 1000.0},

@@ -56,9 +56,7 @@ class CheckpointStore:
         self.keep = keep
         self.warn = warn
 
-    def save(
-        self, step: int, policy: Policy, tokenizer: PreTrainedTokenizerBase, extra: dict[str, Any] | None = None
-    ) -> Path:
+    def save(self, step: int, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
         target = self.folder / f"global_step_{step}"
         work = self.folder / f".writing_{target.name}_{os.getpid()}"
@@ -66,7 +64,7 @@ class CheckpointStore:
         (work / "actor").mkdir(parents=True)
         policy.model.save_pretrained(work / "actor")
         tokenizer.save_pretrained(work / "actor")
-        state = {"step": step, "extra": extra or {}, **policy.state()}
+        state = {"step": step, **policy.state()}
         torch.save(state, work / "trainer.pt")
         _seal(work)
         if target.exists():

@@ -6,7 +6,6 @@ then, `drop_group`, `zero`, `raise`) and is counted; past the budget the run sto
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -133,8 +132,3 @@ def _policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
 
 def _reason(episode: Episode) -> str:
     return str(episode.error or episode.extra.get("reward_error") or "no reason was given")
-
-
-def run_sync(rollout: Rollout, jobs: Sequence[Job], sampling: SamplingParams) -> RolloutResult:
-    """For scripts and tests outside an event loop."""
-    return asyncio.run(rollout.collect(jobs, sampling))

@@ -10,7 +10,7 @@ from train_cases import TASK, episode, segment
 
 from rally.loops import Job
 from rally.rewards import RewardError, Score
-from rally.train.rollout import FailurePolicy, Rollout, RolloutError, RolloutResult, run_sync, settle
+from rally.train.rollout import FailurePolicy, Rollout, RolloutError, RolloutResult, settle
 from rally.types import Episode, SamplingParams, StopReason
 
 SAMPLING = SamplingParams()
@@ -71,7 +71,7 @@ def rollout(policy: FailurePolicy = LENIENT, runner: FakeRunner | None = None, *
 
 
 def collect(one: Rollout, tasks: int = 2, n: int = 2) -> RolloutResult:
-    return run_sync(one, one.jobs([TASK] * tasks, n, step=1), SAMPLING)
+    return asyncio.run(one.collect(one.jobs([TASK] * tasks, n, step=1), SAMPLING))
 
 
 T00, T01, T10, T11 = "t000001-00000-0", "t000001-00000-1", "t000001-00001-0", "t000001-00001-1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rally.track import RunConsole, RunFolder, build_sinks
 from rally.train import parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
-from rally.train.policy import OptimizerSettings, Policy
+from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
 from rally.types import RallyError
@@ -110,7 +109,9 @@ def _trainer(
     steps: int,
     console: RunConsole,
 ) -> Trainer:
-    assert inputs.train_tasks is not None
+    """All the parts of a run; with 0 steps it only validates."""
+    train_tasks = inputs.train_tasks if steps else inputs.val_tasks
+    assert train_tasks is not None
     model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
     policy = Policy(
         model,
@@ -133,13 +134,13 @@ def _trainer(
         rollout=rollout_of(config, inputs, engine),
         sampling=sampling,
         validation=parts.validation_passes(config, sampling),
-        train_tasks=inputs.train_tasks,
+        train_tasks=train_tasks,
         val_tasks=inputs.val_tasks,
         folder=folder,
         checkpoints=store,
         console=console,
         sinks=build_sinks(config.trainer.logger, folder, console, steps),
-        reference=parts.reference_of(config),
+        reference=parts.reference_of(config) if steps else None,
         extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
         start_step=checkpoint.step if checkpoint else 0,
     )
@@ -178,7 +179,7 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         by_std=config.algorithm.norm_adv_by_std_in_grpo,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
-        val_before_train=trainer.val_before_train,
+        val_before_train=trainer.val_before_train or steps == 0,
         val_batch_size=data.val_batch_size,
         mismatch_alarm=config.rollout.mismatch_alarm,
         show_validation=trainer.log_val_generations,
@@ -231,35 +232,6 @@ def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    policy = Policy(parts.model_of(config), OptimizerSettings(), 1)
-    engine = _engine(config, inputs, policy)
-    sampling = parts.sampling_of(config, inputs.codec)
-    trainer = Trainer(
-        settings=fit_settings(config, 0),
-        update=parts.update_settings_of(config),
-        policy=policy,
-        tokenizer=inputs.tokenizer,
-        codec=inputs.codec,
-        engine=engine,
-        rollout=rollout_of(config, inputs, engine),
-        sampling=sampling,
-        validation=parts.validation_passes(config, sampling),
-        train_tasks=inputs.val_tasks,
-        val_tasks=inputs.val_tasks,
-        folder=folder,
-        checkpoints=CheckpointStore(config.run_dir / "checkpoints", warn=console.note),
-        console=console,
-        sinks=build_sinks(config.trainer.logger, folder, console, 0),
-    )
-
-    async def once() -> dict[str, float]:
-        async with trainer.rollout.scorer:
-            try:
-                metrics = await trainer.validate(0)
-                for sink in trainer.sinks:
-                    sink.log(0, metrics)
-                return metrics
-            finally:
-                await engine.close()
-
-    return Outcome(folder.path, 0, asyncio.run(once()))
+    store = CheckpointStore(config.run_dir / "checkpoints", warn=console.note)
+    trainer = _trainer(config, inputs, folder, store, None, 0, console)
+    return Outcome(folder.path, 0, run(trainer))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from loop_cases import (
     Held,
@@ -105,8 +105,10 @@ wild_turns = st.builds(Wild, st.lists(pieces, max_size=5).map(tuple), st.boolean
 def test_every_turn_begins_with_all_that_was_sampled(codecs: dict[str, ChatCodec], name: str) -> None:
     codec = codecs[name]
     longest = 0
+    calling = Wild((("calculator", {"expression": "1+1"}),), closed=True)
 
     @LIGHT
+    @example([{"role": "user", "content": "Why?"}], [calling] * 4, ["2"])  # chance alone may draw only short exchanges
     @given(questions, st.lists(wild_turns, min_size=1, max_size=8), answers)
     def check(question: Any, turns: list[Wild], said_by_tools: list[str]) -> None:
         nonlocal longest

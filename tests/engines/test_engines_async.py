@@ -28,7 +28,7 @@ def by_core(requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Genera
     """The specification: the same requests on a core without threads."""
     core = EngineCore(make_model(), num_pages=400)
     added = [core.add(prompt, params) for prompt, params in requests]
-    while core.scheduler.busy:
+    while core.busy:
         core.step()
     return [request.result() for request in added]
 
@@ -76,7 +76,7 @@ def idle(engine: EmbeddedEngine) -> bool:
     """Nothing runs, nobody waits, and every page is free or in the prefix cache."""
     core = engine.core
     pages_back = core.pool.num_free + len(core.index) == core.pool.num_pages
-    return not core.scheduler.busy and not engine._waiters and pages_back
+    return not core.busy and not engine._waiters and pages_back
 
 
 async def test_it_is_an_engine(engine: EmbeddedEngine) -> None:
@@ -253,7 +253,7 @@ def test_abort_ends_preempted_requests_too() -> None:
     core.scheduler.preempt(second)
     fresh = core.add([1, 2, 3], SamplingParams(max_tokens=5))
     assert core.commit_weights() == [first, second]
-    while core.scheduler.busy:
+    while core.busy:
         core.step()
     assert (second.result().finish, fresh.result().finish) == ("abort", "length")
     assert [s.version for s in second.result().spans] == [0]
@@ -271,7 +271,7 @@ async def test_a_failing_step_reaches_all_who_wait_and_all_who_come_later() -> N
     def broken(*args: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    engine.core.runner.run = broken  # type: ignore[method-assign, assignment]
+    engine.core.runner.launch = broken  # type: ignore[method-assign, assignment]
     gate.open()
     async with asyncio.timeout(PATIENCE):
         outcomes = await asyncio.gather(*running, arriving, return_exceptions=True)

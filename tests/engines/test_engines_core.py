@@ -27,7 +27,7 @@ def prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
 
 
 def drain(core: EngineCore) -> None:
-    while core.scheduler.busy:
+    while core.busy:
         core.step()
 
 
@@ -151,6 +151,7 @@ def test_growth_preempts_the_youngest(model):
         core.step()
     core.pool.release(old.pages[5:])  # as if it had begun with less than it may need
     del old.pages[5:]
+    core.slots.set_pages(old)
     young = core.add(prompts(1, 12, 12, seed=2)[0], SamplingParams(max_tokens=30, seed=1))
     drain(core)
     assert core.scheduler.preemptions >= 1

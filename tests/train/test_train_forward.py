@@ -237,7 +237,7 @@ def sampled_by_engine(model: PreTrainedModel, temperature: float) -> list[Segmen
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (3, 20, 11)]
     requests = [core.add(p, SamplingParams(max_tokens=15, temperature=temperature, top_p=0.9, seed=1)) for p in prompts]
-    while core.scheduler.busy:
+    while core.busy:
         core.step()
     return [Segment(prompt_ids=tuple(p)).append_sampled(r.result()) for p, r in zip(prompts, requests, strict=True)]
 

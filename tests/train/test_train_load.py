@@ -35,7 +35,7 @@ def test_a_real_gguf_model_loads_answers_and_saves(tmp_path):
     core = EngineCore(model, EngineSettings(max_model_len=128), num_pages=16)
     prompt = codec.encode_prompt([{"role": "user", "content": "What is the capital of France?"}])
     request = core.add(prompt, SamplingParams(temperature=0, max_tokens=12, stop_ids=codec.stop_ids))
-    while core.scheduler.busy:
+    while core.busy:
         core.step()
     assert "Paris" in codec.decode(request.ids[len(prompt) :])
     model.save_pretrained(tmp_path)

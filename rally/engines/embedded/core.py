@@ -7,9 +7,10 @@ ends exactly once, with `stop`, `length` or `abort`.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -19,8 +20,9 @@ from rally.engines.embedded import attention
 from rally.engines.embedded.pages import KVStore, PagePool
 from rally.engines.embedded.prefixes import PrefixIndex
 from rally.engines.embedded.request import Request
-from rally.engines.embedded.runner import ModelRunner
-from rally.engines.embedded.scheduler import Scheduler
+from rally.engines.embedded.runner import ModelRunner, Pending, Runner
+from rally.engines.embedded.scheduler import Plan, Scheduler
+from rally.engines.embedded.slots import Ints, Slots
 from rally.types import FinishReason, SamplingParams
 
 InFlight = Literal["abort", "keep", "recompute"]
@@ -108,18 +110,21 @@ class EngineCore:
             dtype=model.dtype,
             device=model.device,
         )
-        self.pool = PagePool(pages)
+        stride = -(-self.settings.max_model_len // self.settings.page_size)
+        self.pool = PagePool(pages, stride)
         self.index = PrefixIndex(self.pool, self.settings.page_size)
+        self.slots = Slots(self.settings.max_num_seqs, self.settings.max_model_len, self.settings.page_size)
         self.scheduler = Scheduler(
             self.pool,
             self.index,
-            store,
-            max_num_seqs=self.settings.max_num_seqs,
+            self.slots,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            share_pages=False,
+            eos_ids=frozenset(eos_ids),
         )
         self.model = model
-        self.runner = ModelRunner(model, store)
-        self.eos_ids = frozenset(eos_ids)
+        self.runner: Runner = ModelRunner(model, store, self.slots, stride)
+        self._launched: _Launched | None = None
         self.decode = decode
         self.steps = 0
         self._vocabulary: int = model.config.get_text_config().vocab_size
@@ -153,28 +158,62 @@ class EngineCore:
         self.scheduler.add(request)
         return request
 
+    @property
+    def busy(self) -> bool:
+        return self._launched is not None or self.scheduler.busy
+
     def step(self) -> list[Request]:
-        """Run one forward; returns the requests it finished."""
+        """Launch one forward and read one back (the same, or the one before); returns the requests that finished."""
         assert not self.model.training, "the engine samples in eval mode; training must have ended"
         plan = self.scheduler.plan()
-        if not plan:
-            assert not self.scheduler.busy, "work is left but none could be planned"
-            return []
-        sampled = self.runner.run(plan)
+        last, self._launched = self._launched, None
+        if plan:
+            self._launched = self._launch(plan)
+        else:
+            assert last or not self.scheduler.busy, "work is left but none could be planned"
+        if self._launched and not self.runner.ahead:
+            last, self._launched = self._launched, None
+        return self._read_back(last) if last else []
+
+    def drain(self) -> list[Request]:
+        """Read back what is still in flight; returns the requests that finished by it."""
+        last, self._launched = self._launched, None
+        return self._read_back(last) if last else []
+
+    def _launch(self, plan: Plan) -> _Launched:
+        samplers = plan.samplers
+        launched = _Launched(samplers, self.slots.serial[samplers], self.runner.launch(plan))
         self.steps += 1
-        for request, start, tokens in plan:
-            request.computed = start + tokens
-            if start // self.settings.page_size != request.computed // self.settings.page_size:
-                self.scheduler.remember(request)
-        samplers = [work.request for work in plan if work.samples]
+        for chunk in plan.chunks:
+            request = self.slots.requests[chunk.slot]
+            assert request is not None
+            done = chunk.start + chunk.tokens
+            self.scheduler.remember(request, done - done % self.settings.page_size)
+        return launched
+
+    def _read_back(self, launched: _Launched) -> list[Request]:
+        slots, sampled = self.slots, launched.pending.result()
+        current = slots.serial[launched.samplers] == launched.serials  # the others left meanwhile
+        chosen, ids = launched.samplers[current], sampled.ids[current]
+        first = chosen[slots.known[chosen] == slots.prompt[chosen]]
+        slots.push(chosen, ids, sampled.logprobs[current], sampled.sampling_logprobs[current])
+        for slot in first.tolist():
+            self._request(slot).first_token = time.perf_counter()
+        stopped = slots.stopped(chosen, ids)
+        ended = stopped | (slots.known[chosen] == slots.limit[chosen]) | slots.strings[chosen]
         finished = []
-        for request, token, logprob, filtered in zip(samplers, *sampled, strict=True):
-            request.push(token, logprob, filtered, self.version)
-            request.finish = self._finish_reason(request, token)
+        for slot, stop in zip(chosen[ended].tolist(), stopped[ended].tolist(), strict=True):
+            request = self._request(slot)
+            request.finish = self._finish_reason(request, stop)
             if request.finish is not None:
                 finished.append(request)
                 self.scheduler.finish(request)
         return finished
+
+    def _request(self, slot: int) -> Request:
+        request = self.slots.requests[slot]
+        assert request is not None, "an empty slot"
+        return request
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests now with finish `abort`; what they sampled stays in them."""
@@ -185,33 +224,40 @@ class EngineCore:
 
     def commit_weights(self) -> list[Request]:
         """The module's weights have changed: begin a new version. Returns the requests that policy `abort` ended."""
+        assert self._launched is None, "steps in flight must be drained before weights change"
         scheduler = self.scheduler
+        for request in scheduler.running:
+            request.close_span(scheduler.version, int(self.slots.known[request.slot]) - request.prompt_len)
+        in_flight = [*scheduler.running, *(r for r in scheduler.waiting if r.sampled)]  # the latter were preempted
+        if self.settings.in_flight == "abort":
+            self.abort(in_flight)
         scheduler.version += 1
         self.index.forget(keep_version=scheduler.version)
         if self.settings.in_flight == "keep":
             for request in scheduler.running:
                 request.pure_version = None
-            return []
         if self.settings.in_flight == "recompute":
             for request in list(reversed(scheduler.running)):
                 scheduler.preempt(request)
-            return []
-        in_flight = [*scheduler.running, *(r for r in scheduler.waiting if r.sampled)]  # the latter were preempted
-        self.abort(in_flight)
-        self.index.forget(keep_version=scheduler.version)
-        return in_flight
+        return in_flight if self.settings.in_flight == "abort" else []
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        params = request.params
-        if token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos):
+    def _finish_reason(self, request: Request, stopped: bool) -> FinishReason | None:
+        if stopped or (request.params.stop and self._stop_string(request)):
             return "stop"
-        if params.stop and self._stop_string(request):
-            return "stop"
-        return "length" if request.sampled >= params.max_tokens else None
+        return "length" if self.slots.known[request.slot] == self.slots.limit[request.slot] else None
 
     def _stop_string(self, request: Request) -> bool:
         """Whether a stop string appeared with the last token; a token is at least a byte, so a tail is enough."""
         assert self.decode is not None
         tail = 4 * max(len(s) for s in request.params.stop) + 8
-        text = self.decode(request.ids[max(request.prompt_len, len(request.ids) - tail) :])
+        ids = self.slots.history(request)
+        text = self.decode(ids[max(request.prompt_len, len(ids) - tail) :])
         return any(s in text for s in request.params.stop)
+
+
+class _Launched(NamedTuple):
+    """A step in flight: the slots that get a token by it, and who was in them."""
+
+    samplers: Ints
+    serials: Ints
+    pending: Pending

@@ -84,6 +84,7 @@ class EmbeddedEngine:
     def updating(self) -> Iterator[None]:
         """Change the weights inside; at the end they are a new version."""
         with self._lock:
+            self._deliver(self.core.drain())
             try:
                 yield
             finally:  # an update that failed half way has changed weights too
@@ -99,7 +100,7 @@ class EmbeddedEngine:
         seconds = 0.0
         while self._wait_for_work():
             try:
-                if seconds < SHORT_STEP:
+                if seconds < SHORT_STEP and not self.core.runner.ahead:
                     self._let_callers_rest()
                 with self._lock:
                     self._take_arrivals()
@@ -118,7 +119,7 @@ class EmbeddedEngine:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._closed or self._arrivals or self._departures or self.core.scheduler.busy):
+            while not (self._closed or self._arrivals or self._departures or self.core.busy):
                 self._wake.wait()
             return not self._closed
 

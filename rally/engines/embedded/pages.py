@@ -1,7 +1,8 @@
 """KV pages: every page is free, or owned by as many holders as its reference count says.
 
 Pages are handed out as one consecutive run where possible, because a backend without a paged kernel can then read a
-history as a plain view of the pool instead of copying it together at every step.
+history as a plain view of the pool instead of copying it together at every step. Runs begin at multiples of `stride`
+where possible, so that many of them are one regular view.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 FREE = b"\x01"
 
@@ -16,24 +18,38 @@ FREE = b"\x01"
 class PagePool:
     """Page numbers and their reference counts; knows nothing of tensors."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, stride: int = 1) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
+        self.stride = stride
         self.num_free = num_pages
         self._free = bytearray(FREE * num_pages)
         self._references = [0] * num_pages
-        self._cursor = 0
+        self._cursor = self._stretch = 0  # where the last search ended
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages, consecutive if such a run is free; None if there are not that many."""
         if count > self.num_free:
             return None
-        pages = self._run(count) or self._scattered(count)
+        pages = self._aligned(count) or self._run(count) or self._scattered(count)
         for page in pages:
             self._free[page] = 0
             self._references[page] = 1
         self.num_free -= count
         return pages
+
+    def _aligned(self, count: int) -> list[int] | None:
+        """A run from a multiple of the stride on, in a stretch of which nobody holds a page."""
+        if not 1 < count <= self.stride:
+            return None
+        pattern = FREE * self.stride
+        stretches = self.num_pages // self.stride
+        for i in range(self._stretch, self._stretch + stretches):
+            first = i % stretches * self.stride
+            if self._free.startswith(pattern, first):
+                self._stretch = i + 1
+                return list(range(first, first + count))
+        return None
 
     def _run(self, count: int) -> list[int] | None:
         pattern = FREE * count
@@ -70,7 +86,10 @@ class PagePool:
 
 
 class KVStore:
-    """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size]."""
+    """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size].
+
+    One page more than the pool knows of is there for padding tokens to write to.
+    """
 
     def __init__(
         self,
@@ -84,25 +103,34 @@ class KVStore:
         device: torch.device,
     ) -> None:
         self.page_size = page_size
-        shape = (num_pages * page_size, kv_heads, head_dim)
+        self.num_pages = num_pages
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.paged = torch.zeros(
+            (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim), dtype=dtype, device=device
+        )
+        slots = self.paged.flatten(1, 2)
+        self.keys: list[Tensor] = list(slots[:num_layers])
+        self.values: list[Tensor] = list(slots[num_layers:])
 
-    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy whole pages, layer by layer; a stretch that is consecutive on both sides is one copy."""
-        assert len(source) == len(target)
-        for a, b, pages in _stretches(source, target):
-            for tensor in (*self.keys, *self.values):
-                paged = tensor.view(-1, self.page_size * tensor.shape[1] * tensor.shape[2])
-                paged[b : b + pages] = paged[a : a + pages]
+    @property
+    def device(self) -> torch.device:
+        return self.paged.device
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages of all layers; every page is read before any is written."""
+        if self.device.type != "cpu":
+            source, target = torch.tensor(copies, device=self.device).T
+            self.paged[:, target] = self.paged[:, source]
+            return
+        for a, b, pages in _stretches(copies):
+            self.paged[:, b : b + pages] = self.paged[:, a : a + pages]
 
 
-def _stretches(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _stretches(copies: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """(first source page, first target page, pages) of each stretch that goes up by one on both sides."""
     start = 0
-    for i in range(1, len(source) + 1):
-        goes_on = i < len(source) and source[i] == source[i - 1] + 1 and target[i] == target[i - 1] + 1
+    for i in range(1, len(copies) + 1):
+        goes_on = i < len(copies) and copies[i] == (copies[i - 1][0] + 1, copies[i - 1][1] + 1)
         if not goes_on:
-            yield source[start], target[start], i - start
+            yield *copies[start], i - start
             start = i

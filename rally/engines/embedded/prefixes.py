@@ -86,7 +86,9 @@ class PrefixIndex:
             node = child
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody but the index holds, least recently used leaves first."""
+        """Free pages that nobody but the index holds, least recently used leaves first: `count` of them if there are so
+        many, and at least a small share of the pool, because looking for them costs more than freeing them."""
+        count = max(count, self.pool.num_pages // 64)
         leaves = [(n.stamp, id(n), n) for n in self._nodes() if not n.children and self.pool.references(n.page) == 1]
         heapq.heapify(leaves)
         freed = 0

@@ -1,4 +1,7 @@
-"""One request inside the engine: its tokens so far, and how much of their KV is in pages."""
+"""One request: its tokens when it is not running, and what remains of it when it ends.
+
+While a request runs, its tokens live in a row of `Slots`; they come back here when it finishes or is preempted.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`ids` is the prompt and everything sampled; the first `computed` of them have their KV in `pages`."""
+    """`ids` is the prompt and everything sampled before it last left its slot (-1: it has none)."""
 
     prompt_len: int
     ids: list[int]
     params: SamplingParams
     seed: int
+    slot: int = -1
     pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    indexed: int = 0  # pages already handed to the prefix index
+    indexed: int = 0  # tokens already handed to the prefix index
     pure_version: int | None = None  # the one weight version all its KV was computed under; None when mixed
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -39,27 +42,18 @@ class Request:
         return len(self.ids) - self.prompt_len
 
     @property
-    def remaining(self) -> int:
-        """Tokens that must still be run through the model before the next one can be sampled."""
-        return len(self.ids) - self.computed
-
-    @property
     def total_tokens(self) -> int:
         """The most tokens it can ever have."""
         return self.prompt_len + self.params.max_tokens
 
-    def push(self, token: int, logprob: float, sampling_logprob: float, version: int) -> None:
-        """Append one sampled token with everything that belongs to it."""
-        at = self.sampled
-        if at == 0:
-            self.first_token = time.perf_counter()
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.sampling_logprobs.append(sampling_logprob)
+    def close_span(self, version: int, sampled: int) -> None:
+        """Everything up to the `sampled`-th token that no span covers yet was sampled under `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        if sampled == start:
+            return
         if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = WeightSpan(version, self.spans[-1].start, at + 1)
-        else:
-            self.spans.append(WeightSpan(version, at, at + 1))
+            start = self.spans.pop().start
+        self.spans.append(WeightSpan(version, start, sampled))
 
     def result(self) -> Generation:
         assert self.finish is not None, "still running"

@@ -1,52 +1,106 @@
-"""Runs one step of planned work through the trainer's own module and returns a sampled token per finished chunk."""
+"""Runs one step of planned work through the trainer's own module and samples a token per finished chunk.
+
+This is the plain way, for any device: compute at once, read the result back at once. The fast way on a GPU
+(gpu_runner.py) does the same and is tested against it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention import head_logits, packed_hidden
-from rally.engines.embedded.paged import PagedAttention, Row
+from rally.engines.embedded.paged import PagedAttention, Rows
 from rally.engines.embedded.pages import KVStore
-from rally.engines.embedded.sampler import Sampled, sample
-from rally.engines.embedded.scheduler import Work
+from rally.engines.embedded.sampler import Draw, Sampled, sample
+from rally.engines.embedded.scheduler import Plan
+from rally.engines.embedded.slots import Ints, Slots
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def result(self) -> Sampled:
+        """One token for each of the plan's samplers; waits until the step has run."""
+        ...
+
+
+class Runner(Protocol):
+    """Owns no weights: the module is the trainer's. `ahead`: a step may be launched before the last is read back."""
+
+    ahead: bool
+
+    def launch(self, plan: Plan) -> Pending:
+        """Copy pages, compute the planned tokens, write their KV, sample."""
+        ...
+
+
+class Tokens(NamedTuple):
+    """The packed tokens of a plan: their ids, their positions in their histories, their places in the KV store, and
+    which of them predict a token to be sampled."""
+
+    ids: Ints
+    positions: Ints
+    places: Ints
+    last: Ints
+
+
+def packed_tokens(plan: Plan, slots: Slots, page_size: int) -> Tokens:
+    """Decoding slots first, a token each (already counted as computed), then the chunks."""
+    decodes = plan.decodes
+    owners = [decodes] + [np.full(c.tokens, c.slot) for c in plan.chunks]
+    places = [slots.computed[decodes] - 1] + [np.arange(c.start, c.start + c.tokens) for c in plan.chunks]
+    owner, positions = np.concatenate(owners), np.concatenate(places)
+    ends = len(decodes) + np.cumsum([c.tokens for c in plan.chunks], dtype=np.int64) - 1
+    samples = [end for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.samples]
+    pages = slots.table_SP[owner, positions // page_size].astype(np.int64)
+    return Tokens(
+        ids=slots.ids[owner, positions].astype(np.int64),
+        positions=positions,
+        places=pages * page_size + positions % page_size,
+        last=np.append(np.arange(len(decodes)), samples).astype(np.int64),
+    )
+
+
+class Done(NamedTuple):
+    """A step that has already run."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
 
 
 class ModelRunner:
-    """Owns no weights: the module is the trainer's."""
+    """One step at a time, through the module's own forward."""
 
-    def __init__(self, model: PreTrainedModel, store: KVStore) -> None:
-        self.model = model
-        self.store = store
+    ahead = False
+
+    def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
+        self.model, self.store, self.slots, self.stride = model, store, slots, stride
 
     @torch.no_grad()
-    def run(self, plan: Sequence[Work]) -> Sampled:
-        """Compute the planned tokens, write their KV, and sample for every work that `samples`, in plan order."""
-        device = self.store.keys[0].device
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[Row] = []
-        last: list[int] = []
-        for request, start, count in plan:
-            rows.append(Row(len(ids), count, start, request.pages))
-            ids.extend(request.ids[start : start + count])
-            positions.extend(range(start, start + count))
-            slots.extend(self._slots(request.pages, start, count))
-            last.append(len(ids) - 1)
-        context = PagedAttention(self.store, rows, torch.tensor(slots, device=device))
-        hidden = packed_hidden(
-            self.model, torch.tensor(ids, device=device), torch.tensor(positions, device=device), context
+    def launch(self, plan: Plan) -> Done:
+        if plan.copies:
+            self.store.copy_pages(plan.copies)
+        device = self.store.device
+        ids, positions, places, last = (
+            torch.from_numpy(x).to(device) for x in packed_tokens(plan, self.slots, self.store.page_size)
         )
-        chosen = [(work.request, at) for work, at in zip(plan, last, strict=True) if work.samples]
-        if not chosen:
-            return Sampled([], [], [])
-        logits = head_logits(self.model, hidden[torch.tensor([at for _, at in chosen], device=device)])
-        requests = [request for request, _ in chosen]
-        return sample(logits, [r.params for r in requests], [r.seed for r in requests], [r.sampled for r in requests])
+        context = PagedAttention(self.store, self._rows(plan), places, self.stride)
+        hidden = packed_hidden(self.model, ids, positions, context)
+        if not len(last):
+            nothing = np.empty(0, np.float32)
+            return Done(Sampled(np.empty(0, np.int64), nothing, nothing))
+        draw = Draw.of(self.slots, plan.samplers)
+        return Done(sample(head_logits(self.model, hidden[last]), draw))
 
-    def _slots(self, pages: Sequence[int], start: int, count: int) -> list[int]:
-        size = self.store.page_size
-        return [pages[p // size] * size + p % size for p in range(start, start + count)]
+    def _rows(self, plan: Plan) -> Rows:
+        slots, ones = self.slots, np.ones(len(plan.decodes), np.int64)
+        tokens = np.append(ones, [c.tokens for c in plan.chunks]).astype(np.int64)
+        starts = np.append(slots.computed[plan.decodes] - 1, [c.start for c in plan.chunks]).astype(np.int64)
+        owners = np.append(plan.decodes, [c.slot for c in plan.chunks]).astype(np.int64)
+        return Rows(np.cumsum(tokens) - tokens, tokens, starts, slots.table_SP[owners])

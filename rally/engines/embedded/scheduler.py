@@ -7,40 +7,73 @@ is computed again later), and of several requests with the same prefix only one 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from rally.engines.base import EngineError
-from rally.engines.embedded.pages import KVStore, PagePool
+from rally.engines.embedded.pages import PagePool
 from rally.engines.embedded.prefixes import Match, PrefixIndex
 from rally.engines.embedded.request import Request
+from rally.engines.embedded.slots import Ints, Slots
 
 
-class Work(NamedTuple):
-    """Run tokens [start, start + tokens) of `request` through the model."""
+class Chunk(NamedTuple):
+    """Run tokens [start, start + tokens) of the request in `slot`; `samples` if they reach its last known token."""
 
-    request: Request
+    slot: int
     start: int
     tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it."""
+
+    decodes: Ints
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def samples(self) -> bool:
-        """Whether this chunk reaches the last known token, so that a new one can be sampled."""
-        return self.start + self.tokens == len(self.request.ids)
+    def samplers(self) -> Ints:
+        """The slots that get a new token, in the order of the plan."""
+        return np.append(self.decodes, [c.slot for c in self.chunks if c.samples]).astype(np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.decodes) or self.chunks)
 
 
 class Scheduler:
-    """Waiting and running requests, and the pages they hold."""
+    """Waiting and running requests, and the pages they hold.
+
+    Where the attention kernel reads scattered pages (`share_pages`), a request shares the pages of a cached prefix and
+    takes new ones as it grows. Where it does not, a request owns a consecutive run for all it may ever need, into which
+    the prefix is copied.
+    """
 
     def __init__(
-        self, pool: PagePool, index: PrefixIndex, store: KVStore, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        pool: PagePool,
+        index: PrefixIndex,
+        slots: Slots,
+        *,
+        max_num_batched_tokens: int,
+        share_pages: bool,
+        eos_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.pool, self.index, self.store = pool, index, store
-        self.max_num_seqs = max_num_seqs
+        self.pool, self.index, self.slots = pool, index, slots
+        self.page_size = index.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.share_pages = share_pages
+        self.eos_ids = eos_ids
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.version = 0
         self.preemptions = 0
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def busy(self) -> bool:
@@ -50,130 +83,174 @@ class Scheduler:
         if self._pages_for(request.total_tokens) > self.pool.num_pages:
             raise EngineError(
                 f"a request of {request.prompt_len} prompt tokens and up to {request.params.max_tokens} new ones can "
-                f"never fit the {self.pool.num_pages * self.store.page_size} tokens of KV memory; shorten it or give "
+                f"never fit the {self.pool.num_pages * self.page_size} tokens of KV memory; shorten it or give "
                 "the engine more memory (rollout.gpu_memory_utilization)"
             )
         self.waiting.append(request)
 
-    def plan(self) -> list[Work]:
-        """The work of the next step, decodes first. Empty only when nothing is left to do."""
-        decodes = self._plan_decodes()
+    def plan(self) -> Plan:
+        """The work of the next step. Empty when nothing can be done before a launched step has been read back."""
+        slots = self.slots
+        wanting = slots.planned < slots.limit
+        self._grow(np.flatnonzero(wanting & (slots.planned - slots.computed == 1)))
+        wanting = slots.planned < slots.limit  # growing may have preempted some
+        left = np.where(wanting, slots.planned - slots.computed, 0)
+        decodes = np.flatnonzero(left == 1)
         budget = self.max_num_batched_tokens - len(decodes)
-        prefills: list[Work] = []
-        for request in [r for r in self.running if r.remaining > 1]:
-            budget = self._plan_chunk(request, budget, prefills)
-        self._admit(budget, prefills, decodes)
-        return decodes + prefills
+        chunks: list[Chunk] = []
+        unfinished = (r for r in self.running if left[r.slot] > 1) if (left > 1).any() else ()
+        for request in unfinished:
+            budget = self._plan_chunk(request, budget, chunks)
+        if self.waiting:
+            self._admit(budget, chunks)
+        copies, self._copies = self._copies, []
+        plan = Plan(decodes=decodes, chunks=chunks, copies=copies)
+        self._advance(plan)
+        return plan
 
-    def _plan_decodes(self) -> list[Work]:
-        decodes: list[Work] = []
-        for request in list(self.running):
-            if request.remaining == 1 and request.pages and self._extend(request, len(request.ids)):
-                decodes.append(Work(request, request.computed, 1))
-        return [work for work in decodes if work.request.pages]  # a later one may have preempted an earlier one
+    def _advance(self, plan: Plan) -> None:
+        """Count the planned tokens as computed, and those to be sampled as planned."""
+        slots = self.slots
+        slots.computed[plan.decodes] += 1
+        for chunk in plan.chunks:
+            slots.computed[chunk.slot] += chunk.tokens
+        slots.planned[plan.samplers] += 1
 
-    def _plan_chunk(self, request: Request, budget: int, plan: list[Work]) -> int:
-        count = min(request.remaining, budget)
-        if count > 0 and request.pages and self._extend(request, request.computed + count):
-            plan.append(Work(request, request.computed, count))
-            return budget - count
-        return budget
+    def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        slots, slot = self.slots, request.slot
+        start, planned = int(slots.computed[slot]), int(slots.planned[slot])
+        count = min(planned - start, budget)
+        if count > 0:
+            chunks.append(Chunk(slot, start, count, start + count == planned))
+        return budget - max(0, count)
 
-    def _admit(self, budget: int, prefills: list[Work], decodes: list[Work]) -> None:
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Take in waiting requests. One whose next page is being computed by another waits one step and shares it."""
-        computing = {key for work in prefills for key in self._uncomputed_pages(work.request)}
+        computing = {key for chunk in chunks for key in self._uncomputed_pages(chunk.slot)}
         passed_over: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0 and self.slots.num_free:
             request = self.waiting.popleft()
             cached = self.index.match(self.version, request.ids[:-1])
-            if computing and self._page_key(request, cached.tokens // self.store.page_size) in computing:
+            if computing and self._next_page(request, cached.tokens) in computing:
                 passed_over.append(request)
                 continue
             if not self._place(request, cached):
                 self.waiting.appendleft(request)
                 break
             self.running.append(request)
-            computing.update(self._uncomputed_pages(request))
-            target = decodes if request.remaining == 1 else prefills
-            budget = self._plan_chunk(request, budget, target)
+            computing.update(self._uncomputed_pages(request.slot))
+            budget = self._plan_chunk(request, budget, chunks)
         self.waiting.extendleft(reversed(passed_over))
 
     def _place(self, request: Request, cached: Match) -> bool:
-        """Give a waiting request its pages: a fresh run with the cached prefix copied in."""
+        """Give a waiting request a slot and its pages; False if there are not enough."""
         self.pool.share(cached.pages)
-        wanted = self._pages_for(request.total_tokens)
-        pages = self._take(wanted)
-        if pages is None and not self.running:  # alone, it may begin with less than it may ever need
-            pages = self._take(self._pages_for(len(request.ids)))
-        if pages is not None:
-            self.store.copy_pages(cached.pages, pages[: len(cached.pages)])
-            request.pages = pages
-            request.computed = cached.tokens
-            request.indexed = cached.tokens // self.store.page_size
+        placed = self._shared_pages(request, cached) if self.share_pages else self._own_pages(request, cached)
+        if placed:
+            request.indexed = cached.tokens
             request.pure_version = self.version
+            self.slots.enter(request, cached.tokens, self.eos_ids)
             if not request.admitted_once:
-                request.cached_tokens = request.computed
+                request.cached_tokens = cached.tokens
                 request.admitted_once = True
         self.pool.release(cached.pages)
-        return pages is not None
+        if not placed and cached.pages and not self.running:  # even the prefix it would have used must give way
+            return self._place(request, Match([], 0))
+        return placed
 
-    def _extend(self, request: Request, tokens: int) -> bool:
-        """Make room for `tokens` tokens of `request`, preempting younger requests if need be."""
-        missing = self._pages_for(tokens) - len(request.pages)
-        while missing > 0:
-            pages = self._take(missing)
-            if pages is not None:
-                request.pages.extend(pages)
-                return True
-            victim = self.running[-1]
-            self.preempt(victim)
-            if victim is request:
-                return False
+    def _own_pages(self, request: Request, cached: Match) -> bool:
+        pages = self._take(self._pages_for(request.total_tokens))
+        if pages is None and not self.running:  # alone, it may begin with less than it may ever need
+            pages = self._take(self._pages_for(len(request.ids)))
+        if pages is None:
+            return False
+        self._copies += zip(cached.pages, pages, strict=False)
+        request.pages = pages
         return True
 
-    def _take(self, count: int) -> list[int] | None:
-        if count > self.pool.num_free:
-            self.index.evict(count - self.pool.num_free)
+    def _shared_pages(self, request: Request, cached: Match) -> bool:
+        whole = cached.tokens // self.page_size
+        missing = self._pages_for(len(request.ids)) - whole
+        room = len(self.running) if self.running else 0  # so that those who run can grow before anyone is preempted
+        pages = self._take(missing, keep=room)
+        if pages is None:
+            return False
+        self.pool.share(cached.pages[:whole])
+        self._copies += zip(cached.pages[whole:], pages, strict=False)  # a page held in part is copied
+        request.pages = [*cached.pages[:whole], *pages]
+        return True
+
+    def _grow(self, decoding: Ints) -> None:
+        """Give each slot that decodes a page for its next token, preempting the youngest requests if need be."""
+        slots = self.slots
+        short = decoding[slots.computed[decoding] // self.page_size >= slots.pages[decoding]]
+        for slot in short.tolist():
+            request = slots.requests[slot]
+            while request is not None and request.slot == slot:
+                pages = self._take(1)
+                if pages is not None:
+                    request.pages += pages
+                    slots.set_pages(request, len(request.pages) - 1)
+                    break
+                self.preempt(self.running[-1])
+
+    def _take(self, count: int, keep: int = 0) -> list[int] | None:
+        """`count` pages such that `keep` more stay free; cached prefixes that nobody uses give way."""
+        missing = count + keep - self.pool.num_free
+        if missing > 0 and self.index.evict(missing) < missing:
+            return None
         return self.pool.allocate(count)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages; it is computed again from its tokens when there is room."""
-        self.running.remove(request)
-        self._drop_pages(request)
+        self._remove(request)
         self.waiting.appendleft(request)
         self.preemptions += 1
 
     def finish(self, request: Request) -> None:
-        """Remove a request, wherever it is; its full pages stay behind in the prefix index."""
-        if request in self.running:
-            self.running.remove(request)
-            self.remember(request, whole_pages=False)
-            self._drop_pages(request)
+        """Remove a request, wherever it is; the KV it computed stays behind in the prefix index."""
+        if request.slot >= 0:
+            self.remember(request, int(self.slots.known[request.slot]) - 1)
+            self._remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def remember(self, request: Request, whole_pages: bool = True) -> None:
-        """Offer the computed pages to the index, unless KV of several weight versions is mixed in them. A page that is
-        not full yet may be offered only when its request will write no more into it."""
-        full = request.computed // self.store.page_size
-        tokens = full * self.store.page_size if whole_pages else request.computed
-        if request.pure_version is not None and tokens > request.indexed * self.store.page_size:
-            self.index.insert(request.pure_version, request.ids[:tokens], request.pages)
-            request.indexed = full
+    def remember(self, request: Request, tokens: int) -> None:
+        """Offer the pages of the first `tokens` tokens to the index, unless KV of several weight versions is mixed in
+        them. The last page may be offered in part only when its request will write no more into it."""
+        tokens = min(tokens, int(self.slots.computed[request.slot]))
+        if request.pure_version is not None and tokens > request.indexed:
+            ids = self.slots.ids[request.slot, :tokens].tolist()
+            self.index.insert(request.pure_version, ids, request.pages)
+            request.indexed = tokens
 
-    def _drop_pages(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
+        self.running.remove(request)
+        sampled = int(self.slots.known[request.slot]) - request.prompt_len
+        request.close_span(self.version, sampled)
+        self.slots.leave(request)
         self.pool.release(request.pages)
-        request.pages, request.computed, request.indexed = [], 0, 0
-        request.pure_version = None
+        request.pages, request.indexed, request.pure_version = [], 0, None
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.store.page_size)
+        return -(-tokens // self.page_size)
 
-    def _page_key(self, request: Request, page: int) -> tuple[int, ...] | None:
-        end = (page + 1) * self.store.page_size
-        return tuple(request.ids[:end]) if end < len(request.ids) else None
+    def _page_names(self, ids: Sequence[int], first: int, last: int) -> list[int]:
+        """Names of whole pages [first, last), each standing for itself and all before it."""
+        names, name, size = [], 0, self.page_size
+        for page in range(last):
+            name = hash((name, tuple(ids[page * size : (page + 1) * size])))
+            names.append(name)
+        return names[first:]
 
-    def _uncomputed_pages(self, request: Request) -> list[tuple[int, ...]]:
-        first, last = request.computed // self.store.page_size, (len(request.ids) - 1) // self.store.page_size
-        keys = (self._page_key(request, page) for page in range(first, last))
-        return [key for key in keys if key is not None]
+    def _next_page(self, request: Request, computed: int) -> int | None:
+        """The name of the page a waiting request would compute first, if its prompt fills it."""
+        page = computed // self.page_size
+        if (page + 1) * self.page_size >= len(request.ids):
+            return None
+        return self._page_names(request.ids, page, page + 1)[0]
+
+    def _uncomputed_pages(self, slot: int) -> list[int]:
+        known = int(self.slots.known[slot])
+        first, last = int(self.slots.computed[slot]) // self.page_size, (known - 1) // self.page_size
+        return self._page_names(self.slots.ids[slot, :known].tolist(), first, last) if first < last else []

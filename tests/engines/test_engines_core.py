@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import VOCABULARY, full_logprobs, make_model
 from transformers import PreTrainedModel
@@ -14,6 +14,13 @@ from rally.engines.embedded import EngineCore, EngineSettings
 from rally.types import SamplingParams
 
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True, params=["gather", "paged"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test holds for plain torch and for the paged kernels (here their specification) with fused layers."""
+    monkeypatch.setattr(EngineCore, "_paged", lambda *_: request.param == "paged")
+    return str(request.param)
 
 
 @pytest.fixture
@@ -98,6 +105,7 @@ def test_weight_update_never_serves_old_kv():
 def _update_after(core, steps, other):
     for _ in range(steps):
         core.step()
+    core.drain()
     core.model.load_state_dict(other.state_dict())
     return core.commit_weights()
 
@@ -227,7 +235,7 @@ def test_a_request_larger_than_the_pool_is_refused(model):
         core.add([1] * 60, SamplingParams(max_tokens=60))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shared=st.integers(0, 40),
     tails=st.lists(st.integers(1, 30), min_size=1, max_size=6),
@@ -248,6 +256,7 @@ def test_any_mix_of_requests_agrees_with_the_full_forward(shared, tails, budget,
     versions = {0: make_model(seed=0), 1: make_model(seed=7)}
     for _ in range(update_at):
         core.step()
+    core.drain()
     core.model.load_state_dict(versions[1].state_dict())
     core.commit_weights()
     drain(core)

@@ -8,51 +8,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded import attention
+from rally.engines.embedded.kernels import has_triton
+from rally.engines.embedded.memory import kv_shape, plan_memory
 from rally.engines.embedded.pages import KVStore, PagePool
 from rally.engines.embedded.prefixes import PrefixIndex
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.runner import ModelRunner, Pending, Runner
 from rally.engines.embedded.scheduler import Plan, Scheduler
+from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.slots import Ints, Slots
 from rally.types import FinishReason, SamplingParams
-
-InFlight = Literal["abort", "keep", "recompute"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Sizes and policies of an embedded engine."""
-
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    page_size: int = 16
-    memory_share: float = 0.5  # of the memory free at start, for KV
-    in_flight: InFlight = "keep"
-    seed: int = 0
-
-
-def plan_pages(model: PreTrainedModel, settings: EngineSettings) -> int:
-    """How many KV pages: twice what full concurrency can use (the rest is prefix cache), within the memory share."""
-    tokens = 2 * settings.max_num_seqs * settings.max_model_len
-    budget = int(_free_bytes(model.device) * settings.memory_share) // kv_bytes_per_token(model)
-    pages = min(tokens, budget) // settings.page_size
-    if pages * settings.page_size < settings.max_model_len:
-        raise EngineError(
-            f"one history of rollout.max_model_len={settings.max_model_len} tokens does not fit into the "
-            f"{budget} tokens of KV that rollout.gpu_memory_utilization={settings.memory_share} allows; raise it, or "
-            "lower the lengths"
-        )
-    return pages
 
 
 def _check_length(model: PreTrainedModel, wanted: int) -> None:
@@ -62,26 +36,6 @@ def _check_length(model: PreTrainedModel, wanted: int) -> None:
             f"histories of up to {wanted} tokens were asked for, but the model was made for {most}; lower "
             "data.max_prompt_length, data.max_response_length or rollout.max_model_len"
         )
-
-
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    layers, heads, size = _kv_shape(model)
-    return 2 * layers * heads * size * torch.empty((), dtype=model.dtype).element_size()
-
-
-def _kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo", encoding="ascii") as info:
-        fields = dict(line.split(":", 1) for line in info)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class EngineCore:
@@ -99,18 +53,20 @@ class EngineCore:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings.max_model_len)
         attention.install(model)
-        layers, heads, size = _kv_shape(model)
-        pages = num_pages or plan_pages(model, self.settings)
+        shape = kv_shape(model)
+        pages = num_pages or plan_memory(model, self.settings).pages
         store = KVStore(
-            num_layers=layers,
+            num_layers=shape.layers,
             num_pages=pages,
             page_size=self.settings.page_size,
-            kv_heads=heads,
-            head_dim=size,
+            kv_heads=shape.heads,
+            head_dim=shape.size,
             dtype=model.dtype,
             device=model.device,
+            lend=self.settings.lend_memory and model.device.type == "cuda",
         )
-        stride = -(-self.settings.max_model_len // self.settings.page_size)
+        paged = self._paged(model)
+        stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
         self.index = PrefixIndex(self.pool, self.settings.page_size)
         self.slots = Slots(self.settings.max_num_seqs, self.settings.max_model_len, self.settings.page_size)
@@ -119,16 +75,31 @@ class EngineCore:
             self.index,
             self.slots,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            share_pages=False,
+            share_pages=paged,
             eos_ids=frozenset(eos_ids),
         )
-        self.model = model
-        self.runner: Runner = ModelRunner(model, store, self.slots, stride)
+        self.model, self.store = model, store
+        self.runner: Runner = (
+            self._fast_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
+        )
         self._launched: _Launched | None = None
         self.decode = decode
         self.steps = 0
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._seeds = itertools.count(self.settings.seed)
+
+    def _paged(self, model: PreTrainedModel) -> bool:
+        if self.settings.backend == "auto":
+            half = model.dtype in (torch.bfloat16, torch.float16)
+            return model.device.type == "cuda" and half and has_triton()
+        return self.settings.backend == "paged"
+
+    def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
+        from rally.engines.embedded.fast_runner import FastRunner
+
+        return FastRunner(
+            model, store, self.slots, max_tokens=self.settings.max_num_batched_tokens, eager=self.settings.eager
+        )
 
     @property
     def version(self) -> int:
@@ -222,6 +193,19 @@ class EngineCore:
                 request.finish = "abort"
                 self.scheduler.finish(request)
 
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        """KV memory is the device's while inside, if settings say so and nobody's history would be lost."""
+        lend = self.store.memory is not None and not self.busy
+        if lend:
+            self.index.forget()
+            self.store.give_back()
+        try:
+            yield
+        finally:
+            if lend:
+                self.store.take()
+
     def commit_weights(self) -> list[Request]:
         """The module's weights have changed: begin a new version. Returns the requests that policy `abort` ended."""
         assert self._launched is None, "steps in flight must be drained before weights change"
@@ -232,6 +216,7 @@ class EngineCore:
         if self.settings.in_flight == "abort":
             self.abort(in_flight)
         scheduler.version += 1
+        self.runner.weights_changed()
         self.index.forget(keep_version=scheduler.version)
         if self.settings.in_flight == "keep":
             for request in scheduler.running:

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.core import EngineCore, EngineSettings
+from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request import Request
+from rally.engines.embedded.settings import EngineSettings
 from rally.types import Generation, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
@@ -86,7 +87,8 @@ class EmbeddedEngine:
         with self._lock:
             self._deliver(self.core.drain())
             try:
-                yield
+                with self.core.memory_lent():
+                    yield
             finally:  # an update that failed half way has changed weights too
                 self._deliver(self.core.commit_weights())
 

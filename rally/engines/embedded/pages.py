@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rally.engines.embedded.device_memory import DeviceMemory
+
 FREE = b"\x01"
 
 
@@ -101,13 +103,17 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        lend: bool = False,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        shape = (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim)
+        size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+        self.memory = DeviceMemory(size, device) if lend else None
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        self.paged = torch.zeros(
-            (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim), dtype=dtype, device=device
-        )
+        self.paged = (
+            self.memory.tensor(shape, dtype) if self.memory else torch.empty(shape, dtype=dtype, device=device)
+        ).zero_()
         slots = self.paged.flatten(1, 2)
         self.keys: list[Tensor] = list(slots[:num_layers])
         self.values: list[Tensor] = list(slots[num_layers:])
@@ -115,6 +121,16 @@ class KVStore:
     @property
     def device(self) -> torch.device:
         return self.paged.device
+
+    def give_back(self) -> None:
+        """Hand the memory to the device; what it held is lost."""
+        assert self.memory is not None
+        self.memory.give_back()
+
+    def take(self) -> None:
+        assert self.memory is not None
+        self.memory.take()
+        self.paged.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages of all layers; every page is read before any is written."""

@@ -37,6 +37,10 @@ class Runner(Protocol):
         """Copy pages, compute the planned tokens, write their KV, sample."""
         ...
 
+    def weights_changed(self) -> None:
+        """A new weight version begins."""
+        ...
+
 
 class Tokens(NamedTuple):
     """The packed tokens of a plan: their ids, their positions in their histories, their places in the KV store, and
@@ -81,6 +85,9 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
         self.model, self.store, self.slots, self.stride = model, store, slots, stride
+
+    def weights_changed(self) -> None:
+        """Nothing here remembers weights."""
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> Done:

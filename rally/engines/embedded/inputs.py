@@ -1,0 +1,143 @@
+"""Everything one fast step needs from the host, as one flat buffer: one copy to the device, at fixed places.
+
+Shapes: T packed tokens, B decoding requests (the first tokens), R requests with a chunk, N tiles of chunks, S tokens
+to be sampled, P the width of the page table. Sizes may be padded up to a bucket's; padding does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rally.engines.embedded.runner import packed_tokens
+from rally.engines.embedded.sampler import uniforms
+from rally.engines.embedded.scheduler import Plan
+from rally.engines.embedded.slots import Slots
+from rally.kernels.tiles import extend_tiles
+
+SAMPLING = ("last", "slots", "temperature", "uniform")
+
+
+class Sizes(NamedTuple):
+    """The shape of a step; a CUDA graph belongs to one. `seats` is the most rows that can ever be sampled."""
+
+    tokens: int
+    decodes: int
+    chunks: int
+    tiles: int
+    samples: int
+    pages: int
+    seats: int
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        t, s = self.tokens, self.samples
+        return {
+            "last": (s,),
+            "slots": (s,),
+            "temperature": (s,),
+            "uniform": (s,),
+            "ids": (t,),
+            "source": (t,),  # the slot whose last sampled token this is, or -1: it is in ids
+            "positions": (t,),
+            "places": (t,),
+            "lengths": (self.decodes,),
+            "table": (self.decodes + self.chunks, self.pages),
+            "tiles": (self.tiles, 4),
+        }
+
+    def offsets(self) -> dict[str, int]:
+        """Where each field begins, in 4-byte words, at a multiple of 16 bytes. What sampling needs comes first and is
+        given all its seats, so that it is in the same place whatever else a step holds."""
+        result, at = {}, 0
+        for name, shape in self.fields().items():
+            result[name] = at
+            words = self.seats if name in SAMPLING else prod(shape)
+            at += -(-words // 4) * 4
+        result["end"] = at
+        return result
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The fields on the device."""
+
+    sizes: Sizes
+    ids: Tensor
+    source: Tensor
+    positions: Tensor
+    places: Tensor
+    lengths: Tensor
+    table: Tensor
+    tiles: Tensor
+    last: Tensor
+    slots: Tensor
+    temperature: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, sizes: Sizes) -> Inputs:
+        """Views of a flat int32 buffer."""
+        offsets = sizes.offsets()
+        views = {name: buffer[offsets[name] :][: prod(shape)].view(shape) for name, shape in sizes.fields().items()}
+        for name in ("temperature", "uniform"):
+            views[name] = views[name].view(torch.float32)
+        return cls(sizes, **views)
+
+
+class Place(NamedTuple):
+    """What padding points to: a place in the KV store that nobody reads, and a slot that nobody has."""
+
+    trash: int
+    no_slot: int
+
+
+def fill(
+    words: npt.NDArray[np.int32], sizes: Sizes, plan: Plan, slots: Slots, *, page_size: int, group: int, pad: Place
+) -> int:
+    """Write the plan into a host buffer; returns how many words were written."""
+    offsets = sizes.offsets()
+    words[: offsets["end"]] = 0
+
+    def put(name: str, values: npt.NDArray[np.generic]) -> None:
+        words[offsets[name] : offsets[name] + values.size] = values.reshape(-1)
+
+    decodes, tokens = plan.decodes, packed_tokens(plan, slots, page_size)
+    unread = slots.known[decodes] < slots.computed[decodes]  # its token is still on the device
+    put("ids", tokens.ids)
+    put("source", np.full(sizes.tokens, -1))
+    put("source", np.where(unread, decodes, -1))
+    put("positions", tokens.positions)
+    put("places", np.full(sizes.tokens, pad.trash))
+    put("places", tokens.places)
+    put("lengths", slots.computed[decodes])
+    put("table", slots.table_SP[decodes, : sizes.pages])
+    if plan.chunks:
+        table = slots.table_SP[[c.slot for c in plan.chunks], : sizes.pages]
+        at = offsets["table"] + sizes.decodes * sizes.pages
+        words[at : at + table.size] = table.reshape(-1)
+        put("tiles", extend_tiles(chunk_rows(plan, sizes.decodes), group))
+    samplers = plan.samplers
+    put("last", tokens.last)
+    put("slots", np.full(sizes.samples, pad.no_slot))
+    put("slots", samplers)
+    positions = slots.planned[samplers] - slots.prompt[samplers] - 1
+    put("temperature", slots.temperature[samplers].view(np.int32))
+    uniform = np.minimum(uniforms(slots.seed[samplers], positions), 1 - 2.0**-24).astype(np.float32)
+    put("uniform", uniform.view(np.int32))
+    return offsets["end"]
+
+
+def chunk_rows(plan: Plan, first_row: int) -> Sequence[tuple[int, int, int, int]]:
+    """(row of the page table, first packed token, tokens, position) of each chunk."""
+    rows, at = [], len(plan.decodes)
+    for i, chunk in enumerate(plan.chunks):
+        rows.append((first_row + i, at, chunk.tokens, chunk.start))
+        at += chunk.tokens
+    return rows

@@ -1,0 +1,77 @@
+"""How much memory a rollout takes, planned before the first step: KV pages, and what one step needs beside them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from rally.engines.base import EngineError
+from rally.engines.embedded.settings import EngineSettings
+
+
+class KVShape(NamedTuple):
+    layers: int
+    heads: int
+    size: int
+
+
+class MemoryPlan(NamedTuple):
+    """`pages` of KV, their bytes, and the bytes a step of the largest size needs while it runs."""
+
+    pages: int
+    kv_bytes: int
+    step_bytes: int
+
+
+def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
+    """Twice the KV that full concurrency can use (the rest is prefix cache), within the share of the free memory that
+    is left when a step has what it needs."""
+    wanted = 2 * settings.max_num_seqs * settings.max_model_len
+    per_token, step = kv_bytes_per_token(model), step_bytes(model, settings)
+    allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
+    pages = min(wanted, allowed) // settings.page_size
+    if pages * settings.page_size < settings.max_model_len:
+        raise EngineError(
+            f"one history of rollout.max_model_len={settings.max_model_len} tokens does not fit into the "
+            f"{allowed} tokens of KV that rollout.gpu_memory_utilization={settings.memory_share} allows; raise it, or "
+            "lower the lengths"
+        )
+    return MemoryPlan(pages, pages * settings.page_size * per_token, step)
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return KVShape(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size)
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    layers, heads, size = kv_shape(model)
+    return 2 * layers * heads * size * _width(model)
+
+
+def step_bytes(model: PreTrainedModel, settings: EngineSettings) -> int:
+    """Activations of one layer for a full step (the residual, its norm, queries, keys and values, both halves of the
+    MLP and their product), and the float32 logits of every running request, twice."""
+    config = model.config.get_text_config()
+    _, kv_heads, size = kv_shape(model)
+    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp
+    logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
+    return int(settings.max_num_batched_tokens * wide * _width(model) + logits)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later is free as well
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="ascii") as info:
+        fields = dict(line.split(":", 1) for line in info)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _width(model: PreTrainedModel) -> int:
+    return torch.empty((), dtype=model.dtype).element_size()

@@ -1,0 +1,92 @@
+"""Attention over KV pages in plain torch: the specification that the kernels of this room are tested against.
+
+The functions have the names and the signatures of the kernels and run on any device, one request after the other, with
+scores, softmax and sums in fp32. They read nothing that a kernel may not read: no page beyond a row's length, no slot
+outside the window.
+
+Shapes: B requests, T packed tokens, H query heads, K key/value heads, G = H / K, D head size, R rows of a page table,
+P its width, N tiles, t tokens of one request, L keys that it sees.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_decode(
+    q_BHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_BP: Tensor,
+    lengths_B: Tensor,
+    out_BHD: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    max_length: int,
+    workspace: Tensor | None = None,
+) -> None:
+    """One query token per request, at position length - 1; a row of length 0 is padding and becomes zeros."""
+    for row, length in enumerate(lengths_B.tolist()):
+        assert length <= max_length, "max_length bounds the lengths"
+        if length == 0:
+            out_BHD[row] = 0
+            continue
+        first = _first_visible(length - 1, window)
+        slots_L = _slots(table_BP[row], first, length, page_size)
+        out_BHD[row] = _attend(q_BHD[row : row + 1], keys[slots_L], values[slots_L], length - 1, first, scale, window)[
+            0
+        ]
+
+
+def paged_extend(
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_RP: Tensor,
+    tiles_N4: Tensor,
+    out_THD: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    block_m: int = 128,
+) -> None:
+    """Consecutive tokens of a request, tile by tile: (row of the table, first token in q, tokens, position)."""
+    group = q_THD.shape[1] // keys.shape[1]
+    for row, token, tokens, position in tiles_N4.tolist():
+        assert tokens <= block_m // group, "a tile is as large as one program can hold"
+        if tokens == 0:
+            continue
+        first = _first_visible(position, window)
+        slots_L = _slots(table_RP[row], first, position + tokens, page_size)
+        part = slice(token, token + tokens)
+        out_THD[part] = _attend(q_THD[part], keys[slots_L], values[slots_L], position, first, scale, window)
+
+
+def _first_visible(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _slots(pages_P: Tensor, first: int, end: int, page_size: int) -> Tensor:
+    """Where positions `first` to `end` lie in the pool: [L]."""
+    positions_L = torch.arange(first, end, device=pages_P.device)
+    return pages_P.long()[positions_L // page_size] * page_size + positions_L % page_size
+
+
+def _attend(
+    q_tHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, position: int, first: int, scale: float, window: int | None
+) -> Tensor:
+    """Queries from `position` on, keys from `first` on: [t, H, D] in fp32."""
+    t, h, d = q_tHD.shape
+    q_tKGD = q_tHD.float().view(t, k_LKD.shape[1], -1, d)
+    scores_KGtL = torch.einsum("tkgd,lkd->kgtl", q_tKGD, k_LKD.float()) * scale
+    queries_t1 = torch.arange(position, position + t, device=q_tHD.device)[:, None]
+    keys_L = torch.arange(first, first + k_LKD.shape[0], device=q_tHD.device)
+    hidden_tL = keys_L > queries_t1
+    if window is not None:
+        hidden_tL |= keys_L <= queries_t1 - window
+    weights_KGtL = scores_KGtL.masked_fill(hidden_tL, float("-inf")).softmax(-1)
+    return torch.einsum("kgtl,lkd->tkgd", weights_KGtL, v_LKD.float()).reshape(t, h, d)

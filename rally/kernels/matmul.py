@@ -1,0 +1,175 @@
+"""A row of `linear` is bit for bit the same alone and among any others.
+
+A library's matrix product picks its tiles, and whether to split the inner dimension, by the number of rows, so that a
+token's logits depend on how many tokens came with it. Here the tile is chosen by the weight alone, each output element
+is one fp32 accumulator that walks the channels in one order, and one compiled kernel serves every number of rows.
+Shapes: T tokens, C channels in, F features out.
+"""
+
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
+
+
+class _Tile(NamedTuple):
+    rows: int
+    features: int
+    channels: int
+    warps: int
+    stages: int
+
+
+_WIDE = _Tile(128, 128, 64, warps=8, stages=4)
+_NARROW = _Tile(128, 64, 64, warps=4, stages=4)  # few features: more programs for the same work
+_EXACT = _Tile(64, 64, 32, warps=4, stages=3)  # fp32 without tensor cores
+_NARROW_FEATURES = 4096
+_GROUP = 8  # rows of tiles that walk the features together and share them in L2
+
+
+def linear(
+    x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x @ weight.T + bias, the bias added in fp32 before the one rounding. No gradient: see `invariant_mode`."""
+    tokens, channels = x_TC.shape
+    features = weight_FC.shape[0]
+    assert weight_FC.shape == (features, channels) and x_TC.dtype == weight_FC.dtype
+    assert x_TC.stride(1) == weight_FC.stride(1) == 1
+    assert bias_F is None or (bias_F.shape == (features,) and bias_F.stride(0) == 1)
+    out_TF = torch.empty((tokens, features), dtype=out_dtype or x_TC.dtype, device=x_TC.device)
+    tile = _tile(weight_FC)
+    _linear_kernel[(triton.cdiv(tokens, tile.rows) * triton.cdiv(features, tile.features),)](
+        x_TC,
+        weight_FC,
+        bias_F,
+        out_TF,
+        tokens,
+        features,
+        x_TC.stride(0),
+        weight_FC.stride(0),
+        CHANNELS=channels,
+        HAS_BIAS=bias_F is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.features,
+        INNER=tile.channels,
+        GROUP=_GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_TF
+
+
+def _tile(weight_FC: Tensor) -> _Tile:
+    if weight_FC.dtype == torch.float32:
+        return _EXACT
+    return _NARROW if weight_FC.shape[0] <= _NARROW_FEATURES else _WIDE
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    tokens: int,
+    features: int,
+    x_stride: int,
+    weight_stride: int,
+    CHANNELS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    row_tile, column_tile = _place(tl.cdiv(tokens, ROWS), tl.cdiv(features, COLUMNS), GROUP)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    # Rows and columns past the edge read some that exist; only their stores are masked.
+    x_tile = x_ptr + (rows % tokens).to(tl.int64)[:, None] * x_stride + inner[None, :]
+    weight_tile = weight_ptr + (columns % features).to(tl.int64)[None, :] * weight_stride + inner[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, CHANNELS, INNER):
+        if CHANNELS % INNER == 0:
+            x = tl.load(x_tile)
+            weight = tl.load(weight_tile)
+        else:
+            x = tl.load(x_tile, mask=inner[None, :] < CHANNELS - start, other=0.0)
+            weight = tl.load(weight_tile, mask=inner[:, None] < CHANNELS - start, other=0.0)
+        sums = tl.dot(x, weight, sums, input_precision="ieee")
+        x_tile += INNER
+        weight_tile += INNER
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + columns, mask=columns < features, other=0.0).to(tl.float32)[None, :]
+    out_tile = out_ptr + rows.to(tl.int64)[:, None] * features + columns[None, :]
+    inside = (rows < tokens)[:, None] & (columns < features)[None, :]
+    tl.store(out_tile, sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place(row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The program's tile: groups of GROUP rows of tiles, column by column within a group."""
+    program = tl.program_id(0)
+    first = program // (GROUP * column_tiles) * GROUP
+    height = tl.minimum(row_tiles - first, GROUP)
+    within = program % (GROUP * column_tiles)
+    return first + within % height, within // height
+
+
+class _InvariantLinear(torch.autograd.Function):
+    """`linear` forward; backward two plain products, whose batch is the optimizer's own affair."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_FC)
+        return linear(x_TC, weight_FC, bias_F)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_TC, weight_FC = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            grad_TF @ weight_FC if wants_x else None,
+            grad_TF.T @ x_TC if wants_weight else None,
+            grad_TF.sum(0) if wants_bias else None,
+        )
+
+
+class _InvariantMode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        call = kwargs or {}
+        return _invariant(*args, **call) if func is F.linear else func(*args, **call)
+
+
+def _invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (input.is_cuda and input.dtype == weight.dtype == torch.bfloat16):
+        assert not (input.is_cuda and torch.is_autocast_enabled("cuda")), "autocast would choose a dtype after us"
+        return F.linear(input, weight, bias)
+    x_TC = input.reshape(-1, input.shape[-1]).contiguous()
+    out_TF: Tensor = _InvariantLinear.apply(x_TC, weight, bias)  # type: ignore[no-untyped-call]
+    return out_TF.view(*input.shape[:-1], weight.shape[0])
+
+
+def invariant_mode() -> AbstractContextManager[object]:
+    """Inside, every `torch.nn.functional.linear` of bf16 CUDA tensors (nn.Linear's too) is `linear`, with gradients.
+
+    Hold it over the backward pass as well if the forward is checkpointed: the second forward must be the first's equal.
+    """
+    return _InvariantMode()

@@ -1,0 +1,136 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import gpu, interpreted, randn, replayed
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rally.kernels import reference
+
+
+def operands(device: str, dtype: torch.dtype, tokens: int, channels: int, features: int) -> tuple[Tensor, ...]:
+    x = randn(tokens, channels + 16, dtype=dtype, device=device, seed=1)[:, :channels]
+    weight = randn(features, channels, dtype=dtype, device=device, seed=2) * channels**-0.5
+    return x, weight, randn(features, dtype=dtype, device=device, seed=3)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    from rally.kernels.matmul import linear
+
+    rtol = 1e-5 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+    for b in (None, bias):
+        torch.testing.assert_close(linear(x, weight, b), reference.linear(x, weight, b), rtol=rtol, atol=1e-5)
+        wide = linear(x, weight, b, out_dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(wide, reference.linear(x, weight, b, torch.float32), rtol=1e-4, atol=1e-5)
+        assert torch.equal(wide.to(x.dtype), linear(x, weight, b))
+
+
+def test_reference_is_torchs_linear() -> None:
+    x, weight, bias = operands("cpu", torch.float32, 5, 70, 33)
+    torch.testing.assert_close(reference.linear(x, weight, bias), F.linear(x, weight, bias))
+    half = [t.bfloat16() for t in (x, weight, bias)]
+    torch.testing.assert_close(reference.linear(*half), F.linear(*half), rtol=2**-7, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "channels", "features"), [(1, 64, 64), (130, 70, 150), (70, 128, 33)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_interpreted(dtype: torch.dtype, tokens: int, channels: int, features: int) -> None:
+    check(*operands("cpu", dtype, tokens, channels, features))
+
+
+@interpreted
+def test_interpreted_walks_many_tiles_and_each_once() -> None:
+    from rally.kernels.matmul import linear
+
+    x, weight, bias = operands("cpu", torch.float32, 700, 32, 140)
+    torch.testing.assert_close(linear(x, weight, bias), reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_interpreted_gradients_are_those_of_a_linear_layer() -> None:
+    from rally.kernels.matmul import _InvariantLinear
+
+    ours = [t.detach().requires_grad_() for t in operands("cpu", torch.float32, 5, 40, 24)]
+    theirs = [t.detach().requires_grad_() for t in ours]
+    pull = randn(5, 24, dtype=torch.float32, seed=4)
+    _InvariantLinear.apply(*ours).backward(pull)
+    F.linear(*theirs).backward(pull)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@interpreted
+def test_interpreted_mode_leaves_other_tensors_alone() -> None:
+    from rally.kernels.matmul import invariant_mode
+
+    layer, x = nn.Linear(8, 4), randn(2, 8, dtype=torch.float32)
+    plain = layer(x)
+    with invariant_mode():
+        assert torch.equal(layer(x), plain)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 3, 256, 1000])
+def test_compiled(tokens: int, dtype: torch.dtype) -> None:
+    check(*operands("cuda", dtype, tokens, 1536, 1536))
+    check(*operands("cuda", dtype, tokens, 200, 4133))
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("channels", "features"), [(1536, 2048), (1536, 17920), (8960, 1536), (1536, 151936), (100, 99)]
+)
+def test_compiled_row_does_not_depend_on_the_others(channels: int, features: int) -> None:
+    from rally.kernels.matmul import linear
+
+    x, weight, bias = operands("cuda", torch.bfloat16, 1000, channels, features)
+    whole = linear(x, weight, bias)
+    for tokens in (1, 3, 64, 129, 256, 512):
+        assert torch.equal(linear(x[:tokens], weight, bias), whole[:tokens])
+    for i in (0, 1, 77, 500, 999):
+        assert torch.equal(linear(x[i : i + 1], weight, bias), whole[i : i + 1])
+
+
+@gpu
+def test_compiled_mode_serves_modules_with_and_without_gradients() -> None:
+    from rally.kernels.matmul import invariant_mode, linear
+
+    layer = nn.Linear(1536, 2048, device="cuda", dtype=torch.bfloat16)
+    x = randn(2, 300, 1536, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    expected = linear(x.detach().view(600, 1536), layer.weight, layer.bias).view(2, 300, 2048)
+    with invariant_mode():
+        with torch.no_grad():
+            assert torch.equal(layer(x), expected)
+        y = layer(x)
+    assert torch.equal(y, expected)
+    y.float().square().mean().backward()
+    ours = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    layer(x).float().square().mean().backward()
+    for mine, other in zip(ours, [x.grad, layer.weight.grad, layer.bias.grad], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=1e-6)
+
+
+@gpu
+def test_compiled_mode_reaches_the_second_forward_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rally.kernels import matmul
+
+    calls: list[int] = []
+    real = matmul.linear
+    monkeypatch.setattr(matmul, "linear", lambda *args: calls.append(1) or real(*args))
+    layer = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+    x = randn(5, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    with matmul.invariant_mode():
+        checkpoint(lambda t: layer(t).relu(), x, use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+
+
+@gpu
+def test_captured() -> None:
+    from rally.kernels.matmul import linear
+
+    x, weight, bias = operands("cuda", torch.bfloat16, 256, 1536, 2048)
+    assert torch.equal(replayed(lambda: linear(x, weight, bias)), linear(x, weight, bias))

@@ -15,17 +15,15 @@ width, N tiles. A pool of keys or values is [slots, K, D]; slot = page * page_si
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from rally.kernels.tiles import BLOCK_M
+
 LOG2_E = math.log2(math.e)
-BLOCK_M = 128  # rows of a tile: tokens times the heads of a group
 
 
 class Tuning(NamedTuple):
@@ -39,27 +37,6 @@ class Tuning(NamedTuple):
 def tuning(head_size: int, block_m: int) -> Tuning:
     """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
     return Tuning(64, block_m // 16, 3) if head_size <= 128 else Tuning(32, block_m // 16, 2)
-
-
-def extend_tokens(group: int, block_m: int = BLOCK_M) -> int:
-    """Most tokens in a tile, where `group` query heads share a key/value head."""
-    return block_m // group
-
-
-def extend_tiles(rows: Sequence[tuple[int, int, int, int]], group: int, block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """Tiles [N, 4] of chunks, each (row of the table, first token in q, tokens, position of its first token).
-
-    Tiles with the longest histories come first, so that the last programs to run are short ones.
-    """
-    chunks = np.array(rows, dtype=np.int32).reshape(-1, 4)
-    width = extend_tokens(group, block_m)
-    counts = -(-chunks[:, 2] // width)
-    tiles = chunks.repeat(counts, axis=0)
-    done = (np.arange(len(tiles), dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)) * width
-    tiles[:, 1] += done
-    tiles[:, 2] = np.minimum(tiles[:, 2] - done, width)
-    tiles[:, 3] += done
-    return tiles[np.argsort(-tiles[:, 3], kind="stable")]
 
 
 def paged_extend(

@@ -203,7 +203,8 @@ def extend(
     made: History, q: Tensor, out: Tensor, chunks: list[tuple[int, int, int, int]], case: Case, **changed: Any
 ) -> Tensor:
     """The kernel, with small blocks in the interpreter; tiles of padding at the end, as a captured graph has them."""
-    from rally.kernels.paged_extend import Tuning, extend_tiles, paged_extend
+    from rally.kernels.paged_extend import Tuning, paged_extend
+    from rally.kernels.tiles import extend_tiles
 
     tuned = Tuning(block=32, warps=4, stages=2) if INTERPRETED else None
     block_m = changed.pop("block_m", 128)
@@ -261,7 +262,7 @@ def test_extend_of_a_token_ignores_how_chunks_are_cut(case: Case) -> None:
 @on_device
 @pytest.mark.parametrize("group", [1, 6, 7])
 def test_tiles_hold_every_token_once(group: int) -> None:
-    from rally.kernels.paged_extend import extend_tiles, extend_tokens
+    from rally.kernels.tiles import extend_tiles, extend_tokens
 
     chunks = [(3, 0, 300, 17), (0, 300, 1, 0), (5, 301, 0, 9), (1, 301, extend_tokens(group), 4000)]
     tiles = extend_tiles(chunks, group).tolist()

@@ -86,7 +86,9 @@ def packed_hidden(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, co
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits of hidden states, with the final scaling some families have; rollout and training both call this."""
-    logits = _head(model.get_output_embeddings(), hidden)
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    logits = _head(head, hidden)
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:

@@ -9,8 +9,9 @@ Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,10 @@ from rally.engines.embedded.kernels import Kernels
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Norm(Protocol):
+    weight: nn.Parameter
 
 
 class PagedReader(Protocol):
@@ -38,11 +43,10 @@ class Packed:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
         self.weight = self._pack([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = self._pack(biases) if biases else None
+        self.bias = self._pack([layer.bias for layer in layers]) if layers[0].bias is not None else None
 
     @staticmethod
-    def _pack(parameters: list[nn.Parameter]) -> Tensor:
+    def _pack(parameters: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([p.data for p in parameters])
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = view
@@ -65,12 +69,12 @@ class _Layer:
     gate_up: Packed
     o: nn.Linear
     down: nn.Linear
-    input_norm: nn.Module
-    middle_norm: nn.Module  # of the residual, before the MLP
-    attention_norm: nn.Module | None  # of what attention gives, before it is added (Gemma)
-    mlp_norm: nn.Module | None
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    input_norm: Norm
+    middle_norm: Norm  # of the residual, before the MLP
+    attention_norm: Norm | None  # of what attention gives, before it is added (Gemma)
+    mlp_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     scale: float
     window: int | None
     kind: str | None  # the layer's rotary embedding, where there are several
@@ -82,7 +86,7 @@ class FusedDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config = model.config.get_text_config()
         self.kernels = kernels
-        self.base = model.base_model
+        self.base: Any = model.base_model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps: float = config.rms_norm_eps
@@ -143,12 +147,12 @@ class FusedDecoder:
         gate, up = layer.gate_up(x_TC).split(layer.gate_up.sizes, dim=1)
         return F.linear(self.kernels.gated(gate, up, self.activation), *_parts(layer.down))
 
-    def _norm(self, x_TC: Tensor, norm: nn.Module | None) -> Tensor:
+    def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return x_TC
         return self.kernels.rms_norm(x_TC, norm.weight, self.eps, offset=self.offset)
 
-    def _add_norm(self, x_TC: Tensor, residual_TC: Tensor, norm: nn.Module) -> Tensor:
+    def _add_norm(self, x_TC: Tensor, residual_TC: Tensor, norm: Norm) -> Tensor:
         return self.kernels.add_rms_norm(x_TC, residual_TC, norm.weight, self.eps, offset=self.offset)
 
 
@@ -161,7 +165,7 @@ def _activation(model: PreTrainedModel) -> str:
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
-def _layer(module: nn.Module, model: PreTrainedModel) -> _Layer:
+def _layer(module: Any, model: PreTrainedModel) -> _Layer:
     attention, mlp, config = module.self_attn, module.mlp, model.config.get_text_config()
     gemma = config.model_type.startswith("gemma")
     mistral_window = config.sliding_window if config.model_type == "mistral" else None

@@ -1,0 +1,31 @@
+"""Chunks are cut into tiles: what one program of the extend kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_M = 128  # rows of a tile: tokens times the heads of a group
+
+
+def extend_tokens(group: int, block_m: int = BLOCK_M) -> int:
+    """Most tokens in a tile, where `group` query heads share a key/value head."""
+    return block_m // group
+
+
+def extend_tiles(rows: Sequence[tuple[int, int, int, int]], group: int, block_m: int = BLOCK_M) -> NDArray[np.int32]:
+    """Tiles [N, 4] of chunks, each (row of the table, first token in q, tokens, position of its first token).
+
+    Tiles with the longest histories come first, so that the last programs to run are short ones.
+    """
+    chunks = np.array(rows, dtype=np.int32).reshape(-1, 4)
+    width = extend_tokens(group, block_m)
+    counts = -(-chunks[:, 2] // width)
+    tiles = chunks.repeat(counts, axis=0)
+    done = (np.arange(len(tiles), dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)) * width
+    tiles[:, 1] += done
+    tiles[:, 2] = np.minimum(tiles[:, 2] - done, width)
+    tiles[:, 3] += done
+    return tiles[np.argsort(-tiles[:, 3], kind="stable")]

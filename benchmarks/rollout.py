@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils.logging import disable_progress_bar
 
@@ -258,11 +258,10 @@ def tables(timings: Sequence[Timing], shape: Shape, circumstances: Circumstances
 
 def ratio_cells(timing: Timing, timings: Sequence[Timing], shape: Shape) -> list[tuple[str, ...]]:
     """How many times faster than `generate` in this run, and than figures from elsewhere."""
-    against = {
-        "hf, in this run": other.speed
-        for other in timings
-        if other.engine == "hf" and other is not timing and other.workload == timing.workload
-    }
+    against = {}
+    for other in timings:
+        if other.engine == "hf" and other is not timing and other.workload == timing.workload:
+            against["hf, in this run"] = other.speed
     for name, speed in PUBLISHED.get((shape.name, timing.workload.name), {}).items():
         unit = "tokens/s" if timing.workload.turns == 1 else "samples/s"
         against[f"{name}, {speed:,g} {unit}, {ELSEWHERE}"] = speed

@@ -119,7 +119,8 @@ def random_model(shape: Shape, dtype: torch.dtype | None = None, seed: int = 0) 
     """The same weights for the same seed, device and type."""
     torch.manual_seed(seed)
     with device():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config, dtype=dtype or default_dtype())
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype or default_dtype())
+    assert isinstance(model, PreTrainedModel)
     return model.eval()
 
 

@@ -37,15 +37,15 @@ class Workload:
 
     @classmethod
     def named(cls, name: str) -> Workload:
-        found = re.fullmatch(r"(single|multi)(?:-(\d+))?(-groups)?", name)
-        if not found or (found[1] == "multi") != bool(found[2]) or (found[1] == "single" and found[3]):
-            raise RallyError(f"there is no workload {name!r}; name single, multi-N or multi-N-groups, such as multi-256")
-        if found[1] == "single":
+        if name == "single":
             return cls(name=name, conversations=256, prompt=200, new=256)
-        group = GROUP if found[3] else 1
-        if not int(found[2]) or int(found[2]) % group:
+        found = re.fullmatch(r"multi-([1-9]\d*)(-groups)?", name)
+        if not found:
+            raise RallyError(f"there is no workload {name!r}; name single, multi-N or multi-N-groups, as in multi-256")
+        group = GROUP if found[2] else 1
+        if int(found[1]) % group:
             raise RallyError(f"{name} has no whole groups; give a number of conversations that {group} divides")
-        return cls(name=name, conversations=int(found[2]), prompt=400, new=128, turns=5, group=group)
+        return cls(name=name, conversations=int(found[1]), prompt=400, new=128, turns=5, group=group)
 
     @property
     def longest(self) -> int:
@@ -61,7 +61,7 @@ class Workload:
         """The same shape with lengths, times and conversations divided, to try a script on a small machine."""
         return dataclasses.replace(
             self,
-            conversations=max(self.group, self.conversations // factor),
+            conversations=max(self.group, self.conversations // factor // self.group * self.group),
             prompt=self.prompt // factor,
             new=self.new // factor,
             observed=self.observed // factor,

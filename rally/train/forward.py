@@ -3,7 +3,7 @@
 It runs the same module, attention registration and output head as the embedded engine, so rollout and training see the
 same policy.
 
-Shapes: M sampled tokens, V vocabulary.
+Shapes: M sampled tokens, U different ones among them (same history, same token), V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.engines.embedded.attention import PackedAttention, head_logits, packed_hidden
+from rally.engines.embedded.attention import head_logits, packed_hidden
+from rally.train.packed import PackedAttention
 from rally.train.packing import PackedRows
 
 MAX_LOGITS = 16 * 2**20  # elements of one chunk of logits; more are computed again in the backward pass
@@ -30,18 +31,19 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    context = PackedAttention(packed.lengths)
-    hidden_M = packed_hidden(model, packed.ids_T, packed.positions_T, context)[packed.predict_M]
+    context = PackedAttention(packed)
+    hidden_U = packed_hidden(model, packed.ids_T, packed.positions_T, context).index_select(0, packed.predict_U)
     vocabulary = model.config.get_text_config().vocab_size
     rows = max(1, MAX_LOGITS // vocabulary)
-    if hidden_M.shape[0] <= rows:
-        return TokenLogprobs(*_chunk(model, hidden_M, packed.targets_M, temperature, entropy_gradient))
-    parts = [
-        checkpoint(_chunk, model, h, t, temperature, entropy_gradient, use_reentrant=False)
-        for h, t in zip(hidden_M.split(rows), packed.targets_M.split(rows), strict=True)
-    ]
+    if hidden_U.shape[0] <= rows:
+        parts = [_chunk(model, hidden_U, packed.targets_U, temperature, entropy_gradient)]
+    else:
+        parts = [
+            checkpoint(_chunk, model, h, t, temperature, entropy_gradient, use_reentrant=False)
+            for h, t in zip(hidden_U.split(rows), packed.targets_U.split(rows), strict=True)
+        ]
     logps, entropies = zip(*parts, strict=True)
-    return TokenLogprobs(torch.cat(logps), torch.cat(entropies))
+    return TokenLogprobs(*(torch.cat(x).index_select(0, packed.pair_M) for x in (logps, entropies)))
 
 
 def _chunk(

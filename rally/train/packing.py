@@ -1,17 +1,29 @@
-"""Episodes become packed micro-batches: no padding, and only sampled tokens ever reach a loss.
+"""Episodes become packed micro-batches: no padding, every token that rows have in common is there once, and only
+sampled tokens ever reach a loss.
 
-Shapes: T packed tokens of a micro-batch, M of them sampled.
+The rows of a micro-batch are laid into a tree. A row's branch is what it does not share with the row before it; its
+keys are its whole history, some of it on the branches of other rows. So the prompt of a group is computed once, and so
+is a beginning that several answers have in common. Whatever is equal is found by comparing ids.
+
+Shapes: T packed tokens, S keys of all branches, M sampled tokens, U different (position, sampled token) pairs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rally.types import Segment
+
+KEYS_PER_TOKEN = 8  # a budget of tokens bounds the copied keys too: many short answers to one long prompt have many
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,66 +41,130 @@ class Row:
         offset = len(segment.prompt_ids)
         sampled = tuple(offset + i for i, m in enumerate(segment.response_mask) if m)
         assert not sampled or sampled[0] > 0, "the first token of a history cannot have been sampled"
-        end = sampled[-1] + 1 if sampled else 0  # what was observed after the last sampled token predicts nothing
         return cls(
-            ids=segment.ids[:end],
+            ids=segment.ids,
             sampled=sampled,
             logprobs=tuple(p for p, m in zip(segment.response_logprobs, segment.response_mask, strict=True) if m),
             episode=episode,
             advantage=advantage,
         )
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The tokens to compute: from the last sampled one on, nothing predicts anything."""
+        return self.ids[: self.sampled[-1]] if self.sampled else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Several rows side by side in one sequence."""
+    """Several rows in one sequence. A branch is `queries[i]` packed tokens, the last of its `keys[i]` keys."""
 
     ids_T: Tensor
     positions_T: Tensor
-    lengths: list[int]
-    predict_M: Tensor  # index of the token before each sampled one
-    targets_M: Tensor  # the sampled tokens
+    queries: list[int]
+    keys: list[int]
+    source_S: Tensor | None  # the packed token that each key belongs to; None: branches share nothing, S = T in order
+    predict_U: Tensor  # index of the token before each sampled one
+    targets_U: Tensor  # the sampled tokens
+    pair_M: Tensor  # which of the U pairs a sampled token is
     old_logp_M: Tensor
     advantages_M: Tensor
     episode_M: Tensor
-    row_M: Tensor
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
-    """Lay rows side by side."""
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row.ids))
-    predict = [start + p - 1 for row, start in zip(rows, starts, strict=False) for p in row.sampled]
-    counts = torch.tensor([len(row.sampled) for row in rows])
+    """Lay rows, each with something sampled, into one tree; neighbours share what they have in common."""
+    tree = _grow([row.inputs for row in rows])
+    sampled = [np.array(row.sampled) for row in rows]
+    predict = np.concatenate([path[at - 1] for path, at in zip(tree.paths, sampled, strict=True)])
+    targets = np.array([row.ids[p] for row in rows for p in row.sampled])
+    names = predict * (targets.max() + 1) + targets
+    _, first, pair = np.unique(names, return_index=True, return_inverse=True)
+    counts = [len(at) for at in sampled]
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
     return PackedRows(
-        ids_T=torch.tensor([i for row in rows for i in row.ids], device=device),
-        positions_T=torch.cat([torch.arange(len(row.ids)) for row in rows]).to(device),
-        lengths=[len(row.ids) for row in rows],
-        predict_M=torch.tensor(predict, device=device),
-        targets_M=torch.tensor([row.ids[p] for row in rows for p in row.sampled], device=device),
-        old_logp_M=torch.tensor([p for row in rows for p in row.logprobs], device=device),
-        advantages_M=torch.tensor([row.advantage for row in rows]).repeat_interleave(counts).to(device),
-        episode_M=torch.tensor([row.episode for row in rows]).repeat_interleave(counts).to(device),
-        row_M=torch.arange(len(rows)).repeat_interleave(counts).to(device),
+        ids_T=tensor(tree.ids),
+        positions_T=tensor(tree.positions),
+        queries=tree.queries,
+        keys=tree.keys,
+        source_S=None if sum(tree.keys) == len(tree.ids) else tensor(tree.source),
+        predict_U=tensor(predict[first]),
+        targets_U=tensor(targets[first]),
+        pair_M=tensor(pair),
+        old_logp_M=tensor(np.array([p for row in rows for p in row.logprobs], dtype=np.float32)),
+        advantages_M=tensor(np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), counts)),
+        episode_M=tensor(np.repeat([row.episode for row in rows], counts)),
     )
 
 
-def by_length(rows: Iterable[Row]) -> list[Row]:
-    """Rows in the order that is quickest to train on: neighbours of equal length share an attention call."""
-    return sorted(rows, key=lambda row: len(row.ids))
+class _Tree(NamedTuple):
+    """Branches one after the other; `source` is the path of each of them, `paths` those of all rows in their order."""
+
+    ids: Ints
+    positions: Ints
+    queries: list[int]
+    keys: list[int]
+    source: Ints
+    paths: list[Ints]
 
 
-def micro_batches(rows: Sequence[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
-    """Cut rows, in order, into batches of at most `max_tokens` tokens; a longer row gets a batch of its own."""
-    batch: list[Row] = []
-    tokens = 0
-    for row in rows:
-        full = batch and (tokens + len(row.ids) > max_tokens or (max_rows and len(batch) >= max_rows))
-        if full:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(row)
-        tokens += len(row.ids)
-    if batch:
-        yield batch
+def _grow(rows: Sequence[tuple[int, ...]]) -> _Tree:
+    """The tree of `rows`. Branches are ordered by shape, because those of one shape share an attention call."""
+    shares = [0, *(shared(a, b) for a, b in itertools.pairwise(rows))]
+    branches = sorted(
+        (i for i, row in enumerate(rows) if len(row) > shares[i]),
+        key=lambda i: (len(rows[i]), len(rows[i]) - shares[i]),
+    )
+    queries = [len(rows[i]) - shares[i] for i in branches]
+    begins = dict(zip(branches, np.cumsum([0, *queries]), strict=False))
+    paths: list[Ints] = []
+    path = np.empty(0, dtype=np.int64)
+    for i, (row, share) in enumerate(zip(rows, shares, strict=True)):
+        path = np.concatenate([path[:share], begins.get(i, 0) + np.arange(len(row) - share)])
+        paths.append(path)
+    return _Tree(
+        ids=np.concatenate([np.array(rows[i][shares[i] :]) for i in branches]),
+        positions=np.concatenate([np.arange(shares[i], len(rows[i])) for i in branches]),
+        queries=queries,
+        keys=[len(rows[i]) for i in branches],
+        source=np.concatenate([paths[i] for i in branches]),
+        paths=paths,
+    )
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
+    """Cut rows into batches that compute at most `max_tokens` tokens; a longer row gets a batch of its own.
+
+    Rows are sorted by their tokens, so that those with a common beginning are neighbours, and a batch ends, in its
+    second half, where neighbours share least: a group is cut only if it has to be. Rows that sampled nothing are left
+    out.
+    """
+    order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
+    lengths = [len(row.inputs) for row in order]
+    shares = [0, *(shared(a.inputs, b.inputs) for a, b in itertools.pairwise(order))]
+    first = 0
+    while first < len(order):
+        end = _furthest(first, lengths, shares, max_tokens, max_rows or len(order))
+        if end < len(order):
+            end = max(range(first + 1 + (end - first) // 2, end + 1), key=lambda i: (-shares[i], i), default=end)
+        yield order[first:end]
+        first = end
+
+
+def _furthest(first: int, lengths: Sequence[int], shares: Sequence[int], max_tokens: int, max_rows: int) -> int:
+    """Where a batch that begins with row `first` must end at the latest; it has one row at least."""
+    tokens = keys = lengths[first]
+    for i in range(first + 1, min(len(lengths), first + max_rows)):
+        tokens += lengths[i] - shares[i]
+        keys += lengths[i]
+        if tokens > max_tokens or keys > KEYS_PER_TOKEN * max_tokens:
+            return i
+    return min(len(lengths), first + max_rows)

@@ -48,7 +48,7 @@ class Policy:
         self.settings = settings
         decayed = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            decayed, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            decayed, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings, total_steps))
         if gradient_checkpointing:

@@ -15,7 +15,7 @@ import torch
 from rally.chat import ChatCodec
 from rally.data import batch_indices
 from rally.train.forward import token_logprobs
-from rally.train.packing import Row, by_length, micro_batches, pack
+from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import Policy
 from rally.types import Message, RallyError
 
@@ -58,7 +58,7 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     total = 0.0
     policy.model.train()
     try:
-        for part in micro_batches(by_length(rows), settings.max_tokens, settings.max_rows):
+        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
             logp_M = token_logprobs(policy.model, pack(part, policy.device)).logp_M
             loss = -logp_M.sum() / tokens
             loss.backward()
@@ -76,7 +76,7 @@ def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> floa
     tokens = sum(len(row.sampled) for row in rows)
     total = 0.0
     with torch.no_grad():
-        for part in micro_batches(by_length(rows), settings.max_tokens, settings.max_rows):
+        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
             total -= float(token_logprobs(policy.model, pack(part, policy.device)).logp_M.sum())
     return total / max(1, tokens)
 

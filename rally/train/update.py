@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rally.algos import losses
 from rally.train.batch import TrainBatch
 from rally.train.forward import token_logprobs
-from rally.train.packing import PackedRows, by_length, micro_batches, pack
+from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
 
 
@@ -46,36 +46,37 @@ class UpdateSettings:
 
 @dataclass
 class UpdateMetrics:
-    """Sums over tokens, turned into means at the end."""
+    """Sums over tokens, turned into means at the end; they stay on the device, so that nothing waits for them."""
 
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
     grad_norms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    mismatch_max: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    mismatches: list[Tensor] = field(default_factory=list)
     mismatch_tokens: int = 0
-    mismatch_sum: float = 0.0
+    mismatch_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def add(self, tokens: int, **values_M: Tensor) -> None:
         self.tokens += tokens
         for name, values in values_M.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(values.detach().double().sum())
+            total = values.detach().sum(dtype=torch.float64)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def add_mismatch(self, logp_M: Tensor, recorded_M: Tensor) -> None:
         """Rollout against trainer on the same weights; only the first mini-batch still has those."""
         k3 = losses.kl_estimate(recorded_M, logp_M.detach(), "k3")
-        self.mismatch_sum += float(k3.double().sum())
+        self.mismatch_sum = self.mismatch_sum + k3.sum(dtype=torch.float64)
         self.mismatch_tokens += k3.numel()
-        self.mismatch_max = max(self.mismatch_max, float((logp_M.detach() - recorded_M).abs().max()))
+        self.mismatches.append((logp_M.detach() - recorded_M).abs().max())
 
     def result(self) -> dict[str, float]:
-        means = {f"actor/{k}": v / max(1, self.tokens) for k, v in self.sums.items()}
-        means["actor/pg_loss"] = sum(self.losses) / max(1, len(self.losses))
+        means = {f"actor/{k}": float(v) / max(1, self.tokens) for k, v in self.sums.items()}
+        means["actor/pg_loss"] = sum(map(float, self.losses)) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         if self.mismatch_tokens:
-            means["actor/rollout_mismatch_kl"] = self.mismatch_sum / self.mismatch_tokens
-            means["actor/rollout_mismatch_max"] = self.mismatch_max
+            means["actor/rollout_mismatch_kl"] = float(self.mismatch_sum) / self.mismatch_tokens
+            means["actor/rollout_mismatch_max"] = max(map(float, self.mismatches))
         means["actor/trained_tokens"] = float(self.tokens)
         return means
 
@@ -131,13 +132,14 @@ def _mini_batch(
     weights_N[list(members)] = losses.token_weights(
         batch.tokens_N[list(members)], settings.aggregation, settings.loss_scale
     )
-    rows = by_length(r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0))
-    total = 0.0
+    weights_N = weights_N.to(policy.device)
+    rows = [r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0)]
+    total = torch.zeros(())
     for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
         packed = pack(part, policy.device)
         loss = _loss(policy, packed, weights_N, settings, reference, metrics, fresh)
         loss.backward()
-        total += float(loss.detach())
+        total = total + loss.detach()
     if rows:
         metrics.grad_norms.append(policy.optimizer_step())
     metrics.losses.append(total)
@@ -181,4 +183,4 @@ def _loss(
         pg_clipfrac=surrogate.clipped_M,
         pg_clipfrac_lower=surrogate.clipped_lower_M,
     )
-    return (loss_M * weights_N.to(loss_M.device)[packed.episode_M]).sum()
+    return (loss_M * weights_N[packed.episode_M]).sum()

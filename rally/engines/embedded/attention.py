@@ -10,8 +10,6 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head siz
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,25 +134,3 @@ def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
     if window is not None:
         mask &= keys > queries - window
     return mask.unsqueeze(1)
-
-
-class PackedAttention:
-    """Training: several fresh sequences side by side, each causal within itself. Neighbours of equal length are one
-    call over a view; nothing is padded or copied, so rows are best sorted by length."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.runs = [(len(list(group)), width) for width, group in itertools.groupby(lengths)]  # rows, width
-
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        outputs = []
-        sizes = [rows * width for rows, width in self.runs]
-        # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
-        parts = zip(q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), strict=True)
-        for (rows, width), part in zip(self.runs, parts, strict=True):
-            q, k, v = (x.unflatten(0, (rows, width)) for x in part)
-            sliding = window is not None and window < width
-            mask = visible(torch.zeros(1, dtype=torch.long, device=q.device), width, width, window) if sliding else None
-            outputs.append(grouped_sdpa(q, k, v, scale, mask, causal=not sliding).flatten(0, 1))
-        return torch.cat(outputs)

@@ -1,0 +1,166 @@
+"""What rows have in common is computed once, and nothing that is learned from them changes by it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import VOCABULARY, make_model
+from train_cases import Gradients, difference, size
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from rally.engines.embedded import attention
+from rally.train.forward import token_logprobs
+from rally.train.packing import KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack
+
+CPU = torch.device("cpu")
+
+
+def row(*ids: int, sampled: int, episode: int = 0) -> Row:
+    """The last `sampled` tokens are sampled."""
+    at = tuple(range(len(ids) - sampled, len(ids)))
+    return Row(ids=ids, sampled=at, logprobs=(-1.0,) * sampled, episode=episode, advantage=1.0)
+
+
+def group(rng: random.Random, prompt: int, answers: list[int]) -> list[Row]:
+    """Answers of these lengths to one prompt; two of three follow an earlier one for a while; some have a tail."""
+    question = [rng.randrange(VOCABULARY) for _ in range(prompt)]
+    spoken: list[list[int]] = [[]]
+    for length in answers:
+        answer = rng.choice(spoken)[: rng.randrange(length + 1)] if rng.random() < 0.67 else []
+        spoken.append(answer + [rng.randrange(VOCABULARY) for _ in range(length - len(answer))])
+    rows = [row(*question, *answer, sampled=len(answer)) for answer in spoken[1:]]
+    return [replace(r, ids=(*r.ids, *[rng.randrange(VOCABULARY)] * rng.randrange(3))) for r in rows]
+
+
+def beginnings(rows: list[Row]) -> int:
+    """How many tokens differ in themselves or in what comes before them."""
+    return len({r.inputs[: n + 1] for r in rows for n in range(len(r.inputs))})
+
+
+def histories(packed: PackedRows) -> list[list[int]]:
+    """What each branch sees, as ids."""
+    source = torch.arange(len(packed.ids_T)) if packed.source_S is None else packed.source_S
+    return [packed.ids_T[part].tolist() for part in source.split(packed.keys)]
+
+
+def windowed() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=6, initializer_range=0.2, **sizes
+    )
+    return MistralForCausalLM(config).eval()
+
+
+def learned(model: PreTrainedModel, batches: list[list[Row]]) -> tuple[torch.Tensor, Gradients]:
+    """Log-probabilities, and the gradient of a sum in which every token has another weight."""
+    model.zero_grad()
+    found = torch.cat([token_logprobs(model, pack(batch, CPU)).logp_M for batch in batches])
+    (found * torch.linspace(0.5, 1.5, len(found))).sum().backward()
+    return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+TREES = [
+    ("one prompt, eight answers", 12, [9] * 8),
+    ("answers of many lengths", 5, [1, 2, 3, 5, 8, 13, 1, 1]),
+    ("a prompt of one token", 1, [4, 4, 4]),
+]
+
+
+@pytest.mark.parametrize(("what", "prompt", "answers"), TREES)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "windowed"])
+def test_sharing_changes_neither_logprobs_nor_gradients(
+    family: str, what: str, prompt: int, answers: list[int]
+) -> None:
+    model = windowed() if family == "windowed" else make_model(family)
+    attention.install(model)
+    rng = random.Random(what)
+    rows = [r for _ in range(2) for r in group(rng, prompt, answers)]
+    [together] = micro_batches(rows, 10**6)
+    assert pack(together, CPU).source_S is not None, "nothing was shared"
+    found, gradients = learned(model, [together])
+    alone, expected = learned(model, [[r] for r in together])
+    assert float((found - alone).abs().max()) <= 1e-5
+    assert difference(gradients, expected) <= 1e-5 * size(expected)
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups, st.integers(0, 99))
+def test_every_token_is_there_once_and_every_row_can_be_read_back(
+    sizes: list[tuple[int, list[int]]], seed: int
+) -> None:
+    rng = random.Random(seed)
+    rows = [r for prompt, answers in sizes for r in group(rng, prompt, answers)]
+    [batch] = micro_batches(rows, 10**6)
+    packed = pack(batch, CPU)
+    assert len(packed.ids_T) == sum(packed.queries) == beginnings(rows)
+    read = {tuple(ids) for ids in histories(packed)}
+    assert all(any(one[: len(r.inputs)] == r.inputs for one in read) for r in rows)
+    assert read <= {r.inputs for r in rows}
+    targets = packed.targets_U[packed.pair_M].tolist()
+    assert targets == [r.ids[p] for r in batch for p in r.sampled]
+    assert packed.positions_T[packed.predict_U][packed.pair_M].tolist() == [p - 1 for r in batch for p in r.sampled]
+    assert len(packed.predict_U) == len({r.ids[: p + 1] for r in rows for p in r.sampled})
+
+
+def test_a_row_that_is_there_twice_is_computed_once() -> None:
+    one = row(1, 2, 3, 4, sampled=2)
+    once, twice = pack([one], CPU), pack([one, replace(one, episode=1, advantage=-2.0)], CPU)
+    assert twice.ids_T.tolist() == once.ids_T.tolist() == [1, 2, 3]
+    assert twice.predict_U.tolist() == [1, 2] and twice.pair_M.tolist() == [0, 1, 0, 1]
+    assert twice.advantages_M.tolist() == [1, 1, -2, -2] and twice.episode_M.tolist() == [0, 0, 1, 1]
+
+
+def test_rows_without_anything_in_common_are_not_copied() -> None:
+    assert pack([row(1, 2, 3, sampled=1), row(2, 2, 3, sampled=1)], CPU).source_S is None
+
+
+def test_what_comes_after_the_last_sampled_token_is_not_computed() -> None:
+    late = Row(ids=(5, 6, 7, 8, 9), sampled=(2,), logprobs=(-1.0,), episode=0)
+    assert pack([late], CPU).ids_T.tolist() == [5, 6]
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups, st.integers(0, 99), st.integers(1, 60), st.none() | st.integers(1, 5))
+def test_micro_batches_keep_every_row_and_the_budget(
+    sizes: list[tuple[int, list[int]]], seed: int, most: int, max_rows: int | None
+) -> None:
+    rng = random.Random(seed)
+    rows = [r for prompt, answers in sizes for r in group(rng, prompt, answers)]
+    rows = [replace(r, episode=i) for i, r in enumerate(rows)]
+    parts = list(micro_batches(rows, most, max_rows))
+    assert sorted(r.episode for part in parts for r in part) == list(range(len(rows)))
+    for part in parts:
+        assert len(part) <= (max_rows or 99)
+        assert len(part) == 1 or (beginnings(part) <= most and sum(len(r.inputs) for r in part) <= 8 * most)
+
+
+def test_the_budget_counts_what_is_computed() -> None:
+    """Ten answers of three tokens to a prompt of fifty: 50 + 10 * 2 tokens, where rows alone would have 520."""
+    rows = [row(*range(50), 60 + i, 1, 2, sampled=3) for i in range(10)]
+    assert [len(part) for part in micro_batches(rows, 70)] == [10]
+    assert len(list(micro_batches(rows, 69))) == 2
+
+
+def test_a_long_prompt_does_not_bring_copies_without_end() -> None:
+    rows = [row(*range(50), 60 + i, 1, sampled=2) for i in range(30)]
+    parts = list(micro_batches(rows, 60))
+    assert all(51 * len(part) <= KEYS_PER_TOKEN * 60 for part in parts) and len(parts) > 1
+
+
+def test_a_group_is_not_cut_where_another_place_will_do() -> None:
+    rows = [row(first, *range(10, 20), 30 + i, sampled=1) for first in range(6) for i in range(4)]
+    cut = [[r.ids[0] for r in part] for part in micro_batches(rows, 10**6, 6)]
+    assert cut == [[first] * 4 for first in range(6)]
+
+
+def test_rows_that_sampled_nothing_are_left_out() -> None:
+    assert list(micro_batches([Row(ids=(1, 2), sampled=(), logprobs=(), episode=0)], 10)) == []

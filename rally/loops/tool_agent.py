@@ -37,7 +37,7 @@ class ToolAgentLoop(AgentLoopBase):
         try:
             reason = await self._converse(sampling_params)
         finally:
-            tool_rewards = await _close(self.session)
+            tool_rewards = await _close(self.session) if self.session.holds_instances else {}
         return self._output(reason, tool_rewards)
 
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:

@@ -1,8 +1,9 @@
 """Every data source has one reward function, and an unknown one is an error that names the known ones.
 
 A reward function is `f(data_source, solution_str, ground_truth, extra_info=None, **keywords)`, plain or async, and
-returns a number or a dict with "score". It runs in worker processes, which see the registrations of this file and of
-the file named by `custom_reward_function.path`, and no others.
+returns a number or a dict with "score". A user's runs in worker processes, which see the registrations of this file and
+of the file named by `custom_reward_function.path`, and no others. Those of this file are pure and take microseconds, so
+a run that needs no others has them called in its own process.
 """
 
 from __future__ import annotations
@@ -55,11 +56,14 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
 ) -> float | dict[str, Any]:
     """Score with the function registered for `data_source`, which is given those of the keywords that it takes."""
-    entry = _find(data_source)
-    taken = kw if entry.keywords is None else {k: v for k, v in kw.items() if k in entry.keywords}
-    return entry.function(
-        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info, **taken
-    )
+    return _route(_registry, kw, data_source, solution_str, ground_truth, extra_info)
+
+
+def built_in_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
+) -> float | dict[str, Any]:
+    """The same with the functions of this file alone, whatever a user has registered in this process."""
+    return _route(_BUILT_IN, kw, data_source, solution_str, ground_truth, extra_info)
 
 
 def check_keywords(names: Iterable[str]) -> None:
@@ -93,14 +97,20 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters) - set(ARGUMENTS)
 
 
-def _find(data_source: str) -> Registered:
-    if data_source in _registry:
-        return _registry[data_source]
-    patterns = [name for name in _registry if name.endswith("*") and data_source.startswith(name[:-1])]
+def _route(registry: Mapping[str, Registered], kw: Mapping[str, Any], data_source: str, *given: Any) -> Any:
+    entry = _find(registry, data_source)
+    taken = {k: v for k, v in kw.items() if entry.keywords is None or k in entry.keywords}
+    return entry.function(**dict(zip(ARGUMENTS, (data_source, *given), strict=True)), **taken)
+
+
+def _find(registry: Mapping[str, Registered], data_source: str) -> Registered:
+    if data_source in registry:
+        return registry[data_source]
+    patterns = [name for name in registry if name.endswith("*") and data_source.startswith(name[:-1])]
     if patterns:
-        return _registry[max(patterns, key=len)]
+        return registry[max(patterns, key=len)]
     raise RewardError(
-        f"no reward function for data_source {data_source!r} (known: {', '.join(sorted(_registry))}); "
+        f"no reward function for data_source {data_source!r} (known: {', '.join(sorted(registry))}); "
         f'write one with @register_reward("{data_source}") and name its file in custom_reward_function.path'
     )
 
@@ -131,3 +141,6 @@ def _number(data_source: str, ground_truth: Any) -> Any:
             f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; mend the row"
         )
     return ground_truth
+
+
+_BUILT_IN = dict(_registry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,3 +47,12 @@ class Score:
         if not math.isfinite(score):
             return cls(error=f"the reward function returned {score}", seconds=seconds)
         return cls(reward=float(score), info=info | {"score": float(score)}, seconds=seconds)
+
+
+def describe(error: BaseException) -> str:
+    """What a reward function raised, and where; our own sentences speak for themselves."""
+    if isinstance(error, RallyError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{where}"

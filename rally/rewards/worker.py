@@ -22,9 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from rally.rewards.custom import load_reward_function
 from rally.rewards.functions import RewardFunction
-from rally.rewards.result import RewardError, Score
+from rally.rewards.result import RewardError, Score, describe
 from rally.rewards.wire import decode, encode
-from rally.types import RallyError
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
@@ -82,7 +81,7 @@ def _run(function: RewardFunction, request: Mapping[str, Any], timeout: float, r
         return Score.of(value, time.perf_counter() - start)
     except BaseException as error:  # noqa: BLE001 - foreign code: any way it fails, sys.exit too, is a named result
         traceback.print_exc()
-        return Score(error=_describe(error), seconds=time.perf_counter() - start)
+        return Score(error=describe(error), seconds=time.perf_counter() - start)
     finally:
         signal.alarm(0)  # one the function forgot must not go off in the next episode
         faulthandler.cancel_dump_traceback_later()
@@ -90,11 +89,3 @@ def _run(function: RewardFunction, request: Mapping[str, Any], timeout: float, r
 
 async def _finish(value: Any) -> Any:
     return await value
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, RallyError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -1,8 +1,8 @@
-"""Each episode is scored in a worker process that can be killed, and the answer is a Score whatever happens there.
+"""A user's function scores each episode in a process that can be killed; the answer is a Score whatever happens there.
 
 A function that raises, hangs, crashes or kills its process costs one episode an error and never a neighbour its score:
 the worker is replaced and the others go on. Threads wait for the workers, so a busy event loop delays no deadline and
-one Scorer may serve several event loops, one after the other.
+one Scorer may serve several event loops, one after the other. Without a user's function there are no processes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+from rally.rewards.built_in import BuiltIn
 from rally.rewards.episodes import request_of
 from rally.rewards.result import RewardError, Score
 from rally.rewards.wire import decode, encode
@@ -52,7 +53,7 @@ class Worker:
 
     def __init__(self, spec: RewardSpec, timeout: float) -> None:
         self.timeout = timeout
-        self._source = spec.path or "the built-in reward functions"
+        self._source = spec.path
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process does
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, *sys.path],
@@ -160,7 +161,8 @@ class Worker:
 
 
 class Scorer:
-    """`num_workers` processes that score episodes; `timeout` is for one run of the function, in seconds.
+    """`num_workers` processes that score episodes, none where the built-in functions do; `timeout` is for one run of the
+    function, in seconds.
 
     Async functions run one at a time in a worker too: one that mostly waits (a judge over HTTP) wants more workers.
     """
@@ -172,8 +174,9 @@ class Scorer:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
+        self._built_in = BuiltIn(spec.kwargs) if spec.path is None else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._workers = {Worker(spec, timeout) for _ in range(num_workers)}
+        self._workers = {Worker(spec, timeout) for _ in range(0 if self._built_in else num_workers)}
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -192,6 +195,8 @@ class Scorer:
             raise RewardError("this Scorer is closed; make a new one to score more episodes")
         if episode.error is not None:
             return Score(error=f"the episode failed before it could be scored: {episode.error}")
+        if self._built_in:
+            return self._built_in.score(episode)
         request = encode(request_of(episode))
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, request)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from rally.scoring.numbers import same_number
 
-_ALONE = re.compile(r"-?\$?[0-9,]*\.?[0-9]+\.?")
+# Two branches, so that each place can be read in one way only and a line of a million digits takes no million squared.
+_ALONE = re.compile(r"-?\$?(?:[0-9,]*\.[0-9]+|[0-9,]*[0-9])\.?")
 
 
 def extract(text: str) -> str | None:

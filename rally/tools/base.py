@@ -13,7 +13,7 @@ the first call of the episode; `release` ends it when the episode does. Methods 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -23,6 +23,14 @@ from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_t
 from rally.types import ToolResponse
 
 ArgsT = TypeVar("ArgsT")
+Execute = TypeVar("Execute", bound=Callable[..., Any])
+
+
+def at_once(execute: Execute) -> Execute:
+    """Marks an `async execute` that computes for microseconds and never waits: no deadline could interrupt it, so it is
+    spared the task that keeps one. The mark is the function's: a subclass that writes its own execute has none."""
+    execute.at_once = True  # type: ignore[attr-defined]
+    return execute
 
 
 class BaseTool(Generic[ArgsT]):

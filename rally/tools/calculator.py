@@ -10,7 +10,7 @@ from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Any
 
-from rally.tools.base import BaseTool
+from rally.tools.base import BaseTool, at_once
 from rally.tools.expression import evaluate
 from rally.tools.mathematics import FUNCTIONS, CalculatorError, Number
 from rally.types import ToolResponse
@@ -65,5 +65,6 @@ class Calculator(BaseTool[Any]):
             },
         }
 
+    @at_once
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
         return ToolResponse(text=calculate(str(parameters.get("expression", ""))))

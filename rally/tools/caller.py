@@ -28,6 +28,9 @@ class ToolCaller:
         self._execute = Keywords.of(tool.execute)
         self._calc_reward = Keywords.of(tool.calc_reward)
         self._release = Keywords.of(tool.release)
+        self.stateless = all(_inherited(tool, method) for method in ("create", "calc_reward", "release"))
+        """Whether an instance is nothing but its id: there is nothing to open, to score or to release."""
+        self.at_once = self.stateless and hasattr(tool.execute, "at_once")
 
     async def create(self, instance_id: str, create_kwargs: Mapping[str, Any]) -> str:
         """Open an instance; the id the tool chose, which is ours when it chose none."""
@@ -66,3 +69,7 @@ class ToolCaller:
 
     def _method(self, name: str) -> str:
         return f"{name} of tool {self.tool.name!r}"
+
+
+def _inherited(tool: BaseTool[Any], method: str) -> bool:
+    return getattr(getattr(tool, method), "__func__", None) is getattr(BaseTool, method)

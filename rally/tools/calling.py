@@ -30,7 +30,7 @@ class Ended:
 
 async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
     """What came of `work` after `seconds` at most, even when it ignores being cancelled; raises only CancelledError."""
-    task = asyncio.create_task(_guarded(work))
+    task = asyncio.create_task(settled(work))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
@@ -42,7 +42,7 @@ async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
     return Ended(late=True)
 
 
-async def _guarded(work: Coroutine[Any, Any, Any]) -> Ended:
+async def settled(work: Coroutine[Any, Any, Any]) -> Ended:
     """Foreign code may fail in any way, exit() and a stray cancellation included: each is an outcome, not a crash."""
     try:
         return Ended(value=await work)

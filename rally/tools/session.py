@@ -20,7 +20,7 @@ from typing import Any, get_args
 from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
 from rally.tools.caller import ToolCaller
-from rally.tools.calling import Ended, within
+from rally.tools.calling import Ended, settled, within
 from rally.tools.results import Answer, TruncateSide, clean, shorten
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
@@ -98,10 +98,17 @@ class ToolSession:
         """How many calls there were, how many ended with each status, and what else is worth knowing."""
         return dict(self._counters)
 
+    @property
+    def holds_instances(self) -> bool:
+        """Whether there is anything for `close` to do."""
+        return bool(self._instances)
+
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """One result per call, in order."""
         limit = self._limits.max_parallel
         gate = asyncio.Semaphore(limit) if limit else nullcontext()
+        if len(calls) == 1:
+            return [await self._answer(calls[0], gate)]
         return list(await asyncio.gather(*(self._answer(call, gate) for call in calls)))
 
     async def close(self) -> dict[str, float]:
@@ -115,7 +122,10 @@ class ToolSession:
             started = time.perf_counter()
             result = await self._result(call)
             result = replace(self._shortened(result), seconds=time.perf_counter() - started)
-        self._counters.update(["calls", result.status.value, *(["truncated"] if result.truncated else [])])
+        self._counters["calls"] += 1
+        self._counters[result.status.value] += 1
+        if result.truncated:
+            self._counters["truncated"] += 1
         return result
 
     async def _result(self, call: ToolCall) -> ToolResult:
@@ -126,7 +136,8 @@ class ToolSession:
         if caller is None:
             known = f"the tools are: {', '.join(self._callers)}" if self._callers else "there are no tools here"
             return _failed(call, ToolStatus.UNKNOWN_TOOL, f"there is no tool {call.name!r}; {known}.")
-        ended = await within(self._execute(caller, call.arguments), self._limits.timeout)
+        work = self._execute(caller, call.arguments)
+        ended = await (settled(work) if caller.at_once else within(work, self._limits.timeout))
         if ended.late:
             limit = f"{self._limits.timeout:g} seconds"
             return _failed(call, ToolStatus.TIMEOUT, f"{call.name} did not answer within {limit}.")
@@ -145,6 +156,8 @@ class ToolSession:
     async def _instance(self, caller: ToolCaller) -> str:
         """The episode's instance. Calls that arrive while it is being made share it; a failed attempt is not kept."""
         name = caller.tool.name
+        if caller.stateless:
+            return self._instance_id(name)
         pending = self._instances.get(name)
         if pending is None or (pending.done() and (pending.cancelled() or pending.exception() is not None)):
             pending = asyncio.create_task(self._create(caller))
@@ -155,7 +168,7 @@ class ToolSession:
     async def _create(self, caller: ToolCaller) -> str:
         name = caller.tool.name
         try:
-            return await caller.create(f"{self._episode_id}/{name}", self._row(name, "create_kwargs"))
+            return await caller.create(self._instance_id(name), self._row(name, "create_kwargs"))
         except SystemExit as error:
             raise RallyError(f"create of tool {name!r} called exit({error.code})") from None
 
@@ -180,6 +193,9 @@ class ToolSession:
     def _count_failure(self, counter: str, ended: Ended) -> None:
         if ended.late or ended.error is not None:
             self._counters[counter] += 1
+
+    def _instance_id(self, name: str) -> str:
+        return f"{self._episode_id}/{name}"
 
     def _row(self, name: str, section: str) -> dict[str, Any]:
         """The row's keywords for a method. Columns of a table share their keys, so None means that there are none."""

@@ -104,7 +104,7 @@ class Rollout:
             score = await self.scorer.score(episode)
             if score.reward is not None:
                 timings = {**episode.timings, "score": score.seconds}
-                return replace(episode.scored(score.reward, score.info), timings=timings)
+                return replace(episode, reward=score.reward, reward_info=score.info, timings=timings)
         return replace(episode, extra={**episode.extra, "reward_error": score.error})
 
 

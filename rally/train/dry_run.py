@@ -7,7 +7,7 @@ import json
 from rich.text import Text
 
 from rally.config import Config
-from rally.engines.embedded.core import kv_bytes_per_token, plan_pages
+from rally.engines.embedded.memory import plan_memory
 from rally.track import RunConsole
 from rally.track.text import visible
 from rally.train import parts
@@ -63,8 +63,7 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     settings = parts.engine_settings_of(config)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     reference = weights if config.actor.use_kl_loss and config.actor.kl_loss_coef else 0
-    pages = plan_pages(model, settings)
-    kv = pages * settings.page_size * kv_bytes_per_token(model)
+    plan = plan_memory(model, settings)
     console.table(
         "memory plan",
         [
@@ -72,7 +71,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
             ["gradients", _size(weights)],
             ["optimizer", _size(2 * weights)],
             ["reference policy", _size(reference)],
-            ["KV cache", f"{_size(kv)} for {pages * settings.page_size:,} tokens (touched as needed)"],
+            ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
+            ["one step of the engine", _size(plan.step_bytes)],
             ["device", str(model.device)],
         ],
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_models import VOCABULARY, full_logprobs, make_model
+from small_models import FAMILIES, VOCABULARY, full_logprobs, make_model
 from transformers import PreTrainedModel
 
 from rally.engines import EngineError
@@ -45,8 +45,7 @@ def check(core, request, reference=None, temperature=1.0):
     assert max(abs(a - b) for a, b in zip(got.logprobs, want, strict=True)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("budget", [7, 64, 8192])
+@pytest.mark.parametrize(("family", "budget"), [*((family, 64) for family in FAMILIES), ("llama", 7), ("llama", 8192)])
 def test_logprobs_equal_full_forward_with_chunked_prefill(family, budget):
     core = EngineCore(make_model(family), EngineSettings(max_num_batched_tokens=budget), num_pages=400)
     requests = [core.add(p, SamplingParams(max_tokens=12, seed=i)) for i, p in enumerate(prompts(9, 1, 90))]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ class FusedDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config = model.config.get_text_config()
         self.kernels = kernels
-        self.base: Any = model.base_model
+        self.base = cast(Any, model.base_model)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.eps: float = config.rms_norm_eps

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rally.engines import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
+from rally.engines.embedded.prefixes import token_bytes
 from rally.types import SamplingParams
 
 TOLERANCE = 1e-5
@@ -98,7 +99,7 @@ def test_weight_update_never_serves_old_kv():
     assert again.cached_tokens == 0
     check(core, again)
     core.scheduler.version -= 1  # what a careless index would do: look under the old version
-    assert core.index.match(core.version, prompt).pages == []
+    assert core.index.match(core.version, token_bytes(prompt)).pages == []
 
 
 def _update_after(core, steps, other):

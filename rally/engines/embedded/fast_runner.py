@@ -30,6 +30,7 @@ from rally.kernels.tiles import extend_tiles, extend_tokens
 GRAPH_TOKENS = 1024  # steps of more tokens run without a graph
 GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
 SPLIT = 512  # attention over longer histories is cut into parts of this size, so it decides which graphs are alike
+FEW_SPLITS = 4  # so many are always provided for: more graphs would cost more than empty parts
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 """A step's host buffers are used again only after the step has been read back."""
 
@@ -115,14 +116,18 @@ class FastRunner:
         count, width = slots.table_SP.shape
         self.pad = Place(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
-        most = Sizes(max_tokens, count, count, max_tokens, count, width, count).offsets()["end"]
+        room = bucket(max_tokens)
+        rows = max(count, GRAPH_CHUNKS)
+        most = Sizes(room, count, rows, room + GRAPH_CHUNKS, count, width, count).offsets()["end"]
         self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
-        self.hidden = torch.zeros((max_tokens, config.hidden_size), dtype=model.dtype, device=self.device)
+        self.hidden = torch.zeros((room, config.hidden_size), dtype=model.dtype, device=self.device)
         self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
         self.host = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self._turn = 0
+        self._splits = min(FEW_SPLITS, -(-slots.ids.shape[1] // SPLIT))
+        self._views: dict[Sizes, Inputs] = {}
         self._captured: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
 
@@ -134,8 +139,6 @@ class FastRunner:
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> _InFlight | _Read:
-        if plan.copies:
-            self.store.copy_pages(plan.copies)
         self._turn = (self._turn + 1) % HOST_BUFFERS
         sizes, longest = self._sizes(plan)
         host = self.host[self._turn]
@@ -149,7 +152,10 @@ class FastRunner:
             pad=self.pad,
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
-        inputs = Inputs.of(self.buffer, sizes)
+        inputs = self._inputs(sizes)
+        if plan.copies:
+            source, target = inputs.copies[:, : len(plan.copies)].long()
+            self.store.copy_pages_at(source, target)
         small = sizes.tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
         self._replay(small, ("body", *sizes[:4], longest), lambda: self._body(inputs, longest))
         samplers = plan.samplers
@@ -159,13 +165,18 @@ class FastRunner:
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
         return self._read_back(len(samplers))
 
+    def _inputs(self, sizes: Sizes) -> Inputs:
+        if sizes not in self._views:
+            self._views[sizes] = Inputs.of(self.buffer, sizes)
+        return self._views[sizes]
+
     def _sizes(self, plan: Plan) -> tuple[Sizes, int]:
         """The bucket of a plan, and a bound of its decoding histories' lengths."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
         longest = int(self.slots.computed[plan.decodes].max()) if decodes else 0
-        splits = 1 << (max(1, -(-longest // SPLIT)) - 1).bit_length()
+        splits = max(self._splits, 1 << (max(1, -(-longest // SPLIT)) - 1).bit_length())
         if tokens > GRAPH_TOKENS or len(plan.chunks) > GRAPH_CHUNKS or not self.graphs:
             tiles = len(extend_tiles(chunk_rows(plan, decodes), self.group)) if plan.chunks else 0
             shape = (tokens, decodes, len(plan.chunks), tiles)
@@ -230,8 +241,7 @@ class FastRunner:
 
 
 def bucket(count: int) -> int:
-    """The next size worth a graph of its own: powers of two, then steps of an eighth of the power below."""
-    if count <= 8:
-        return 1 << max(0, count - 1).bit_length()
-    step = 1 << max(2, (count - 1).bit_length() - 3)
-    return -(-count // step) * step
+    """The next size worth a graph of its own: powers of two, from 64 on in steps of a quarter of the power below."""
+    power = 1 << max(0, count - 1).bit_length()
+    step = max(1, power // 8) if power > 64 else power
+    return max(1, -(-count // step) * step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -36,9 +37,11 @@ class Sizes(NamedTuple):
     pages: int
     seats: int
 
+    @cache  # noqa: B019 - there are as many sizes as graphs
     def fields(self) -> dict[str, tuple[int, ...]]:
         t, s = self.tokens, self.samples
         return {
+            "copies": (2, self.seats),
             "last": (s,),
             "slots": (s,),
             "temperature": (s,),
@@ -52,6 +55,7 @@ class Sizes(NamedTuple):
             "tiles": (self.tiles, 4),
         }
 
+    @cache  # noqa: B019
     def offsets(self) -> dict[str, int]:
         """Where each field begins, in 4-byte words, at a multiple of 16 bytes. What sampling needs comes first and is
         given all its seats, so that it is in the same place whatever else a step holds."""
@@ -69,6 +73,7 @@ class Inputs:
     """The fields on the device."""
 
     sizes: Sizes
+    copies: Tensor
     ids: Tensor
     source: Tensor
     positions: Tensor
@@ -108,6 +113,10 @@ def fill(
     def put(name: str, values: npt.NDArray[np.generic]) -> None:
         words[offsets[name] : offsets[name] + values.size] = values.reshape(-1)
 
+    if plan.copies:
+        source, target = np.array(plan.copies, np.int32).T
+        put("copies", source)
+        words[offsets["copies"] + sizes.seats :][: len(target)] = target
     decodes, tokens = plan.decodes, packed_tokens(plan, slots, page_size)
     unread = slots.known[decodes] < slots.computed[decodes]  # its token is still on the device
     put("ids", tokens.ids)

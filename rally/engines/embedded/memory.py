@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
-    """Twice the KV that full concurrency can use (the rest is prefix cache), within the share of the free memory that
-    is left when a step has what it needs."""
-    wanted = 2 * settings.max_num_seqs * settings.max_model_len
+    """The share of the free memory, less what a step needs. On a GPU all of it: histories that wait for their tools stay
+    cached. A CPU's memory is everyone's, so there it is at most twice what can run at once."""
+    on_gpu = model.device.type == "cuda"
+    wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     per_token, step = kv_bytes_per_token(model), step_bytes(model, settings)
     allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
     pages = min(wanted, allowed) // settings.page_size

@@ -133,13 +133,13 @@ class KVStore:
         self.paged.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages of all layers; every page is read before any is written."""
-        if self.device.type != "cpu":
-            source, target = torch.tensor(copies, device=self.device).T
-            self.paged[:, target] = self.paged[:, source]
-            return
+        """Copy whole pages (from, to) of all layers, in this order."""
         for a, b, pages in _stretches(copies):
             self.paged[:, b : b + pages] = self.paged[:, a : a + pages]
+
+    def copy_pages_at(self, source_n: Tensor, target_n: Tensor) -> None:
+        """The same for page numbers that are on the device; every page is read before any is written."""
+        self.paged[:, target_n] = self.paged[:, source_n]
 
 
 def _stretches(copies: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

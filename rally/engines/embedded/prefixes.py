@@ -3,6 +3,8 @@
 A tree whose edges are pages of tokens, one root per weight version, so KV computed under old weights cannot be reached
 under new ones. A leaf may be a page that is not full, and a match may end within a page, because whoever takes it
 copies the page. Least recently used leaves go first when pages run out.
+
+Tokens are given as bytes, four each (`token_bytes`): slicing and hashing them costs a tenth of what tuples do.
 """
 
 from __future__ import annotations
@@ -12,27 +14,48 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from rally.engines.embedded.pages import PagePool
 
 MOST_BRANCHES = 64
+WIDTH = 4  # bytes of a token
+DROPPED = -2  # the page of a node that is no longer in the tree
+
+
+def token_bytes(ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
 
 
 class _Node:
     __slots__ = ("children", "page", "parent", "stamp", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], page: int, parent: _Node | None) -> None:
+    def __init__(self, tokens: bytes, page: int, parent: _Node | None) -> None:
         self.tokens = tokens
         self.page = page
         self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[bytes, _Node] = {}
         self.stamp = 0
 
 
+class Place(NamedTuple):
+    """Where in the tree a history has got to, in whole pages; stale once the node has been dropped."""
+
+    node: _Node
+    pages: int
+
+    @property
+    def stale(self) -> bool:
+        return self.node.page == DROPPED
+
+
 class Match(NamedTuple):
-    """The pages that hold the longest known prefix, the last maybe in part, and its length in tokens."""
+    """The pages that hold the longest known prefix, the last maybe in part, its length in tokens, and its place."""
 
     pages: list[int]
     tokens: int
+    place: Place | None = None
 
 
 class PrefixIndex:
@@ -41,29 +64,31 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
+        self._step = page_size * WIDTH
         self._roots: dict[int, _Node] = {}
         self._clock = itertools.count(1)
 
-    def match(self, version: int, ids: Sequence[int]) -> Match:
-        """The longest known prefix of `ids`."""
-        node, pages, stamp = self._roots.get(version), [], next(self._clock)
+    def match(self, version: int, tokens: bytes) -> Match:
+        """The longest known prefix of `tokens`."""
+        node, pages, stamp, step = self._roots.get(version), [], next(self._clock), self._step
         if node is None:
             return Match([], 0)
-        for key in self._keys(ids):
-            child = node.children.get(key)
-            if child is None or len(key) < self.page_size:
+        at = 0
+        while at + step <= len(tokens):
+            child = node.children.get(tokens[at : at + step])
+            if child is None:
                 break
             child.stamp = stamp
             pages.append(child.page)
-            node = child
-        tokens = len(pages) * self.page_size
-        shared, nearest = self._within_page(node, tuple(ids[tokens : tokens + self.page_size]))
+            node, at = child, at + step
+        shared, nearest = self._within_page(node, tokens[at : at + step])
+        place = Place(node, at // step)
         if nearest is None:
-            return Match(pages, tokens)
+            return Match(pages, at // WIDTH, place)
         nearest.stamp = stamp
-        return Match([*pages, nearest.page], tokens + shared)
+        return Match([*pages, nearest.page], at // WIDTH + shared, place)
 
-    def _within_page(self, node: _Node, rest: tuple[int, ...]) -> tuple[int, _Node | None]:
+    def _within_page(self, node: _Node, rest: bytes) -> tuple[int, _Node | None]:
         """The child that begins most like `rest`; where very many branch off, looking costs more than it saves."""
         best: tuple[int, _Node | None] = (0, None)
         if len(node.children) <= MOST_BRANCHES:
@@ -73,17 +98,26 @@ class PrefixIndex:
                     best = shared, child
         return best
 
-    def insert(self, version: int, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Remember that `pages` hold the KV of `ids`, the last page maybe in part. Known prefixes keep their page."""
-        node = self._roots.setdefault(version, _Node((), -1, None))
-        stamp = next(self._clock)
-        for key, page in zip(self._keys(ids), pages, strict=False):
+    def insert(self, version: int, tokens: bytes, pages: Sequence[int], after: Place | None = None) -> Place:
+        """Remember that `pages` hold the KV of `tokens`, the last page maybe in part. Known prefixes keep theirs.
+
+        Returns how far its whole pages go: a later call that brings more of the same history may go on from there.
+        """
+        if after is None or after.stale:
+            after = Place(self._roots.setdefault(version, _Node(b"", -1, None)), 0)
+        node, stamp, step = after.node, next(self._clock), self._step
+        place = after
+        for number in range(after.pages, -(-len(tokens) // step)):
+            key = tokens[number * step : (number + 1) * step]
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(key, page, node)
-                self.pool.share((page,))
+                child = node.children[key] = _Node(key, pages[number], node)
+                self.pool.share((pages[number],))
             child.stamp = stamp
             node = child
+            if len(key) == step:
+                place = Place(node, number + 1)
+        return place
 
     def evict(self, count: int) -> int:
         """Free pages that nobody but the index holds, least recently used leaves first: `count` of them if there are so
@@ -98,6 +132,7 @@ class PrefixIndex:
             assert parent is not None
             del parent.children[node.tokens]
             self.pool.release((node.page,))
+            node.page = DROPPED
             freed += 1
             if parent.parent is not None and not parent.children and self.pool.references(parent.page) == 1:
                 heapq.heappush(leaves, (parent.stamp, id(parent), parent))
@@ -106,13 +141,14 @@ class PrefixIndex:
     def forget(self, keep_version: int | None = None) -> None:
         """Drop what was computed under any version but `keep_version`; pages still held by requests live on there."""
         for version in [v for v in self._roots if v != keep_version]:
-            self.pool.release(node.page for node in self._below(self._roots.pop(version)))
+            root = self._roots.pop(version)
+            dropped = list(self._below(root))
+            self.pool.release(node.page for node in dropped)
+            for node in (root, *dropped):
+                node.page = DROPPED
 
     def __len__(self) -> int:
         return sum(1 for _ in self._nodes())
-
-    def _keys(self, ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        return (tuple(ids[i : i + self.page_size]) for i in range(0, len(ids), self.page_size))
 
     def _nodes(self) -> Iterator[_Node]:
         for root in self._roots.values():
@@ -126,6 +162,9 @@ class PrefixIndex:
             yield node
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common(a: bytes, b: bytes) -> int:
     """How many tokens two pages have in common from their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    count = min(len(a), len(b)) // WIDTH
+    while count and a[: count * WIDTH] != b[: count * WIDTH]:
+        count -= 1
+    return count

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rally.engines.embedded.prefixes import Place
 from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 
 
@@ -23,6 +24,7 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # tokens already handed to the prefix index
+    place: Place | None = None  # and where there
     pure_version: int | None = None  # the one weight version all its KV was computed under; None when mixed
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)

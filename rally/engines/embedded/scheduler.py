@@ -7,7 +7,6 @@ is computed again later), and of several requests with the same prefix only one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.pages import PagePool
-from rally.engines.embedded.prefixes import Match, PrefixIndex
+from rally.engines.embedded.prefixes import WIDTH, Match, PrefixIndex, token_bytes
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.slots import Ints, Slots
 
@@ -126,19 +125,25 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Take in waiting requests. One whose next page is being computed by another waits one step and shares it."""
-        computing = {key for chunk in chunks for key in self._uncomputed_pages(chunk.slot)}
+        slots = self.slots
+        computing = {
+            self._first_page(token_bytes(slots.ids[c.slot, : slots.known[c.slot]]), c.start) for c in chunks
+        } - {None}
         passed_over: list[Request] = []
-        while self.waiting and budget > 0 and self.slots.num_free:
+        while self.waiting and budget > 0 and slots.num_free:
             request = self.waiting.popleft()
-            cached = self.index.match(self.version, request.ids[:-1])
-            if computing and self._next_page(request, cached.tokens) in computing:
+            tokens = token_bytes(request.ids)
+            cached = self.index.match(self.version, tokens[:-WIDTH])
+            page = self._first_page(tokens, cached.tokens)
+            if page in computing:
                 passed_over.append(request)
                 continue
             if not self._place(request, cached):
                 self.waiting.appendleft(request)
                 break
             self.running.append(request)
-            computing.update(self._uncomputed_pages(request.slot))
+            if page is not None:
+                computing.add(page)
             budget = self._plan_chunk(request, budget, chunks)
         self.waiting.extendleft(reversed(passed_over))
 
@@ -147,7 +152,7 @@ class Scheduler:
         self.pool.share(cached.pages)
         placed = self._shared_pages(request, cached) if self.share_pages else self._own_pages(request, cached)
         if placed:
-            request.indexed = cached.tokens
+            request.indexed, request.place = cached.tokens, cached.place
             request.pure_version = self.version
             self.slots.enter(request, cached.tokens, self.eos_ids)
             if not request.admitted_once:
@@ -220,8 +225,8 @@ class Scheduler:
         them. The last page may be offered in part only when its request will write no more into it."""
         tokens = min(tokens, int(self.slots.computed[request.slot]))
         if request.pure_version is not None and tokens > request.indexed:
-            ids = self.slots.ids[request.slot, :tokens].tolist()
-            self.index.insert(request.pure_version, ids, request.pages)
+            history = token_bytes(self.slots.ids[request.slot, :tokens])
+            request.place = self.index.insert(request.pure_version, history, request.pages, request.place)
             request.indexed = tokens
 
     def _remove(self, request: Request) -> None:
@@ -230,27 +235,12 @@ class Scheduler:
         request.close_span(self.version, sampled)
         self.slots.leave(request)
         self.pool.release(request.pages)
-        request.pages, request.indexed, request.pure_version = [], 0, None
+        request.pages, request.indexed, request.place, request.pure_version = [], 0, None, None
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _page_names(self, ids: Sequence[int], first: int, last: int) -> list[int]:
-        """Names of whole pages [first, last), each standing for itself and all before it."""
-        names, name, size = [], 0, self.page_size
-        for page in range(last):
-            name = hash((name, tuple(ids[page * size : (page + 1) * size])))
-            names.append(name)
-        return names[first:]
-
-    def _next_page(self, request: Request, computed: int) -> int | None:
-        """The name of the page a waiting request would compute first, if its prompt fills it."""
-        page = computed // self.page_size
-        if (page + 1) * self.page_size >= len(request.ids):
-            return None
-        return self._page_names(request.ids, page, page + 1)[0]
-
-    def _uncomputed_pages(self, slot: int) -> list[int]:
-        known = int(self.slots.known[slot])
-        first, last = int(self.slots.computed[slot]) // self.page_size, (known - 1) // self.page_size
-        return self._page_names(self.slots.ids[slot, :known].tolist(), first, last) if first < last else []
+    def _first_page(self, tokens: bytes, computed: int) -> int | None:
+        """Stands for the page that comes after `computed` tokens and for all before it; None if it is not full."""
+        end = (computed // self.page_size + 1) * self.page_size * WIDTH
+        return hash(tokens[:end]) if end < len(tokens) else None

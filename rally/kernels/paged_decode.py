@@ -37,7 +37,7 @@ class Tuning(NamedTuple):
 
 
 def tuning(head_size: int) -> Tuning:
-    """What was fastest on an H200; larger heads take smaller blocks so that two programs fit on a multiprocessor."""
+    """Blocks of which three programs, each with two in flight, fit into the shared memory of an H200 multiprocessor."""
     return Tuning(block=64 if head_size <= 128 else 32, warps=4, stages=3)
 
 
@@ -77,6 +77,7 @@ def paged_decode(
     else:
         if workspace is None:
             workspace = q_BHD.new_empty(parts * (head_size + 1), dtype=torch.float32)
+        assert workspace.numel() >= parts * (head_size + 1), "the workspace was made for fewer or shorter rows"
         partial, lse = workspace[: parts * head_size], workspace[parts * head_size :]
     group = heads // kv_heads
     _decode_kernel[(kv_heads, batch, splits)](

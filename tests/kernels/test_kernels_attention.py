@@ -41,16 +41,15 @@ class Case:
 
 
 CASES = [
-    Case(1, 64, None),
-    Case(4, 128, None),
-    Case(6, 128, 100, torch.float16),
-    Case(6, 128, None, torch.float16),
+    Case(1, 64, None, torch.float16),
+    Case(4, 128, 100, torch.float16),
+    Case(6, 128, None),
     Case(7, 64, 5),
     Case(7, 256, None),
     Case(4, 256, 33),
     Case(6, 64, 600),
 ]
-LENGTHS = [1, 0, 65, 130] if DEVICE.type == "cpu" else [1, 0, 16, 511, 513, 700, 1025, 8192, 3001]
+LENGTHS = [197, 0, 20] if DEVICE.type == "cpu" else [1, 0, 16, 511, 513, 700, 1025, 8192, 3001]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),
@@ -73,12 +72,13 @@ def make_history(lengths: list[int], case: Case, page_size: int = PAGE, seed: in
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if DEVICE.type == "cpu" else case.dtype
     counts = [-(-length // page_size) for length in lengths]
-    free = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32)
-    shape = (len(free) * page_size, KV_HEADS, case.head_size)
+    # Page 0 stays free: it is where a kernel that masks a page number but not its key would read.
+    free = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32) + 1
+    shape = ((len(free) + 1) * page_size, KV_HEADS, case.head_size)
     keys, values = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
     table = torch.full((len(lengths), max(counts) + 2), NO_PAGE, dtype=torch.int32)
     k_LKD, v_LKD = [], []
-    for row, (length, pages) in enumerate(zip(lengths, free.split([*counts, 3]), strict=False)):
+    for row, (length, pages) in enumerate(zip(lengths, free.split([*counts, 2]), strict=False)):
         table[row, : counts[row]] = pages
         slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
         for pool, dense in ((keys, k_LKD), (values, v_LKD)):
@@ -158,14 +158,14 @@ def test_reference_extend_is_a_dense_softmax(case: Case) -> None:
 
 
 def decode(made: History, q: Tensor, out: Tensor, lengths: list[int], max_length: int, case: Case) -> Tensor:
-    """The kernel; in the interpreter with small splits, so that short histories have several."""
+    """The kernel, in a workspace full of NaN; in the interpreter with small splits, so that short rows have several."""
     from rally.kernels.paged_decode import Tuning, paged_decode
 
     tuned = Tuning(block=32, warps=4, stages=2, split=64) if INTERPRETED else None
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    paged_decode(
-        q, made.keys, made.values, made.table, lengths_B, out, max_length=max_length, tuned=tuned, **options(case)
-    )
+    settings = options(case) | {"max_length": max_length, "tuned": tuned}
+    settings["workspace"] = torch.full((2 * q.numel() * (max_length // 64 + 1),), NAN, device=DEVICE)
+    paged_decode(q, made.keys, made.values, made.table, lengths_B, out, **settings)
     return out
 
 
@@ -188,12 +188,12 @@ def test_decode_kernel_is_its_reference(case: Case) -> None:
 
 @pytest.mark.gpu
 @on_device
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[3]], ids=str)
 def test_decode_of_a_row_ignores_its_batch_mates(case: Case) -> None:
     made = make_history(LENGTHS, case)
     q, out = make_queries(len(LENGTHS), case, made.keys)
     decode(made, q, out, LENGTHS, max(LENGTHS), case)
-    for row in (0, 2, 3):
+    for row in range(len(LENGTHS)):
         alone = History(made.keys, made.values, made.table[row : row + 1], [], [])
         got = decode(alone, q[row : row + 1], torch.full_like(q[:1], NAN), LENGTHS[row : row + 1], LENGTHS[row], case)
         assert torch.equal(got[0], out[row])
@@ -235,7 +235,7 @@ def test_extend_kernel_is_its_reference(case: Case) -> None:
 
 @pytest.mark.gpu
 @on_device
-@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 def test_extend_of_a_token_ignores_how_chunks_are_cut(case: Case) -> None:
     """Alone, in a chunk, or packed in a pool whose pages are single tokens: the same bits on a chip."""
     lengths = [70, 33] if INTERPRETED else [700, 133]
@@ -279,7 +279,7 @@ def test_tiles_hold_every_token_once(group: int) -> None:
 def test_a_captured_graph_follows_the_lengths() -> None:
     from rally.kernels.paged_decode import decode_workspace, paged_decode
 
-    case, longest = CASES[1], [900, 2000, 40]
+    case, longest = CASES[2], [900, 2000, 40]
     made = make_history(longest, case)
     q, out = make_queries(3, case, made.keys)
     lengths = torch.tensor(longest, dtype=torch.int32, device=DEVICE)

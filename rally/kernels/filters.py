@@ -12,8 +12,8 @@ from torch import Tensor
 def filtered_logprobs(logp_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """Log-probabilities after top-k, then top-p, then min-p, renormalised.
 
-    A filter is off where top_k is 0 (or V and more), top_p is 1 or min_p is 0; a row with all three off stays bit for
-    bit as it is. Tokens equal to the k-th all stay.
+    A filter is off where top_k is 0 or less, top_p is 1 or min_p is 0; a row with all three off stays bit for bit as
+    it is. Tokens equal to the k-th all stay; of equal tokens at the edge of top-p the first ones stay.
     """
     size = logp_BV.shape[1]
     off_B = (top_k_B <= 0) & (top_p_B >= 1) & (min_p_B <= 0)

@@ -9,8 +9,8 @@ Shapes: T tokens, C channels in, F features out.
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.overrides import TorchFunctionMode
 
 
 class _Tile(NamedTuple):
@@ -146,30 +145,32 @@ class _InvariantLinear(torch.autograd.Function):
         )
 
 
-class _InvariantMode(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        call = kwargs or {}
-        return _invariant(*args, **call) if func is F.linear else func(*args, **call)
+_plain_linear = F.linear
+
+
+@contextmanager
+def invariant_mode() -> Iterator[None]:
+    """Inside, every `torch.nn.functional.linear` of bf16 CUDA tensors (nn.Linear's too) is `linear`, with gradients.
+
+    The function itself is replaced, for every thread, because the second forward of a checkpoint runs in autograd's
+    threads, where no mode of this thread holds. A checkpointed backward therefore belongs inside too.
+    """
+    before = F.linear
+    F.linear = _invariant
+    try:
+        yield
+    finally:
+        F.linear = before
 
 
 def _invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not (input.is_cuda and input.dtype == weight.dtype == torch.bfloat16):
-        assert not (input.is_cuda and torch.is_autocast_enabled("cuda")), "autocast would choose a dtype after us"
-        return F.linear(input, weight, bias)
+    if not _ours(input, weight):
+        return _plain_linear(input, weight, bias)
     x_TC = input.reshape(-1, input.shape[-1]).contiguous()
     out_TF: Tensor = _InvariantLinear.apply(x_TC, weight, bias)  # type: ignore[no-untyped-call]
     return out_TF.view(*input.shape[:-1], weight.shape[0])
 
 
-def invariant_mode() -> AbstractContextManager[object]:
-    """Inside, every `torch.nn.functional.linear` of bf16 CUDA tensors (nn.Linear's too) is `linear`, with gradients.
-
-    Hold it over the backward pass as well if the forward is checkpointed: the second forward must be the first's equal.
-    """
-    return _InvariantMode()
+def _ours(input: Tensor, weight: Tensor) -> bool:
+    assert not torch.is_autocast_enabled("cuda"), "autocast would choose the dtype after us"
+    return input.is_cuda and input.dtype == weight.dtype == torch.bfloat16

@@ -41,40 +41,15 @@ def rotate_and_store(
     assert cos_TD.shape == sin_TD.shape == (tokens, size) and slots_T.shape == (tokens,) and slots_T.is_contiguous()
     assert keys.shape[1:] == values.shape[1:] == (kv_heads, size)
     assert (q_weight is None) == (k_weight is None)
-    tensors = [q_THD, k_TKD, v_TKD, cos_TD, sin_TD, keys, values, q_out_THD]
-    if q_weight is not None and k_weight is not None:
-        tensors += [q_weight, k_weight]
-    assert all(t.dtype == q_THD.dtype and t.stride(-1) == 1 for t in tensors)
+    tensors = (q_THD, k_TKD, v_TKD, cos_TD, sin_TD, keys, values, q_out_THD)
+    weights = (q_weight, k_weight)
+    assert all(t.dtype == q_THD.dtype and t.stride(-1) == 1 for t in (*tensors, *weights) if t is not None)
+    strides = [step for t in tensors for step in t.stride()[:-1]]
     heads = max(1, _ELEMENTS // size)
-    _rotate_and_store_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))](
-        q_THD,
-        k_TKD,
-        v_TKD,
-        cos_TD,
-        sin_TD,
-        slots_T,
-        keys,
-        values,
-        q_out_THD,
-        q_weight,
-        k_weight,
-        *q_THD.stride()[:2],
-        *k_TKD.stride()[:2],
-        *v_TKD.stride()[:2],
-        cos_TD.stride(0),
-        sin_TD.stride(0),
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        *q_out_THD.stride()[:2],
-        eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        SIZE=size,
-        HEADS=heads,
-        NORM=q_weight is not None,
-        OFFSET=offset,
-        num_warps=max(1, size // _ELEMENTS),
-    )
+    shape = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "SIZE": size, "HEADS": heads}
+    flavour = {"NORM": q_weight is not None, "OFFSET": offset, "num_warps": max(1, size // _ELEMENTS)}
+    grid = (tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))
+    _rotate_and_store_kernel[grid](*tensors, slots_T, *weights, *strides, eps, **shape, **flavour)
 
 
 @triton.jit
@@ -84,10 +59,10 @@ def _rotate_and_store_kernel(
     v_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
     q_token_stride: int,

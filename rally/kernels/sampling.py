@@ -32,23 +32,11 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor, ids_B: T
     sums_BN = torch.empty_like(peaks_BN)
     places_BN = torch.empty_like(peaks_BN, dtype=torch.int32)
     partial = (peaks_BN, sums_BN, places_BN)
-    _reduce_kernel[(rows, chunks)](
-        logits_BV, temperature_B, *partial, logits_BV.stride(0), vocabulary, CHUNK=_CHUNK, num_warps=8
-    )
-    _choose_kernel[(rows,)](
-        logits_BV,
-        temperature_B,
-        uniform_B,
-        *partial,
-        ids_B,
-        logprobs_B,
-        logits_BV.stride(0),
-        vocabulary,
-        chunks,
-        CHUNK=_CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks),
-        num_warps=8,
-    )
+    shape = (logits_BV.stride(0), vocabulary)
+    _reduce_kernel[(rows, chunks)](logits_BV, temperature_B, *partial, *shape, CHUNK=_CHUNK, num_warps=8)
+    inputs, outputs = (logits_BV, temperature_B, uniform_B), (ids_B, logprobs_B)
+    padded = triton.next_power_of_2(chunks)
+    _choose_kernel[(rows,)](*inputs, *partial, *outputs, *shape, chunks, CHUNK=_CHUNK, CHUNKS=padded, num_warps=8)
 
 
 @triton.jit

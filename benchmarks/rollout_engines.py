@@ -121,7 +121,8 @@ def random_model(shape: Shape, dtype: torch.dtype | None = None, seed: int = 0) 
     with device():
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype or default_dtype())
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def peak_bytes() -> int:

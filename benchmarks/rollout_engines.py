@@ -150,6 +150,10 @@ class Contestant(ABC):
     @abstractmethod
     async def play(self, workload: Workload, seed: int) -> Played: ...
 
+    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
+        """What to play before `workload` is timed."""
+        return workload.warm_ups()
+
     @property
     def steps(self) -> int | None:
         """Forwards so far, if the engine tells."""
@@ -221,6 +225,9 @@ class HuggingFace(Contestant):
         super().__init__(shape)
         self.model = random_model(shape)
         self.model.generation_config.eos_token_id = None
+
+    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
+        return [workload]  # another number or length of rows would be compiled anew when it is timed
 
     async def play(self, workload: Workload, seed: int) -> Played:
         ids = torch.tensor([s.prompt for s in scripts(workload, self.vocabulary, seed)], device=device())

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.rollout_engines import Shape, default_dtype, random_model, shape_named
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
-from rally.engines.embedded.core import InFlight
 from rally.types import Generation, RallyError, SamplingParams
 
-POLICIES: tuple[InFlight, ...] = ("keep", "recompute", "abort")
+Policy = Literal["keep", "recompute", "abort"]
+POLICIES: tuple[Policy, ...] = ("keep", "recompute", "abort")
 TALKERS, TURNS, REPLY = 8, 3, (8, 32)  # conversations at once; tokens of a turn
 PROMPTS, PROMPT, OBSERVED, PROBE = 4, 48, 8, 4  # prompts that all share; tokens
 CHANGE = 0.05  # of a weight's standard deviation: enough that KV of the old weights shows
@@ -65,7 +65,7 @@ class Check(NamedTuple):
 class Trial:
     """What happened under one policy."""
 
-    policy: InFlight
+    policy: Policy
     dtype: torch.dtype
     updates: int = 0
     seconds: float = 0.0
@@ -130,14 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(0 if all(trial.passed for trial in trials) else 1)
 
 
-def _policies(names: str) -> list[InFlight]:
+def _policies(names: str) -> list[Policy]:
     unknown = set(names.split(",")) - set(POLICIES)
     if unknown:
         raise RallyError(f"there is no policy {', '.join(sorted(unknown))}; name some of {', '.join(POLICIES)}")
     return [policy for policy in POLICIES if policy in names.split(",")]
 
 
-def run(shape: Shape, dtype: torch.dtype, policies: Sequence[InFlight], updates: int) -> list[Trial]:
+def run(shape: Shape, dtype: torch.dtype, policies: Sequence[Policy], updates: int) -> list[Trial]:
     model = random_model(shape, dtype)
     trials = []
     for policy in policies:

@@ -136,7 +136,7 @@ async def time_engine(
     print(f"{name}{at_once}: started in {time.perf_counter() - began:.1f} s", flush=True)
     timings = []
     for workload in workloads:
-        for number, warm_up in enumerate(workload.warm_ups(), start=1):
+        for number, warm_up in enumerate(engine.warm_ups(workload), start=1):
             warmed = await engine.play(warm_up, seed=-number)
             print(f"  {workload.name}: warmed up in {warmed.seconds:.1f} s", flush=True)
         timings.append(await time_workload(engine, workload, running, options.repeat))

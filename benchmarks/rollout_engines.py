@@ -121,7 +121,8 @@ def random_model(shape: Shape, dtype: torch.dtype | None = None, seed: int = 0) 
     with device():
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype or default_dtype())
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def peak_bytes() -> int:
@@ -148,6 +149,10 @@ class Contestant(ABC):
 
     @abstractmethod
     async def play(self, workload: Workload, seed: int) -> Played: ...
+
+    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
+        """What to play before `workload` is timed."""
+        return workload.warm_ups()
 
     @property
     def steps(self) -> int | None:
@@ -220,6 +225,9 @@ class HuggingFace(Contestant):
         super().__init__(shape)
         self.model = random_model(shape)
         self.model.generation_config.eos_token_id = None
+
+    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
+        return [workload]  # another number or length of rows would be compiled anew when it is timed
 
     async def play(self, workload: Workload, seed: int) -> Played:
         ids = torch.tensor([s.prompt for s in scripts(workload, self.vocabulary, seed)], device=device())

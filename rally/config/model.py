@@ -38,7 +38,7 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = True
     override_config: dict[str, Any] = Field(default_factory=dict)
     dtype: Dtype = "auto"
-    """auto is float32: bf16 weights would lose small updates, and on most CPUs they are slower."""
+    """auto is bfloat16 on a GPU that has it, else float32. The optimizer keeps float32 copies of other weights."""
 
     use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
     use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False

@@ -3,7 +3,7 @@
 It runs the same module, attention registration and output head as the embedded engine, so rollout and training see the
 same policy.
 
-Shapes: M sampled tokens, U different ones among them (same history, same token), V vocabulary.
+Shapes: M sampled tokens, U different ones among them (same history, same token), C hidden size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention import head_logits, packed_hidden
+from rally.train.head import HeadLogprobs, chunk_rows, plain_weight
 from rally.train.packed import PackedAttention
 from rally.train.packing import PackedRows
-
-MAX_LOGITS = 16 * 2**20  # elements of one chunk of logits; more are computed again in the backward pass
 
 
 class TokenLogprobs(NamedTuple):
@@ -31,19 +30,27 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    context = PackedAttention(packed)
-    hidden_U = packed_hidden(model, packed.ids_T, packed.positions_T, context).index_select(0, packed.predict_U)
-    vocabulary = model.config.get_text_config().vocab_size
-    rows = max(1, MAX_LOGITS // vocabulary)
-    if hidden_U.shape[0] <= rows:
-        parts = [_chunk(model, hidden_U, packed.targets_U, temperature, entropy_gradient)]
+    hidden_TC = packed_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed))
+    hidden_UC = hidden_TC.index_select(0, packed.predict_U)
+    rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)
+    weight = plain_weight(model)
+    if weight is None:
+        logp_U, entropy_U = _any_head(model, hidden_UC, packed.targets_U, temperature, rows, entropy_gradient)
     else:
-        parts = [
-            checkpoint(_chunk, model, h, t, temperature, entropy_gradient, use_reentrant=False)
-            for h, t in zip(hidden_U.split(rows), packed.targets_U.split(rows), strict=True)
-        ]
-    logps, entropies = zip(*parts, strict=True)
-    return TokenLogprobs(*(torch.cat(x).index_select(0, packed.pair_M) for x in (logps, entropies)))
+        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, temperature, rows, entropy_gradient)
+    return TokenLogprobs(*(x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U)))
+
+
+def _any_head(
+    model: PreTrainedModel, hidden_UC: Tensor, targets_U: Tensor, temperature: float, rows: int, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The same through autograd, for heads that are more than one matrix; it says what `HeadLogprobs` must compute."""
+    parts = [
+        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
+        for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)
+    ]
+    logp_U, entropy_U = (torch.cat(x) for x in zip(*parts, strict=True))
+    return logp_U, entropy_U
 
 
 def _chunk(

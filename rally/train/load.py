@@ -30,6 +30,16 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on a GPU that has it; elsewhere float32, because on most CPUs bf16 is slower."""
+    if name != "auto":
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32
+
+
 def load_model(
     path: str,
     *,
@@ -38,9 +48,10 @@ def load_model(
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode; float32 unless `dtype` says otherwise (bf16 is slower on most CPUs)."""
+    """A causal language model in eval mode."""
+    device = device or torch.device("cpu")
     kwargs: dict[str, Any] = {
-        "dtype": torch.float32 if dtype == "auto" else getattr(torch, dtype),
+        "dtype": pick_dtype(dtype, device),
         "trust_remote_code": trust_remote_code,
         **(overrides or {}),
     }
@@ -51,7 +62,7 @@ def load_model(
         raise LoadError(_sentence("model", path, problem)) from problem
     if gguf:
         model = _without_quantization(model)
-    model = model.to(device or torch.device("cpu")).eval()
+    model = model.to(device).eval()
     assert isinstance(model, PreTrainedModel)
     return model
 

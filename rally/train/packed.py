@@ -5,29 +5,61 @@ Shapes: T packed tokens, S keys of all branches, H query heads, K key/value head
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from rally.engines.embedded.attention import grouped_sdpa, visible
 from rally.train.packing import PackedRows
 
+# the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
 
 class PackedAttention:
-    """The queries of a branch are the last of its keys. Branches of one shape are one call, nothing is padded."""
+    """The queries of a branch are the last of its keys; nothing is padded.
+
+    In half precision on a GPU all branches are one call, elsewhere those of one shape are.
+    """
 
     def __init__(self, packed: PackedRows) -> None:
         shapes = itertools.groupby(zip(packed.queries, packed.keys, strict=True))
         self.runs = [(len(list(group)), t, length) for (t, length), group in shapes]  # branches, queries, keys
         self.source_S = packed.source_S
+        self.most_queries, self.most_keys = max(packed.queries), max(packed.keys)
+        self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        k_SKD, v_SKD = self._history(k_TKD), self._history(v_TKD)
+        attend = self._in_one_call if fits_one_call(q_THD) else self._by_shape
+        return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scale, window)
+
+    def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None) -> Tensor:
+        output = varlen_attn(
+            q_THD,
+            k_SKD,
+            v_SKD,
+            self.query_ends,
+            self.key_ends,
+            self.most_queries,
+            self.most_keys,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),  # keys left and right of a query's own
+            **GROUPED_HEADS,
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None) -> Tensor:
         # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
         queries = q_THD.split([branches * t for branches, t, _ in self.runs])
         keys, values = (x.split([branches * length for branches, _, length in self.runs]) for x in (k_SKD, v_SKD))
@@ -51,6 +83,21 @@ class PackedAttention:
             seen = visible(torch.tensor([length - t], device=like.device), t, length, narrow)
             self._masks[shape] = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
         return self._masks[shape]
+
+
+def fits_one_call(q_THD: Tensor) -> bool:
+    """What torch's variable-length flash attention takes."""
+    return (
+        q_THD.is_cuda
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.shape[-1] % 8 == 0
+        and q_THD.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q_THD.device) >= (8, 0)
+    )
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class _History(torch.autograd.Function):

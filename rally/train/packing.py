@@ -83,7 +83,9 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
     counts = [len(at) for at in sampled]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        here = torch.from_numpy(values)
+        # from pinned memory, so that the next micro-batch is packed while the GPU still computes this one
+        return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
     return PackedRows(
         ids_T=tensor(tree.ids),

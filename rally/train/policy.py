@@ -1,14 +1,20 @@
-"""The policy: the module, its optimizer and its learning-rate schedule."""
+"""The policy: the module, its optimizer and its learning-rate schedule; small updates survive in any dtype.
+
+A parameter that is not float32 has a master copy that is. Gradients are summed and steps are taken there, and the
+rounded master is written into the parameter where it lies: the engine reads the same memory.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
@@ -35,7 +41,7 @@ class OptimizerSettings:
 
 
 class Policy:
-    """A module with its optimizer. The module is in eval mode except during an update."""
+    """A module with its optimizer. The module is in eval mode except while `training`."""
 
     def __init__(
         self,
@@ -46,9 +52,11 @@ class Policy:
     ) -> None:
         self.model = model
         self.settings = settings
-        decayed = [p for p in model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: _master(p) for name, p in trained.items()}
+        self._rounded = [(p, self.masters[name]) for name, p in trained.items() if p is not self.masters[name]]
         self.optimizer = torch.optim.AdamW(
-            decayed, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+            self.masters.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings, total_steps))
         if gradient_checkpointing:
@@ -59,11 +67,25 @@ class Policy:
     def device(self) -> torch.device:
         return self.model.device
 
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Within it, the module is in train mode and what a backward pass computes is collected for the next step."""
+        hooks = [p.register_post_accumulate_grad_hook(_collector(master)) for p, master in self._rounded]
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+            for hook in hooks:
+                hook.remove()
+
     def optimizer_step(self) -> float:
         """Clip, step, clear; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip or math.inf))
+        limit = self.settings.grad_clip or math.inf
+        norm = float(nn.utils.clip_grad_norm_(list(self.masters.values()), limit))
         if math.isfinite(norm):
             self.optimizer.step()
+            self._round()
         self.optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             raise DivergedError(
@@ -71,6 +93,11 @@ class Policy:
                 "rewards and the data of this step"
             )
         return norm
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
 
     def advance(self) -> None:
         """Go on to the next step's learning rate. A step without any gradient took no optimizer step, and torch would
@@ -80,15 +107,42 @@ class Policy:
             self.schedule.step()
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        masters = {name: master.detach() for name, master in self.masters.items()} if self._rounded else {}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "masters": masters,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Moments and step are the checkpoint's; learning rate, schedule and decay are those of this run's settings."""
+        """Masters, moments and step are the checkpoint's; learning rate, schedule and decay those of this run."""
         own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
         own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
         self.optimizer.param_groups[0].update(own)
+        with torch.no_grad():
+            for name, master in state.get("masters", {}).items():
+                self.masters[name].copy_(master)
+        self._round()
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter if parameter.dtype == torch.float32 else nn.Parameter(parameter.detach().float())
+
+
+def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that moves a parameter's gradient to its master, so that only one is in memory at the lower precision."""
+
+    def collect(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return collect
 
 
 def step_seed(seed: int, step: int) -> int:

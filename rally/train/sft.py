@@ -55,20 +55,17 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     tokens = sum(len(row.sampled) for row in rows)
     if tokens == 0:
         raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
-    total = 0.0
-    policy.model.train()
-    try:
+    total = torch.zeros((), device=policy.device)
+    with policy.training():
         for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
             logp_M = token_logprobs(policy.model, pack(part, policy.device)).logp_M
             loss = -logp_M.sum() / tokens
             loss.backward()
-            total += float(loss.detach())
+            total += loss.detach()
         norm = policy.optimizer_step()
-    finally:
-        policy.model.eval()
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
-    return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
+    return {"train/loss": float(total), "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
 
 
 def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> float:

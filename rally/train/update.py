@@ -93,18 +93,12 @@ def update_policy(
     """Run all mini-batches of one training step and return its metrics."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
-    policy.model.train()
-    try:
+    with policy.training():
         for epoch in range(settings.epochs):
-            for number, members in enumerate(
-                batch.mini_batches(
-                    settings.mini_batch_groups, _order(batch.num_groups, settings.shuffle_seed, step, epoch)
-                )
-            ):
+            order = _order(batch.num_groups, settings.shuffle_seed, step, epoch)
+            for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
                 _mini_batch(policy, batch, members, settings, reference, metrics, fresh=epoch == number == 0)
                 progress()
-    finally:
-        policy.model.eval()
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
     return {**metrics.result(), "actor/lr": rate}

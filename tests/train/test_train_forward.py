@@ -173,24 +173,6 @@ def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens() -> None:
     assert reached == expected
 
 
-@pytest.mark.parametrize("entropy", [0.0, 0.05])
-def test_chunked_logits_equal_unchunked(monkeypatch: pytest.MonkeyPatch, entropy: float) -> None:
-    chosen = update_settings(entropy_coeff=entropy)
-    model = make_model()
-    attention.install(model)
-    packed = pack(build_batch(uneven_episodes()).rows, CPU)
-    whole, whole_gradient = forward.token_logprobs(model, packed), gradient(uneven_episodes(), chosen)
-    calls: list[int] = []
-    chunk = forward._chunk
-    monkeypatch.setattr(forward, "MAX_LOGITS", 5 * VOCABULARY)
-    monkeypatch.setattr(forward, "_chunk", lambda m, h, *rest: calls.append(len(h)) or chunk(m, h, *rest))
-    parts, parts_gradient = forward.token_logprobs(model, packed), gradient(uneven_episodes(), chosen)
-    assert max(calls) == 5 and len(calls) > 10, "the logits must really have been cut"
-    assert torch.allclose(whole.logp_M, parts.logp_M, atol=1e-6)
-    assert torch.allclose(whole.entropy_M, parts.entropy_M, atol=1e-6)
-    assert difference(whole_gradient, parts_gradient) <= 1e-6
-
-
 def test_gradient_checkpointing_changes_nothing() -> None:
     plain = gradient(uneven_episodes(), update_settings())
     assert difference(plain, gradient(uneven_episodes(), update_settings(), checkpointing=True)) <= 1e-7

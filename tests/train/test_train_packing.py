@@ -2,9 +2,11 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import VOCABULARY, make_model
@@ -12,6 +14,7 @@ from train_cases import Gradients, difference, size
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from rally.engines.embedded import attention
+from rally.train import packed as packed_module
 from rally.train.forward import token_logprobs
 from rally.train.packing import KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack
 
@@ -57,9 +60,9 @@ def windowed() -> PreTrainedModel:
 
 def learned(model: PreTrainedModel, batches: list[list[Row]]) -> tuple[torch.Tensor, Gradients]:
     """Log-probabilities, and the gradient of a sum in which every token has another weight."""
-    model.zero_grad()
-    found = torch.cat([token_logprobs(model, pack(batch, CPU)).logp_M for batch in batches])
-    (found * torch.linspace(0.5, 1.5, len(found))).sum().backward()
+    model.zero_grad(set_to_none=True)
+    found = torch.cat([token_logprobs(model, pack(batch, model.device)).logp_M for batch in batches])
+    (found * torch.linspace(0.5, 1.5, len(found), device=model.device)).sum().backward()
     return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -85,6 +88,58 @@ def test_sharing_changes_neither_logprobs_nor_gradients(
     alone, expected = learned(model, [[r] for r in together])
     assert float((found - alone).abs().max()) <= 1e-5
     assert difference(gradients, expected) <= 1e-5 * size(expected)
+
+
+def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+    """What variable-length flash attention computes, sequence by sequence, the last query at the last key."""
+    query_ends, key_ends, most_queries, most_keys = sizes
+    left, right = options["window_size"]
+    assert right == 0 and query_ends.dtype == key_ends.dtype == torch.int32 and query_ends[0] == key_ends[0] == 0
+    assert most_queries == int(query_ends.diff().max()) and most_keys == int(key_ends.diff().max())
+    outputs = []
+    cut = (x.split(ends.diff().tolist()) for x, ends in ((q, query_ends), (k, key_ends), (v, key_ends)))
+    for parts in zip(*cut, strict=True):
+        one, key, value = (x.transpose(0, 1) for x in parts)
+        behind = torch.arange(key.shape[1] - one.shape[1], key.shape[1])[:, None] - torch.arange(key.shape[1])
+        seen = (behind >= 0) & ((behind <= left) | (left == -1))
+        found = F.scaled_dot_product_attention(one, key, value, seen, scale=options["scale"], enable_gqa=True)
+        outputs.append(found.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "windowed"])
+def test_all_branches_in_one_call_are_the_same_attention(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model = windowed() if family == "windowed" else make_model()
+    attention.install(model)
+    rows = [r for prompt, answers in ((12, [9] * 4), (3, [1, 5, 20])) for r in group(random.Random(1), prompt, answers)]
+    [batch] = micro_batches(rows, 10**6)
+    by_shape, expected = learned(model, [batch])
+    calls: list[int] = []
+    monkeypatch.setattr(packed_module, "fits_one_call", lambda q: True)
+    monkeypatch.setattr(packed_module, "varlen_attn", lambda *a, **k: calls.append(1) or one_call(*a, **k))
+    found, gradients = learned(model, [batch])
+    assert len(calls) == model.config.num_hidden_layers
+    assert float((found - by_shape).abs().max()) <= 1e-5
+    assert difference(gradients, expected) <= 1e-5 * size(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["qwen2", "windowed"])
+def test_on_a_gpu_half_precision_follows_float32(family: str) -> None:
+    """Flash attention over the shared tree against float32 sdpa of each row alone; grouped heads in both."""
+    model = (windowed() if family == "windowed" else make_model()).cuda()
+    attention.install(model)
+    [batch] = micro_batches(group(random.Random(2), 12, [9] * 8), 10**6)
+    exact, expected = learned(model, [[r] for r in batch])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    found, gradients = learned(model, [batch])
+    assert float((found - exact).abs().mean()) <= 0.03
+    for name, gradient in gradients.items():
+        if "k_proj.bias" not in name:  # it shifts all scores of a query alike, so its gradient is nearly nothing
+            ours, theirs = gradient.float().flatten(), expected[name].flatten()
+            assert float(torch.cosine_similarity(ours, theirs, dim=0)) > 0.98, name
 
 
 groups = st.lists(

@@ -1,0 +1,277 @@
+"""Guarantees: one command says how fast a training step is on this device, what memory it takes, and that it is right.
+
+    python -m benchmarks.train_step [--tiny]
+
+On one H200 it takes under four minutes. Weights are random: the time of a step does not depend on them.
+`--tiny` runs everything on a small shape in seconds, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
+
+from rally.engines.embedded import attention
+from rally.train.batch import TrainBatch
+from rally.train.forward import token_logprobs
+from rally.train.load import pick_device, pick_dtype
+from rally.train.packing import Row, micro_batches, pack
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.sft import SftSettings, sft_step
+from rally.train.update import UpdateSettings, update_policy
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much work there is: rows x length for a plain step, and prompts x answers for a GRPO-shaped one."""
+
+    rows: int = 16
+    length: int = 1024
+    large: int = 32 * 1024
+    prompts: int = 32
+    answers: int = 8
+    prompt: int = 400
+    answer: int = 600
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the table; `tokens` are those of the rows, shared or not; no seconds: it did not fit in memory."""
+
+    shape: str
+    what: str
+    tokens: int
+    seconds: float
+    peak_gb: float
+
+
+def shapes(tiny: bool) -> dict[str, PreTrainedConfig]:
+    common = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
+    if tiny:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return {"tiny": Qwen2Config(vocab_size=199, num_key_value_heads=2, **sizes, **common)}
+    small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    large = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    return {
+        "135M": LlamaConfig(vocab_size=49152, num_key_value_heads=3, **small, **common),
+        "1.5B": Qwen2Config(vocab_size=151936, num_key_value_heads=2, **large, **common),
+    }
+
+
+def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or pick_dtype("auto", device))
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def our_policy(config: PreTrainedConfig, device: torch.device, checkpointing: bool) -> Policy:
+    model = build(config, device)
+    attention.install(model)
+    return Policy(model, OptimizerSettings(lr=1e-6), 100, gradient_checkpointing=checkpointing)
+
+
+def row(rng: random.Random, vocabulary: int, prompt: list[int], answer: int, episode: int = 0) -> Row:
+    """A row whose answer was sampled; advantages alternate."""
+    ids = (*prompt, *(rng.randrange(vocabulary) for _ in range(answer)))
+    return Row(
+        ids=ids,
+        sampled=tuple(range(len(prompt), len(ids))),
+        logprobs=(-5.0,) * answer,
+        episode=episode,
+        advantage=1.0 if episode % 2 else -1.0,
+    )
+
+
+def plain_rows(vocabulary: int, count: int, length: int) -> list[Row]:
+    rng = random.Random(0)
+    return [row(rng, vocabulary, [i], length - 1) for i in range(count)]
+
+
+def grpo_rows(vocabulary: int, sizes: Sizes, shared: bool) -> list[Row]:
+    """Answers to prompts; not `shared`: the same lengths, but every row has a prompt of its own."""
+    rng = random.Random(0)
+    rows = []
+    for group in range(sizes.prompts):
+        for number in range(sizes.answers):
+            prompts = random.Random(group if shared else 10_000 + group * sizes.answers + number)
+            prompt = [prompts.randrange(vocabulary) for _ in range(sizes.prompt)]
+            rows.append(row(rng, vocabulary, prompt, sizes.answer, len(rows)))
+    return rows
+
+
+def train_batch(rows: list[Row], answers: int) -> TrainBatch:
+    advantages = torch.tensor([r.advantage for r in rows], dtype=torch.float64)
+    return TrainBatch(
+        rows=rows,
+        rewards_N=advantages,
+        advantages_N=advantages,
+        groups_N=torch.arange(len(rows)) // answers,
+        tokens_N=torch.tensor([len(r.sampled) for r in rows]),
+    )
+
+
+def our_step(policy: Policy, rows: list[Row], max_tokens: int) -> Step:
+    return partial(sft_step, policy, rows, SftSettings(batch_size=len(rows), max_tokens=max_tokens))
+
+
+def plain_step(config: PreTrainedConfig, device: torch.device, rows: list[Row]) -> Step:
+    """What one would write with transformers alone: sdpa, bf16, gradient checkpointing, the model's own loss, AdamW."""
+    model = build(config, device)
+    model.set_attn_implementation("sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ids = torch.tensor([r.ids for r in rows], device=device)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(shape: str, what: str, rows: list[Row], make: Callable[[], Step], repetitions: int = 3) -> Measured:
+    """Seconds of a step after a warm-up, and the most memory that was ever allocated; what does not fit is said."""
+    free_memory()
+    tokens = sum(len(r.ids) for r in rows)
+    try:
+        step = make()
+        step()
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(repetitions):
+            step()
+        synchronize()
+        seconds = (time.perf_counter() - began) / repetitions
+    except torch.OutOfMemoryError:
+        seconds = math.nan
+    return Measured(shape, what, tokens, seconds, peak_gb())
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gb() -> float:
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+
+
+def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, sizes: Sizes) -> list[Measured]:
+    vocabulary = config.vocab_size
+    rows = plain_rows(vocabulary, sizes.rows, sizes.length)
+    budget = sizes.rows * sizes.length
+    steps = f"{sizes.rows} x {sizes.length}"
+    found = [measure(name, f"{steps}, transformers, checkpointing", rows, lambda: plain_step(config, device, rows))]
+    for how, checkpointing in (("checkpointing", True), ("all kept", False)):
+        make = partial(_fresh_step, config, device, checkpointing, rows, budget)
+        found.append(measure(name, f"{steps}, Rally, {how}", rows, make))
+    large = plain_rows(vocabulary, max(1, sizes.large // sizes.length), sizes.length)
+    make = partial(_fresh_step, config, device, True, large, sizes.large)
+    found.append(measure(name, f"one micro-batch of {sizes.large}, Rally, checkpointing", large, make, 1))
+    for shared in (False, True):
+        found.append(measure_grpo(name, config, device, sizes, shared))
+    return found
+
+
+def _fresh_step(config: PreTrainedConfig, device: torch.device, checkpointing: bool, rows: list[Row], n: int) -> Step:
+    return our_step(our_policy(config, device, checkpointing), rows, n)
+
+
+def measure_grpo(name: str, config: PreTrainedConfig, device: torch.device, sizes: Sizes, shared: bool) -> Measured:
+    rows = grpo_rows(config.vocab_size, sizes, shared)
+    batch = train_batch(rows, sizes.answers)
+    settings = UpdateSettings(mini_batch_groups=sizes.prompts, max_tokens=sizes.large // 2)
+    computed = sum(len(pack(part, torch.device("cpu")).ids_T) for part in micro_batches(rows, settings.max_tokens))
+
+    def make() -> Step:
+        policy = our_policy(config, device, True)
+        sft_step(policy, rows[:4], SftSettings(batch_size=4, max_tokens=settings.max_tokens))
+        return partial(update_policy, policy, batch, settings)
+
+    shape = f"GRPO {sizes.prompts} x {sizes.answers} ({sizes.prompt} + {sizes.answer})"
+    kind = "shared prompts" if shared else "prompts of their own"
+    return measure(name, f"{shape}, {kind}, {computed:,} computed", rows, make, 1)
+
+
+@torch.no_grad()
+def agreement(config: PreTrainedConfig, device: torch.device, sizes: Sizes) -> list[str]:
+    """How far our log-probabilities are from those of float32, row by row; and how far transformers' own are."""
+    few = replace(sizes, prompts=2, answers=4)
+    [rows] = micro_batches(grpo_rows(config.vocab_size, few, shared=True), 10**9)
+    model = build(config, device)
+    exact = build(config, device, torch.float32)
+    exact.load_state_dict(model.state_dict())
+    attention.install(exact)
+    truth = torch.cat([token_logprobs(exact, pack([r], device)).logp_M for r in rows])
+    alone = torch.cat([_transformers_logprobs(model, r) for r in rows])
+    attention.install(model)
+    packed = pack(rows, device)
+    ours = token_logprobs(model, packed).logp_M
+    dtype = str(model.dtype).removeprefix("torch.")
+    saved = f"{len(packed.ids_T)} tokens computed of {sum(len(r.inputs) for r in rows)}"
+    return [
+        f"{what}: largest {float((x - truth).abs().max()):.2e}, mean {float((x - truth).abs().mean()):.2e}"
+        for what, x in ((f"Rally {dtype}, shared ({saved})", ours), (f"transformers {dtype}, row by row", alone))
+    ]
+
+
+def _transformers_logprobs(model: PreTrainedModel, one: Row) -> torch.Tensor:
+    ids = torch.tensor(one.ids, device=model.device)
+    at = torch.tensor(one.sampled, device=model.device)
+    logp = torch.log_softmax(model(input_ids=ids[None]).logits[0, at - 1].float(), -1)
+    return logp.gather(1, ids[at, None]).squeeze(1)
+
+
+def table(lines: list[Measured]) -> Table:
+    made = Table("shape", "step", "tokens/s", "seconds", "peak GB", title="training steps")
+    for one in lines:
+        fits = not math.isnan(one.seconds)
+        speed = f"{one.tokens / one.seconds:,.0f}" if fits else "out of memory"
+        peak = f"{one.peak_gb:.1f}" if one.peak_gb else "-"
+        made.add_row(one.shape, one.what, speed, f"{one.seconds:.3f}" if fits else "-", peak)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description="A training step, measured.")
+    parser.add_argument("--tiny", action="store_true", help="a small shape: seconds, on a CPU too")
+    tiny = parser.parse_args().tiny
+    device = pick_device()
+    sizes = Sizes(4, 24, 192, 3, 4, 16, 8) if tiny else Sizes()
+    console = Console(width=150)
+    configs = shapes(tiny)
+    name, config = next(iter(configs.items()))
+    console.print(f"log-probabilities of {name} against float32, one row at a time:")
+    for line in agreement(config, device, sizes):
+        console.print(f"  {line}", highlight=False)
+    for name, config in configs.items():
+        console.print(table(measure_shape(name, config, device, sizes)))
+
+
+if __name__ == "__main__":
+    main()

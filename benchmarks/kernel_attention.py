@@ -25,6 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from rally.kernels import paged_decode as decode
 from rally.kernels import paged_extend as extend
 from rally.kernels import reference_attention as reference
+from rally.kernels.tiles import extend_tiles
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 12, 2, 128, 16
 DTYPE = torch.bfloat16
@@ -111,7 +112,7 @@ def ragged(context: int) -> list[int]:
 
 
 def make_tiles(chunks: Sequence[tuple[int, int, int, int]], block_m: int) -> Tensor:
-    return torch.from_numpy(extend.extend_tiles(chunks, HEADS // KV_HEADS, block_m)).cuda()
+    return torch.from_numpy(extend_tiles(chunks, HEADS // KV_HEADS, block_m)).cuda()
 
 
 def milliseconds(call: Callable[[], Any]) -> float:

@@ -29,9 +29,10 @@ from transformers.utils.logging import disable_progress_bar
 from rally.chat import ChatCodec
 from rally.data.read import read_rows
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
+from rally.train.exact import exact_decoder, exact_logprobs
 from rally.train.forward import token_logprobs
 from rally.train.load import load_model, load_tokenizer, pick_device
-from rally.train.packing import Row, by_length, micro_batches, pack
+from rally.train.packing import Row, micro_batches, pack
 from rally.types import Generation, RallyError, SamplingParams, Segment
 
 FORWARD_TOKENS = 8192  # of one training forward
@@ -179,7 +180,7 @@ def measure(options: argparse.Namespace) -> Mismatch:
     began = time.perf_counter()
     segments = asyncio.run(sample(model, settings, prompts, options.new, codec.stop_ids))
     sampled = time.perf_counter()
-    trainer_M, rollout_M = compare(model, segments)
+    trainer_M, rollout_M = compare(model, segments, options.deterministic)
     result = Mismatch.of(trainer_M, rollout_M)
     print(
         f"{options.model}, {options.dtype}, {len(prompts)} episodes, {model.device}; "
@@ -224,13 +225,16 @@ async def sample(
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+def compare(model: PreTrainedModel, segments: Sequence[Segment], exact: bool = False) -> tuple[Tensor, Tensor]:
     """The trainer's and the engine's logprobs of the same sampled tokens."""
-    rows = by_length(Row.of(segment, number, 0.0) for number, segment in enumerate(segments))
+    rows = [Row.of(segment, number, 0.0) for number, segment in enumerate(segments)]
+    decoder = exact_decoder(model) if exact else None
     trainer, rollout = [], []
     for batch in micro_batches(rows, FORWARD_TOKENS):
         packed = pack(batch, model.device)
-        trainer.append(token_logprobs(model, packed).logp_M)
+        with torch.no_grad():
+            plain = token_logprobs(model, packed).logp_M if decoder is None else exact_logprobs(decoder, packed, 1.0)
+        trainer.append(plain)
         rollout.append(packed.old_logp_M)
     return torch.cat(trainer), torch.cat(rollout)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rally.kernels.tiles import BLOCK_M
+
 
 def paged_decode(
     q_BHD: Tensor,
@@ -52,7 +54,7 @@ def paged_extend(
     page_size: int,
     scale: float,
     window: int | None,
-    block_m: int = 128,
+    block_m: int = BLOCK_M,
 ) -> None:
     """Consecutive tokens of a request, tile by tile: (row of the table, first token in q, tokens, position)."""
     group = q_THD.shape[1] // keys.shape[1]

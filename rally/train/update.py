@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rally.algos import losses
 from rally.train.batch import TrainBatch
+from rally.train.exact import exact_decoder, exact_logprobs, with_value
 from rally.train.forward import token_logprobs
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
@@ -36,6 +37,7 @@ class UpdateSettings:
     max_tokens: int = 16384
     max_rows: int | None = None
     temperature: float = 1.0
+    deterministic: bool = False  # logprobs by the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
 
     @property
@@ -151,6 +153,8 @@ def _loss(
     logp_M, entropy_M = token_logprobs(
         policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0
     )
+    if settings.deterministic:
+        logp_M = with_value(logp_M, exact_logprobs(exact_decoder(policy.model), packed, settings.temperature))
     if fresh:
         metrics.add_mismatch(logp_M, packed.old_logp_M)
     surrogate = losses.clipped_policy_loss(

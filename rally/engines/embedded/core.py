@@ -96,9 +96,21 @@ class EngineCore:
 
     def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
         from rally.engines.embedded.fast_runner import FastRunner
+        from rally.engines.embedded.fused import FAMILIES, fusable
 
+        settings = self.settings
+        if settings.deterministic and (settings.eager or not fusable(model)):
+            raise EngineError(
+                f"deterministic rollout has fused layers for {', '.join(FAMILIES)} without adapters only, and "
+                "not with enforce_eager; leave one of the two out"
+            )
         return FastRunner(
-            model, store, self.slots, max_tokens=self.settings.max_num_batched_tokens, eager=self.settings.eager
+            model,
+            store,
+            self.slots,
+            max_tokens=settings.max_num_batched_tokens,
+            eager=settings.eager,
+            deterministic=settings.deterministic,
         )
 
     @property

@@ -19,27 +19,32 @@ from transformers import PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.attention import head_logits, packed_hidden
 from rally.engines.embedded.fused import FusedDecoder, fusable
-from rally.engines.embedded.inputs import Inputs, Place, Sizes, chunk_rows, fill
+from rally.engines.embedded.inputs import Inputs, Place, Sizes, fill
 from rally.engines.embedded.kernels import Kernels, kernels_for
 from rally.engines.embedded.pages import KVStore
 from rally.engines.embedded.sampler import Draw, Sampled, sample
 from rally.engines.embedded.scheduler import Plan
 from rally.engines.embedded.slots import Slots
-from rally.kernels.tiles import extend_tiles, extend_tokens
+from rally.kernels.tiles import extend_tokens
 
-GRAPH_TOKENS = 1024  # steps of more tokens run without a graph
+GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
 GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
-SPLIT = 512  # attention over longer histories is cut into parts of this size, so it decides which graphs are alike
-FEW_SPLITS = 4  # so many are always provided for: more graphs would cost more than empty parts
+LONG = 4096  # histories from here on are split when few requests run
+FEW_PROGRAMS = 132  # attention programs; as many as the multiprocessors of a large GPU
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 """A step's host buffers are used again only after the step has been read back."""
 
 
 class KernelAttention:
-    """The context of one fast step: keys and values go to their places, then kernels read the pages."""
+    """The context of one fast step: keys and values go to their places, then one kernel reads the pages.
 
-    def __init__(self, store: KVStore, inputs: Inputs, kernels: Kernels, max_length: int) -> None:
-        self.store, self.inputs, self.kernels, self.max_length = store, inputs, kernels, max_length
+    The kernel takes decoding tokens and chunks alike, and what it gives a token depends on the token's history alone. A
+    few requests with long histories, all decoding, would leave most of a GPU idle: their histories are split
+    (`split_up_to` bounds their length).
+    """
+
+    def __init__(self, store: KVStore, inputs: Inputs, kernels: Kernels, split_up_to: int) -> None:
+        self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
         self.places_T = inputs.places.long()
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -53,23 +58,22 @@ class KernelAttention:
         return self.read(layer, q_THD.contiguous(), scale, window)
 
     def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
-        inputs, (keys, values) = self.inputs, self.pool(layer)
+        inputs, pool = self.inputs, self.pool(layer)
         out_THD = torch.empty_like(q_THD)
-        decodes = inputs.sizes.decodes
         options = {"page_size": self.store.page_size, "scale": scale, "window": window}
-        if decodes:  # rows that do not decode are cleared here, and those of chunks written below
+        if self.split_up_to:
+            rows = slice(inputs.sizes.decodes)
             self.kernels.paged_decode(
-                q_THD[:decodes],
-                keys,
-                values,
-                inputs.table[:decodes],
+                q_THD[rows],
+                *pool,
+                inputs.table[rows],
                 inputs.lengths,
-                out_THD[:decodes],
-                max_length=self.max_length,
+                out_THD[rows],
+                max_length=self.split_up_to,
                 **options,
             )
-        if inputs.sizes.tiles:
-            self.kernels.paged_extend(q_THD, keys, values, inputs.table, inputs.tiles, out_THD, **options)
+        else:
+            self.kernels.paged_extend(q_THD, *pool, inputs.table, inputs.tiles, out_THD, **options)
         return out_THD
 
 
@@ -90,12 +94,20 @@ class _InFlight:
 
 
 class _Read(NamedTuple):
-    """A step that was sampled with filters and has been read back already."""
+    """A step that was sampled by torch and has been read back already."""
 
     sampled: Sampled
 
     def result(self) -> Sampled:
         return self.sampled
+
+
+class _Bucket(NamedTuple):
+    """What decides which graph runs a plan, if one does: its padded sizes, and the bound of histories to be split."""
+
+    sizes: Sizes
+    split: int
+    graph: bool
 
 
 class FastRunner:
@@ -104,13 +116,21 @@ class FastRunner:
     ahead = True
 
     def __init__(
-        self, model: PreTrainedModel, store: KVStore, slots: Slots, *, max_tokens: int, eager: bool = False
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        slots: Slots,
+        *,
+        max_tokens: int,
+        eager: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.model, self.store, self.slots = model, store, slots
+        self.deterministic = deterministic
         self.device = store.device
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
-        self.fused = FusedDecoder(model, self.kernels) if fusable(model) and not eager else None
+        self.fused = self._fused() if fusable(model) and not eager else None
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
         count, width = slots.table_SP.shape
@@ -118,7 +138,7 @@ class FastRunner:
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
         room = bucket(max_tokens)
         rows = max(count, GRAPH_CHUNKS)
-        most = Sizes(room, count, rows, room + GRAPH_CHUNKS, count, width, count).offsets()["end"]
+        most = Sizes(room, count, rows, room + rows + count, count, width, count).offsets()["end"]
         self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
         self.hidden = torch.zeros((room, config.hidden_size), dtype=model.dtype, device=self.device)
         self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
@@ -126,7 +146,6 @@ class FastRunner:
         self.host = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self._turn = 0
-        self._splits = min(FEW_SPLITS, -(-slots.ids.shape[1] // SPLIT))
         self._views: dict[Sizes, Inputs] = {}
         self._captured: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
@@ -134,33 +153,29 @@ class FastRunner:
     def weights_changed(self) -> None:
         """Called when a new weight version begins; parameters that were moved, not written, are found again here."""
         if self.fused is not None and not self.fused.intact:
-            self.fused = FusedDecoder(self.model, self.kernels)
+            self.fused = self._fused()
             self._captured.clear()
+
+    def _fused(self) -> FusedDecoder:
+        return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> _InFlight | _Read:
         self._turn = (self._turn + 1) % HOST_BUFFERS
-        sizes, longest = self._sizes(plan)
+        sizes, split, graph = self._bucket(plan)
         host = self.host[self._turn]
         words = fill(
-            host.numpy(),
-            sizes,
-            plan,
-            self.slots,
-            page_size=self.store.page_size,
-            group=self.group,
-            pad=self.pad,
+            host.numpy(), sizes, plan, self.slots, page_size=self.store.page_size, group=self.group, pad=self.pad
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
         inputs = self._inputs(sizes)
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
-        small = sizes.tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
-        self._replay(small, ("body", *sizes[:4], longest), lambda: self._body(inputs, longest))
+        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split))
         samplers = plan.samplers
-        if len(samplers) and self.slots.filters[samplers].any():
-            return self._sample_filtered(inputs, plan)
+        if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
+            return self._sample_by_torch(inputs, plan)
         if len(samplers):
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
         return self._read_back(len(samplers))
@@ -170,27 +185,32 @@ class FastRunner:
             self._views[sizes] = Inputs.of(self.buffer, sizes)
         return self._views[sizes]
 
-    def _sizes(self, plan: Plan) -> tuple[Sizes, int]:
-        """The bucket of a plan, and a bound of its decoding histories' lengths."""
+    def _bucket(self, plan: Plan) -> _Bucket:
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
-        longest = int(self.slots.computed[plan.decodes].max()) if decodes else 0
-        splits = max(self._splits, 1 << (max(1, -(-longest // SPLIT)) - 1).bit_length())
-        if tokens > GRAPH_TOKENS or len(plan.chunks) > GRAPH_CHUNKS or not self.graphs:
-            tiles = len(extend_tiles(chunk_rows(plan, decodes), self.group)) if plan.chunks else 0
-            shape = (tokens, decodes, len(plan.chunks), tiles)
-        elif plan.chunks:
-            padded = bucket(tokens)
-            tiles = padded // extend_tokens(self.group) + GRAPH_CHUNKS
-            shape = (padded, min(count, padded), GRAPH_CHUNKS, tiles)
+        split, width = self._split_up_to(plan), extend_tokens(self.group)
+        graph = self.graphs and tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
+        if graph:
+            tokens = bucket(tokens)
+            decodes, chunks = min(count, tokens), GRAPH_CHUNKS if plan.chunks else 0
+            tiles = decodes + (tokens // width + chunks if chunks else 0)
         else:
-            padded = bucket(tokens)
-            shape = (padded, min(count, padded), 0, 0)
-        return Sizes(*shape, min(count, bucket(samples)), pages, count), splits * SPLIT
+            chunks = len(plan.chunks)
+            tiles = decodes + sum(-(-c.tokens // width) for c in plan.chunks)
+        sizes = Sizes(tokens, decodes, chunks, 0 if split else tiles, min(count, bucket(samples)), pages, count)
+        return _Bucket(sizes, split, graph)
 
-    def _body(self, inputs: Inputs, longest: int) -> None:
-        attention = KernelAttention(self.store, inputs, self.kernels, longest)
+    def _split_up_to(self, plan: Plan) -> int:
+        """0: not split. Otherwise a bound of the lengths, one of few, since a graph belongs to it."""
+        programs = len(plan.decodes) * self.store.keys[0].shape[1]
+        if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
+            return 0
+        longest = int(self.slots.computed[plan.decodes].max())
+        return 1 << (longest - 1).bit_length() if longest >= LONG else 0
+
+    def _body(self, inputs: Inputs, split: int) -> None:
+        attention = KernelAttention(self.store, inputs, self.kernels, split)
         given, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], given)
         if self.fused is not None:
@@ -201,13 +221,16 @@ class FastRunner:
 
     def _head(self, inputs: Inputs) -> None:
         samples = inputs.sizes.samples
-        logits = head_logits(self.model, self.hidden[inputs.last.long()]).float()
+        logits = self._logits(self.hidden[inputs.last.long()]).float()
         ids = torch.empty(samples, dtype=torch.int64, device=self.device)
         logprobs = torch.empty(samples, dtype=torch.float32, device=self.device)
         self.kernels.sample(logits, inputs.temperature, inputs.uniform, ids, logprobs)
         self.last_ids.index_copy_(0, inputs.slots.long(), ids)
         self.out[0, :samples] = ids
         self.out[1, :samples] = logprobs.view(torch.int32)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.fused.logits(hidden) if self.fused is not None else head_logits(self.model, hidden)
 
     def _replay(self, graph: bool, key: tuple[object, ...], run: Callable[[], None]) -> None:
         """Run, through a CUDA graph if asked for: captured after a first plain run, which compiles what it needs."""
@@ -222,10 +245,11 @@ class FastRunner:
                 run()
             self._captured[key] = graph_
 
-    def _sample_filtered(self, inputs: Inputs, plan: Plan) -> _Read:
+    def _sample_by_torch(self, inputs: Inputs, plan: Plan) -> _Read:
         samplers = plan.samplers
         rows = inputs.last[: len(samplers)].long()
-        sampled = sample(head_logits(self.model, self.hidden[rows]), Draw.of(self.slots, samplers))
+        logits = self._logits(self.hidden[rows])
+        sampled = sample(logits, Draw.of(self.slots, samplers))
         places = torch.from_numpy(samplers).to(self.device)
         self.last_ids[places] = torch.from_numpy(sampled.ids).to(self.device)
         return _Read(sampled)

@@ -9,6 +9,7 @@ Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attent
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.engines.embedded.attention import head_logits
 from rally.engines.embedded.kernels import Kernels
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
@@ -47,6 +49,11 @@ class Packed:
 
     @staticmethod
     def _pack(parameters: Sequence[Tensor]) -> Tensor:
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        places = itertools.accumulate([parameters[0].data_ptr(), *sizes[:-1]])
+        if all(p.is_contiguous() and p.data_ptr() == place for p, place in zip(parameters, places, strict=True)):
+            first = parameters[0].data
+            return first.as_strided((sum(len(p) for p in parameters), *first.shape[1:]), first.stride())
         whole = torch.cat([p.data for p in parameters])
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = view
@@ -57,8 +64,9 @@ class Packed:
         """Whether the module still uses these tensors; whoever replaces a parameter's storage breaks the tie."""
         return self.layers[0].weight.data_ptr() == self.weight.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,14 @@ class _Layer:
 
 
 class FusedDecoder:
-    """The forward of one module. Build it with `fused_decoder`, which knows whether it can be."""
+    """The forward of one module, which must be `fusable`. With `invariant`, what a token gives depends on its history
+    alone, to the last bit, and not on what else is computed beside it."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False) -> None:
         config = model.config.get_text_config()
         self.kernels = kernels
+        self.linear = kernels.invariant_linear if invariant else F.linear
+        self.model, self.invariant = model, invariant
         self.base = cast(Any, model.base_model)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -111,6 +122,13 @@ class FusedDecoder:
             x = self._add_norm(self._norm(self._mlp(layer, x), layer.mlp_norm), residual, next_norm)
         return x
 
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """float32 logits [T, V]."""
+        head = self.model.get_output_embeddings()
+        if self.invariant and isinstance(head, nn.Linear):
+            return self.kernels.invariant_linear(hidden_TC, head.weight, head.bias, torch.float32)
+        return head_logits(self.model, hidden_TC).float()
+
     def _rotary(self, x_TC: Tensor, positions_T: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         named = {} if kind is None else {"layer_type": kind}
         cos, sin = self.base.rotary_emb(x_TC.unsqueeze(0), positions_T.unsqueeze(0), **named)
@@ -126,7 +144,11 @@ class FusedDecoder:
         attention: PagedReader,
     ) -> Tensor:
         tokens, d = x_TC.shape[0], self.head_dim
-        q, k, v = layer.qkv(x_TC).view(tokens, -1, d).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k, v = (
+            self.linear(x_TC, *layer.qkv.parts)
+            .view(tokens, -1, d)
+            .split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        )
         turned = torch.empty((tokens, self.heads, d), dtype=q.dtype, device=q.device)
         self.kernels.rotate_and_store(
             q,
@@ -141,11 +163,12 @@ class FusedDecoder:
             eps=self.eps,
             offset=self.offset,
         )
-        return F.linear(attention.read(number, turned, layer.scale, layer.window).flatten(1), *_parts(layer.o))
+        mixed = attention.read(number, turned, layer.scale, layer.window)
+        return self.linear(mixed.flatten(1), *_parts(layer.o))
 
     def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x_TC).split(layer.gate_up.sizes, dim=1)
-        return F.linear(self.kernels.gated(gate, up, self.activation), *_parts(layer.down))
+        gate, up = self.linear(x_TC, *layer.gate_up.parts).split(layer.gate_up.sizes, dim=1)
+        return self.linear(self.kernels.gated(gate, up, self.activation), *_parts(layer.down))
 
     def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:

@@ -6,7 +6,6 @@ to be sampled, P the width of the page table. Sizes may be padded up to a bucket
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -131,7 +130,8 @@ def fill(
         table = slots.table_SP[[c.slot for c in plan.chunks], : sizes.pages]
         at = offsets["table"] + sizes.decodes * sizes.pages
         words[at : at + table.size] = table.reshape(-1)
-        put("tiles", extend_tiles(chunk_rows(plan, sizes.decodes), group))
+    if sizes.tiles:
+        put("tiles", tiles(plan, slots, sizes.decodes, group))
     samplers = plan.samplers
     put("last", tokens.last)
     put("slots", np.full(sizes.samples, pad.no_slot))
@@ -143,10 +143,15 @@ def fill(
     return offsets["end"]
 
 
-def chunk_rows(plan: Plan, first_row: int) -> Sequence[tuple[int, int, int, int]]:
-    """(row of the page table, first packed token, tokens, position) of each chunk."""
-    rows, at = [], len(plan.decodes)
+def tiles(plan: Plan, slots: Slots, first_row: int, group: int) -> npt.NDArray[np.int32]:
+    """Every decoding token is a tile, chunks are several; their rows of the page table begin at `first_row`."""
+    count = len(plan.decodes)
+    rows = np.empty((count + len(plan.chunks), 4), np.int32)
+    rows[:count, 0] = rows[:count, 1] = np.arange(count)
+    rows[:count, 2] = 1
+    rows[:count, 3] = slots.computed[plan.decodes] - 1
+    at = count
     for i, chunk in enumerate(plan.chunks):
-        rows.append((first_row + i, at, chunk.tokens, chunk.start))
+        rows[count + i] = (first_row + i, at, chunk.tokens, chunk.start)
         at += chunk.tokens
-    return rows
+    return extend_tiles(rows, group)

@@ -20,6 +20,7 @@ class Kernels(NamedTuple):
     sample: Callable[..., None]
     paged_decode: Callable[..., None]
     paged_extend: Callable[..., None]
+    invariant_linear: Callable[..., Tensor]
 
 
 def has_triton() -> bool:
@@ -29,13 +30,14 @@ def has_triton() -> bool:
 def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         from rally.kernels.activation import gated
+        from rally.kernels.matmul import linear
         from rally.kernels.norm import add_rms_norm, rms_norm
         from rally.kernels.paged_decode import paged_decode
         from rally.kernels.paged_extend import paged_extend
         from rally.kernels.rotary import rotate_and_store
         from rally.kernels.sampling import sample
 
-        return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend)
+        return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend, linear)
     from rally.kernels import reference, reference_attention
 
     return Kernels(
@@ -46,4 +48,5 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.sample,
         reference_attention.paged_decode,
         reference_attention.paged_extend,
+        reference.linear,
     )

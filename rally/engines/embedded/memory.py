@@ -27,8 +27,8 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
-    """The share of the free memory, less what a step needs. On a GPU all of it: histories that wait for their tools stay
-    cached. A CPU's memory is everyone's, so there it is at most twice what can run at once."""
+    """The share of the free memory, less what a step needs. On a GPU all of it: histories that wait for their tools
+    stay cached. A CPU's memory is everyone's, so there it is at most twice what can run at once."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     per_token, step = kv_bytes_per_token(model), step_bytes(model, settings)

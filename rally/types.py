@@ -7,7 +7,7 @@ the policy sampled; an Episode ends for exactly one named reason. Nothing here i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -64,26 +64,26 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for ok, sentence in (
-            (self.temperature >= 0, f"temperature must be 0 (greedy) or more, not {self.temperature}"),
-            (0 < self.top_p <= 1, f"top_p must lie in (0, 1], not {self.top_p}"),
-            (self.top_k == -1 or self.top_k >= 1, f"top_k must be -1 (off) or at least 1, not {self.top_k}"),
-            (0 <= self.min_p < 1, f"min_p must lie in [0, 1), not {self.min_p}"),
-            (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-        ):
-            if not ok:
-                raise RallyError(sentence)
+        if not self.temperature >= 0:
+            raise RallyError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise RallyError(f"top_p must lie in (0, 1], not {self.top_p}")
+        if not (self.top_k == -1 or self.top_k >= 1):
+            raise RallyError(f"top_k must be -1 (off) or at least 1, not {self.top_k}")
+        if not 0 <= self.min_p < 1:
+            raise RallyError(f"min_p must lie in [0, 1), not {self.min_p}")
+        if not self.max_tokens >= 1:
+            raise RallyError(f"max_tokens must be at least 1, not {self.max_tokens}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | SamplingParams) -> SamplingParams:
         """The same from a dictionary, as a user's agent loop writes it; an unknown name is an error."""
         if isinstance(values, SamplingParams):
             return values
-        known = {f.name for f in fields(cls)}
         alias = {"max_new_tokens": "max_tokens", "stop_token_ids": "stop_ids"}
         named = {alias.get(k, k): v for k, v in values.items()}
-        unknown = sorted(set(named) - known)
-        if unknown:
+        known = cls.__dataclass_fields__
+        if unknown := sorted(named.keys() - known.keys()):
             raise RallyError(f"unknown sampling parameter {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         for key in ("stop_ids", "stop"):
             if key in named:
@@ -149,8 +149,8 @@ class Segment:
 
     def append_sampled(self, generation: Generation) -> Segment:
         start, n = len(self.response_ids), len(generation.ids)
-        return replace(
-            self,
+        return Segment(
+            prompt_ids=self.prompt_ids,
             response_ids=self.response_ids + generation.ids,
             response_mask=self.response_mask + (1,) * n,
             response_logprobs=self.response_logprobs + generation.logprobs,
@@ -159,11 +159,12 @@ class Segment:
 
     def append_observed(self, ids: Sequence[int]) -> Segment:
         n = len(ids)
-        return replace(
-            self,
+        return Segment(
+            prompt_ids=self.prompt_ids,
             response_ids=self.response_ids + tuple(ids),
             response_mask=self.response_mask + (0,) * n,
             response_logprobs=self.response_logprobs + (0.0,) * n,
+            spans=self.spans,
         )
 
 

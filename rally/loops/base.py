@@ -10,7 +10,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rally.chat import ChatCodec
@@ -131,8 +131,12 @@ class EpisodeServer:
             params = SamplingParams.of({**self.defaults.__dict__, **explicit})
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.calls}".encode(), digest_size=8).digest()) >> 1
         self.calls += 1
-        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids)))
-        return replace(params, seed=seed, stop_ids=stop_ids, max_tokens=min(params.max_tokens, max(room, 1)))
+        decided = {
+            "seed": seed,
+            "stop_ids": tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids))),
+            "max_tokens": min(params.max_tokens, max(room, 1)),
+        }
+        return SamplingParams(**{**params.__dict__, **decided})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ messages (`rerender`), in which case the exchange may span several segments.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.failures = self.repeats = 0
-        self.last_calls = ""
+        self.last_calls: list[str] = []
         self.began = time.perf_counter()
         self.tool_seconds = 0.0
         try:
@@ -116,7 +115,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.failures = 0 if any(r.ok for r in results) else self.failures + 1
         if settings.max_tool_failures and self.failures >= settings.max_tool_failures:
             return StopReason.TOOL_FAILURES
-        calls = json.dumps([[r.call.name, r.call.arguments, r.call.raw] for r in results], sort_keys=True, default=str)
+        calls = [r.call.raw for r in results]
         self.repeats = self.repeats + 1 if calls == self.last_calls else 1
         self.last_calls = calls
         if settings.max_repeated_calls and self.repeats >= settings.max_repeated_calls:

@@ -97,10 +97,11 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters) - set(ARGUMENTS)
 
 
-def _route(registry: Mapping[str, Registered], kw: Mapping[str, Any], data_source: str, *given: Any) -> Any:
-    entry = _find(registry, data_source)
+def _route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *given: Any) -> float | dict[str, Any]:
+    arguments = dict(zip(ARGUMENTS, given, strict=True))
+    entry = _find(registry, arguments["data_source"])
     taken = {k: v for k, v in kw.items() if entry.keywords is None or k in entry.keywords}
-    return entry.function(**dict(zip(ARGUMENTS, (data_source, *given), strict=True)), **taken)
+    return entry.function(**arguments, **taken)
 
 
 def _find(registry: Mapping[str, Registered], data_source: str) -> Registered:

@@ -161,8 +161,7 @@ class Worker:
 
 
 class Scorer:
-    """`num_workers` processes that score episodes, none where the built-in functions do; `timeout` is for one run of the
-    function, in seconds.
+    """`num_workers` processes that score episodes with a user's function; `timeout` is for one run of it, in seconds.
 
     Async functions run one at a time in a worker too: one that mostly waits (a judge over HTTP) wants more workers.
     """

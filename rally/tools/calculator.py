@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from decimal import Context, Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from rally.tools.base import BaseTool, at_once
@@ -21,6 +22,7 @@ SIGNIFICANT_DIGITS = 12
 MAX_DECIMAL_PLACES = 30
 
 
+@lru_cache(maxsize=4096)  # the episodes of a group ask the same question, and most of them write the same expression
 def calculate(expression: str) -> str:
     """The value of `expression` as text."""
     return _written(evaluate(expression))

@@ -56,6 +56,8 @@ def apply(function: Callable[..., Number | int], *values: Number) -> Number:
 
 
 def number_literal(written: str) -> Number:
+    if written.isdigit():
+        return bounded(Fraction(int(written)))
     mantissa, _, exponent = written.lower().replace(",", "").partition("e")
     if len(exponent) > 6 or abs(int(exponent or 0)) > MAX_EXPONENT:
         raise CalculatorError(f"the exponent of {written[:20]} is too large")

@@ -60,7 +60,8 @@ def read_reward(reward: Any) -> float:
 
 def _response(value: Any) -> ToolResponse:
     if isinstance(value, ToolResponse):
-        return replace(value, text=None if value.text is None else clean(value.text))
+        text = None if value.text is None else clean(value.text)
+        return value if text == value.text else replace(value, text=text)
     if isinstance(value, str):
         return ToolResponse(text=clean(value))
     return ToolResponse(text=clean(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)))

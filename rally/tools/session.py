@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
@@ -50,6 +50,13 @@ class ToolLimits:
         ):
             if not ok:
                 raise ToolConfigError(sentence)
+
+
+class Outcome(NamedTuple):
+    """How a call ended and what there is to tell."""
+
+    status: ToolStatus
+    answer: Answer
 
 
 class ToolBox:
@@ -120,33 +127,44 @@ class ToolSession:
     async def _answer(self, call: ToolCall, gate: AbstractAsyncContextManager[Any]) -> ToolResult:
         async with gate:
             started = time.perf_counter()
-            result = await self._result(call)
-            result = replace(self._shortened(result), seconds=time.perf_counter() - started)
+            status, answer = await self._outcome(call)
+            seconds = time.perf_counter() - started
+        response = self._shortened(answer.response)
+        truncated = response is not answer.response
         self._counters["calls"] += 1
-        self._counters[result.status.value] += 1
-        if result.truncated:
+        self._counters[status.value] += 1
+        if truncated:
             self._counters["truncated"] += 1
-        return result
+        return ToolResult(
+            call=call,
+            status=status,
+            response=response,
+            reward=answer.reward,
+            metrics=answer.metrics,
+            seconds=seconds,
+            truncated=truncated,
+        )
 
-    async def _result(self, call: ToolCall) -> ToolResult:
+    async def _outcome(self, call: ToolCall) -> Outcome:
         caller = self._callers.get(call.name)
         if call.error is not None:
             text = f"this tool call could not be read ({call.error.rstrip('.')}). {self._example(caller)}"
-            return _failed(call, ToolStatus.MALFORMED, text)
+            return _failed(ToolStatus.MALFORMED, text)
         if caller is None:
             known = f"the tools are: {', '.join(self._callers)}" if self._callers else "there are no tools here"
-            return _failed(call, ToolStatus.UNKNOWN_TOOL, f"there is no tool {call.name!r}; {known}.")
+            return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {call.name!r}; {known}.")
         work = self._execute(caller, call.arguments)
         ended = await (settled(work) if caller.at_once else within(work, self._limits.timeout))
         if ended.late:
             limit = f"{self._limits.timeout:g} seconds"
-            return _failed(call, ToolStatus.TIMEOUT, f"{call.name} did not answer within {limit}.")
+            return _failed(ToolStatus.TIMEOUT, f"{call.name} did not answer within {limit}.")
         if isinstance(ended.error, BadArguments):
             text = f"bad arguments for {call.name}: {ended.error}. {usage(caller.tool.parameters)}"
-            return _failed(call, ToolStatus.BAD_ARGUMENTS, text)
+            return _failed(ToolStatus.BAD_ARGUMENTS, text)
         if ended.error is not None:
-            return _failed(call, ToolStatus.ERROR, describe(ended.error))
-        return _finished(call, ended.value)
+            return _failed(ToolStatus.ERROR, describe(ended.error))
+        answer: Answer = ended.value
+        return Outcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, answer)
 
     async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> Answer:
         fitted = fit(caller.tool.parameters, arguments)
@@ -202,12 +220,10 @@ class ToolSession:
         given = (self._task.tools_kwargs.get(name) or {}).get(section) or {}
         return {key: value for key, value in given.items() if value is not None}
 
-    def _shortened(self, result: ToolResult) -> ToolResult:
-        text = result.response.text or ""
+    def _shortened(self, response: ToolResponse) -> ToolResponse:
+        text = response.text or ""
         kept = shorten(text, self._limits.max_response_chars, self._limits.truncate_side)
-        if kept == text:
-            return result
-        return replace(result, response=replace(result.response, text=kept), truncated=True)
+        return response if kept == text else replace(response, text=kept)
 
     def _example(self, caller: ToolCaller | None) -> str:
         caller = caller or next(iter(self._callers.values()), None)
@@ -225,15 +241,5 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _failed(call: ToolCall, status: ToolStatus, text: str) -> ToolResult:
-    return ToolResult(call=call, status=status, response=ToolResponse(text=clean(f"Error: {text}")))
-
-
-def _finished(call: ToolCall, answer: Answer) -> ToolResult:
-    return ToolResult(
-        call=call,
-        status=ToolStatus.OK if answer.ok else ToolStatus.ERROR,
-        response=answer.response,
-        reward=answer.reward,
-        metrics=answer.metrics,
-    )
+def _failed(status: ToolStatus, text: str) -> Outcome:
+    return Outcome(status, Answer(response=ToolResponse(text=clean(f"Error: {text}")), ok=False))

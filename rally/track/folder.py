@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rally.track.serialize import episode_from_json, episode_to_json
+from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
 
 NONFINITE = "track/nonfinite"
@@ -93,7 +93,7 @@ class RunFolder:
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line."""
-        write_atomic(self._episode_file(step, validate), _lines(map(episode_to_json, episodes)))
+        write_atomic(self._episode_file(step, validate), _lines(episodes_to_json(episodes)))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
         """Exactly what `log_episodes` was given."""
@@ -174,7 +174,8 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """One JSON object a line; a nan that slipped through is our bug and raises."""
-    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+    return (encoder.encode(row) + "\n" for row in rows)
 
 
 def _version(package: str) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rally.types import (
@@ -46,10 +46,10 @@ class Opaque:
 
 def plain(value: Any, depth: int = 0) -> Any:
     """Any Python value as valid JSON; `restore` gives back an equal one."""
+    if isinstance(value, str):
+        return value if value.isascii() else _plain_str(value)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return _plain_str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, int):
@@ -69,11 +69,15 @@ def _plain_str(value: str) -> Any:
 
 def _plain_container(value: list[Any] | tuple[Any, ...] | dict[Any, Any], depth: int) -> Any:
     if isinstance(value, dict):
-        if all(isinstance(k, str) and not k.startswith("$") and not _SURROGATE.search(k) for k in value):
+        if all(map(_is_plain_key, value)):
             return {k: plain(v, depth) for k, v in value.items()}
         return {"$dict": [[plain(k, depth), plain(v, depth)] for k, v in value.items()]}
     items = [plain(v, depth) for v in value]
     return items if isinstance(value, list) else {"$tuple": items}
+
+
+def _is_plain_key(key: Any) -> bool:
+    return isinstance(key, str) and key[:1] != "$" and (key.isascii() or not _SURROGATE.search(key))
 
 
 def _plain_opaque(value: Any) -> Json:
@@ -108,11 +112,25 @@ def restore(value: Any) -> Any:
     return {k: restore(v) for k, v in value.items()}
 
 
+def episodes_to_json(episodes: Iterable[Episode]) -> Iterator[Json]:
+    """`episode_to_json` of each. Neighbours of one group share their task, which is then walked once for all."""
+    task: Task | None = None
+    written: Json = {}
+    for episode in episodes:
+        if episode.task is not task:
+            task, written = episode.task, _task_to_json(episode.task)
+        yield _episode_to_json(episode, written)
+
+
 def episode_to_json(episode: Episode) -> Json:
     """One JSON object with everything the episode holds."""
+    return _episode_to_json(episode, _task_to_json(episode.task))
+
+
+def _episode_to_json(episode: Episode, task: Json) -> Json:
     return _fields(
         episode,
-        task=_task_to_json(episode.task),
+        task=task,
         stop_reason=episode.stop_reason.value,
         segments=[_segment_to_json(s) for s in episode.segments],
         turns=[_turn_to_json(t) for t in episode.turns],
@@ -132,8 +150,7 @@ def episode_from_json(value: Json) -> Episode:
 
 def _fields(item: Any, **written: Any) -> Json:
     """The fields of a dataclass in order: those given in `written` as they are, the others as open values."""
-    names = [f.name for f in fields(item)]
-    return {name: written[name] if name in written else plain(getattr(item, name)) for name in names}
+    return {name: written[name] if name in written else plain(value) for name, value in vars(item).items()}
 
 
 def _restored(value: Json, built: Json | None = None) -> Json:

@@ -167,8 +167,12 @@ async def test_a_forgotten_alarm_harms_nobody(write_reward: Any, make_episode: A
     assert scores[0].info["pid"] == scores[3].info["pid"]
 
 
-async def test_many_at_once_with_the_built_in_functions(make_episode: Any) -> None:
-    async with Scorer(RewardSpec(), 2, 20) as scorer:
+OURS = "from rally.rewards import compute_score"
+
+
+@pytest.mark.parametrize("source", [None, OURS], ids=["in this process", "in workers"])
+async def test_many_at_once(source: str | None, write_reward: Any, make_episode: Any) -> None:
+    async with Scorer(RewardSpec(path=source and write_reward(source)), 2, 20) as scorer:
         episodes = [make_episode(f"#### {i}", truth=str(i - i % 3)) for i in range(300)]
         start = time.monotonic()
         scores = await asyncio.gather(*(scorer.score(episode) for episode in episodes))
@@ -198,8 +202,8 @@ async def test_a_cancelled_wait_leaves_the_worker_usable(write_reward: Any, make
         assert (await scorer.score(make_episode(truth="number"))).info == {"score": 1.0}
 
 
-def test_one_scorer_serves_several_event_loops(make_episode: Any) -> None:
-    scorer = Scorer(RewardSpec(), 1, 20)
+def test_one_scorer_serves_several_event_loops(write_reward: Any, make_episode: Any) -> None:
+    scorer = Scorer(RewardSpec(path=write_reward(OURS)), 1, 20)
     for _ in range(2):
         assert asyncio.run(scorer.score(make_episode())).reward == 1.0
     asyncio.run(scorer.close())

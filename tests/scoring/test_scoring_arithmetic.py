@@ -1,5 +1,8 @@
 """What counts as a right answer to an arithmetic question."""
 
+import re
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,3 +38,16 @@ def test_every_integer_scores_however_it_is_written(n: int) -> None:
 @given(st.text())
 def test_no_text_raises(text: str) -> None:
     assert arithmetic.score("####" + text, "464") in (0.0, 1.0)
+
+
+@given(st.from_regex(re.compile(r"[-$0-9,.]{0,8}"), fullmatch=True))
+def test_an_answer_is_digits_with_a_sign_commas_and_one_point(line: str) -> None:
+    written = re.fullmatch(r"-?\$?[0-9,]*\.?[0-9]+\.?", line) is not None
+    assert (arithmetic.extract(f"#### {line}") is not None) == written
+
+
+@pytest.mark.parametrize("line", ["1" * 100_000 + "x", "." + "1" * 100_000 + "x", "," * 100_000])
+def test_a_long_line_is_read_once(line: str) -> None:
+    began = time.perf_counter()
+    assert arithmetic.score(f"#### {line}", "1") == 0.0
+    assert time.perf_counter() - began < 2, "it scores in the run's own process; every split tried would take a minute"

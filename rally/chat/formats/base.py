@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rally.chat.tolerant_json import read_whole
@@ -42,11 +42,15 @@ class ToolFormat:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), start: int = 0) -> FormatResult:
         """What the text says; calls are looked for from `start` on (after the thinking, where a call is a thought)."""
-        found = [Found(f.start + start, f.end + start, f.call) for f in self.find(text[start:], schemas_of(tools))]
-        calls = tuple(
-            replace(f.call, id=f"call_{i}", raw=f.call.raw or text[f.start : f.end]) for i, f in enumerate(found)
-        )
+        found = self.find(text[start:], schemas_of(tools))
+        if start:
+            found = [Found(f.start + start, f.end + start, f.call) for f in found]
+        calls = tuple(_numbered(f.call, i, f.call.raw or text[f.start : f.end]) for i, f in enumerate(found))
         return FormatResult(outside(text, found), calls)
+
+
+def _numbered(call: ToolCall, number: int, raw: str) -> ToolCall:
+    return ToolCall(name=call.name, arguments=call.arguments, id=f"call_{number}", raw=raw, error=call.error)
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -72,7 +76,7 @@ def malformed(reason: str, raw: str, shape: str) -> ToolCall:
     return ToolCall(name=guess, raw=raw, error=f"Failed to decode tool call: {reason}. Write it as {shape}")
 
 
-def call_of(value: Any, schemas: Schemas) -> ToolCall:
+def call_of(value: Any, schemas: Schemas, raw: str = "") -> ToolCall:
     """The call a JSON value means; ValueError says why it means none."""
     if not isinstance(value, dict):
         raise ValueError(f'it must be a JSON object with "name" and "arguments", not {_kind(value)}')
@@ -82,7 +86,7 @@ def call_of(value: Any, schemas: Schemas) -> ToolCall:
     if not isinstance(name, str) or not name.strip():
         raise ValueError('the object has no "name" that says which tool to call')
     name = name.strip()
-    return ToolCall(name=name, arguments=_arguments(value, schemas.get(name, {})))
+    return ToolCall(name=name, arguments=_arguments(value, schemas.get(name, {})), raw=raw)
 
 
 def _arguments(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:

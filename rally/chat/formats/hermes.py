@@ -50,7 +50,7 @@ def _tagged(text: str, start: int, schemas: Schemas) -> Tagged:
         try:
             value, at = read_json(text, begin)
             items = value if isinstance(value, list) and value else [value]
-            calls += [replace(call_of(item, schemas), raw=text[begin:at].strip()) for item in items]
+            calls += [call_of(item, schemas, raw=text[begin:at].strip()) for item in items]
         except ValueError as error:
             rest = _not_json(text, begin, str(error), schemas)
             return Tagged(calls + rest.calls, rest.end)

@@ -49,9 +49,7 @@ class Packed:
 
     @staticmethod
     def _pack(parameters: Sequence[Tensor]) -> Tensor:
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        places = itertools.accumulate([parameters[0].data_ptr(), *sizes[:-1]])
-        if all(p.is_contiguous() and p.data_ptr() == place for p, place in zip(parameters, places, strict=True)):
+        if _is_packed(parameters):
             first = parameters[0].data
             return first.as_strided((sum(len(p) for p in parameters), *first.shape[1:]), first.stride())
         whole = torch.cat([p.data for p in parameters])
@@ -67,6 +65,17 @@ class Packed:
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
+
+
+def _is_packed(parameters: Sequence[Tensor]) -> bool:
+    """Whether they already lie one behind the other in one piece of memory, as another decoder of the module left
+    them."""
+    sizes = [p.numel() for p in parameters]
+    places = itertools.accumulate([parameters[0].storage_offset(), *sizes[:-1]])
+    memory = {p.untyped_storage().data_ptr() for p in parameters}
+    return len(memory) == 1 and all(
+        p.is_contiguous() and p.storage_offset() == place for p, place in zip(parameters, places, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rally.chat import ChatCodec
@@ -125,18 +125,15 @@ class EpisodeServer:
             self.seconds += time.perf_counter() - began
 
     def _params(self, given: Mapping[str, Any] | SamplingParams | None, room: int) -> SamplingParams:
-        params = self.defaults
-        if given is not None:
-            explicit = given if isinstance(given, Mapping) else given.__dict__
-            params = SamplingParams.of({**self.defaults.__dict__, **explicit})
+        explicit = given if isinstance(given, Mapping) else given.__dict__ if given is not None else {}
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.calls}".encode(), digest_size=8).digest()) >> 1
         self.calls += 1
-        decided = {
-            "seed": seed,
-            "stop_ids": tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids))),
-            "max_tokens": min(params.max_tokens, max(room, 1)),
-        }
-        return SamplingParams(**{**params.__dict__, **decided})
+        params = SamplingParams.of({**self.defaults.__dict__, **explicit, "seed": seed})
+        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids)))
+        max_tokens = min(params.max_tokens, max(room, 1))
+        if stop_ids == params.stop_ids and max_tokens == params.max_tokens:
+            return params
+        return replace(params, stop_ids=stop_ids, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

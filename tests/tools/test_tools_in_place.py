@@ -24,8 +24,8 @@ def answered_in_place(opened: ToolSession, asked: ToolCall) -> ToolResult:
     running = opened.run([asked])
     with pytest.raises(StopIteration) as ended:
         running.send(None)
-    (result,) = ended.value.value
-    return result
+    results: list[ToolResult] = ended.value.value
+    return results[0]
 
 
 def test_a_tool_that_only_computes_is_answered_in_place() -> None:

@@ -44,6 +44,7 @@ def _launch(x_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: flo
         ADD=residual_TC is not None,
         OFFSET=offset,
         num_warps=min(16, max(1, block // 256)),
+        enable_fp_fusion=False,
     )
     return y_TC
 

@@ -47,7 +47,9 @@ def rotate_and_store(
     strides = [step for t in tensors for step in t.stride()[:-1]]
     heads = max(1, _ELEMENTS // size)
     shape = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "SIZE": size, "HEADS": heads}
-    flavour = {"NORM": q_weight is not None, "OFFSET": offset, "num_warps": max(1, size // _ELEMENTS)}
+    # Without enable_fp_fusion=False, a product that must be rounded becomes part of a fused multiply-add.
+    compiling = {"num_warps": max(1, size // _ELEMENTS), "enable_fp_fusion": False}
+    flavour = {"NORM": q_weight is not None, "OFFSET": offset, **compiling}
     grid = (tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))
     _rotate_and_store_kernel[grid](*tensors, slots_T, *weights, *strides, eps, **shape, **flavour)
 

@@ -185,6 +185,8 @@ class Embedded(Conversing):
         super().__init__(shape)
         settings = EngineSettings(max_model_len=longest + ROOM, max_num_seqs=running, memory_share=MEMORY_SHARE)
         self.engine = EmbeddedEngine(random_model(shape), settings)
+        gc.collect()
+        gc.freeze()  # as `rally train` does
 
     async def sample(self, ids: Sequence[int], count: int) -> Reply:
         params = SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True)

@@ -171,6 +171,16 @@ class RolloutConfig(Section):
     max_num_batched_tokens: Count = 8192
     gpu_memory_utilization: Annotated[Float, Field(gt=0, lt=1)] = 0.5
     page_size: Count = 16
+    attention_backend: Literal["auto", "paged", "gather"] = "auto"
+    """How the engine reads KV pages: our kernels (auto on a GPU in half precision), or plain torch."""
+    enforce_eager: bool = False
+    """Without CUDA graphs and fused layers: slower, and easier to look into."""
+    free_cache_engine: bool = True
+    """On a GPU, KV memory goes back to the device while weights are updated."""
+    enable_sleep_mode: bool = True
+    """The same as free_cache_engine; false in either keeps the memory."""
+    deterministic: bool = False
+    """Rollout and training by batch-invariant kernels: their log-probs agree to the last bit. Needs a GPU."""
     ignore_eos: bool = False
     dtype: Dtype | None = None
     """The same as model.dtype: the engine runs the trainer's own weights."""
@@ -203,8 +213,6 @@ class RolloutConfig(Section):
     do_sample: Annotated[bool, Only(True, because="training always samples; val_kwargs sets validation")] = True
     enable_chunked_prefill: Annotated[bool, Only(True, because="prefill is always chunked")] = True
     enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always shared")] = True
-    enable_sleep_mode: Annotated[bool, Only(True, because="the cache is always released for the update")] = True
-    free_cache_engine: Annotated[bool, Only(True, because="the cache is always released for the update")] = True
     layered_summon: Annotated[bool, Only(False, because="the engine runs the trainer's own weights")] = False
     load_format: Annotated[str, Only("dummy", "auto", because="the engine runs the trainer's own weights")] = "dummy"
     logprobs_mode: Annotated[
@@ -224,7 +232,6 @@ class RolloutConfig(Section):
     expert_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     repetition_penalty: Positive = 1.0
-    enforce_eager: bool = True
     cudagraph_capture_sizes: tuple[Count, ...] | None = None
     disable_log_stats: bool = True
     over_sample_rate: Share = 0.0

@@ -57,7 +57,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}over_sample_rate", OUT),
     Unbuilt(f"{R}skip_rollout", OUT),
     Unbuilt(f"{R}skip_dump_dir", OUT),
-    Unbuilt(f"{R}enforce_eager", "leave it out, the engine runs without CUDA graphs"),
     Unbuilt(f"{R}cudagraph_capture_sizes", "leave it out, the engine runs without CUDA graphs"),
     Unbuilt(f"{R}quantization", OUT),
     Unbuilt(f"{R}quantization_config_file", OUT),

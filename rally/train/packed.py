@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rally.engines.embedded.attention import grouped_sdpa, visible
+from rally.engines.embedded.attention import Scores, grouped_attention, visible
 from rally.train.packing import PackedRows
 
 # the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
@@ -37,13 +37,11 @@ class PackedAttention:
         self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        attend = self._in_one_call if fits_one_call(q_THD) else self._by_shape
-        return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scale, window)
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
+        attend = self._in_one_call if scores.plain and fits_one_call(q_THD) else self._by_shape
+        return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scores)
 
-    def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
         output = varlen_attn(
             q_THD,
             k_SKD,
@@ -52,22 +50,22 @@ class PackedAttention:
             self.key_ends,
             self.most_queries,
             self.most_keys,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),  # keys left and right of a query's own
+            scale=scores.scale,
+            window_size=(-1 if scores.window is None else scores.window - 1, 0),  # keys left and right of a query's own
             **GROUPED_HEADS,
         )
         assert isinstance(output, Tensor)
         return output
 
-    def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
         # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
         queries = q_THD.split([branches * t for branches, t, _ in self.runs])
         keys, values = (x.split([branches * length for branches, _, length in self.runs]) for x in (k_SKD, v_SKD))
         outputs = []
         for (branches, t, length), *parts in zip(self.runs, queries, keys, values, strict=True):
             q, k, v = (x.unflatten(0, (branches, -1)) for x in parts)
-            mask = self._mask(t, length, window, q)
-            outputs.append(grouped_sdpa(q, k, v, scale, mask, causal=mask is None).flatten(0, 1))
+            mask = self._mask(t, length, scores.window, q)
+            outputs.append(grouped_attention(q, k, v, scores, mask, causal=mask is None).flatten(0, 1))
         return torch.cat(outputs)
 
     def _history(self, x_TKD: Tensor) -> Tensor:

@@ -88,6 +88,10 @@ def engine_settings_of(config: Config) -> EngineSettings:
         memory_share=rollout.gpu_memory_utilization,
         in_flight=rollout.in_flight,
         seed=config.trainer.seed if rollout.seed is None else rollout.seed,
+        backend=rollout.attention_backend,
+        eager=rollout.enforce_eager,
+        deterministic=rollout.deterministic,
+        lend_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
     )
 
 

@@ -10,7 +10,7 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head siz
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +20,28 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rally.engines.base import EngineError
-
 NAME = "rally"
+
+
+class Scores(NamedTuple):
+    """How a layer turns products of queries and keys into weights. `softcap` bounds scores by a tanh (Gemma 2);
+    `sinks_H` take part in the softmax of each head without a value (gpt-oss)."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention functions can do it."""
+        return self.softcap is None and self.sinks_H is None
 
 
 class AttentionContext(Protocol):
     """How the packed tokens of one forward attend to each other, and to what was computed before."""
 
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
         """Attention output [T, H, D]."""
         ...
 
@@ -48,17 +59,19 @@ def rally_attention(
     rally: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if rally is None:
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = Scores(scale, sliding_window, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if rally is None and scores.plain:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    for variant in ("softcap", "s_aux"):
-        if kwargs.get(variant) is not None:
-            raise EngineError(f"{type(module).__name__} uses the attention variant '{variant}', which is not built yet")
+    if rally is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        mask = attention_mask[..., : k.shape[1]] if attention_mask is not None else None
+        return grouped_attention(q, k, v, scores, mask, causal=mask is None), None
     assert query.shape[0] == 1, "packed forwards have one row"
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = rally.attend(getattr(module, "layer_idx", 0), q_THD, k_TKD, v_TKD, scale, sliding_window)
+    out_THD = rally.attend(getattr(module, "layer_idx", 0), q_THD, k_TKD, v_TKD, scores)
     return out_THD.unsqueeze(0), None
 
 
@@ -103,10 +116,10 @@ def _head(head: nn.Module, hidden: Tensor) -> Tensor:
     return head(hidden)  # type: ignore[no-any-return]
 
 
-def grouped_sdpa(
-    q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scale: float, mask: Tensor | None, causal: bool
+def grouped_attention(
+    q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """SDPA where G query heads share a key/value head: [B, t, H, D].
+    """Attention where G query heads share a key/value head: [B, t, H, D]. A window is the mask's business.
 
     With a mask, or for one query, the heads of a group become further queries, and keys and values are read once. The
     causal kernel needs queries in order, so there keys and values are repeated.
@@ -114,16 +127,36 @@ def grouped_sdpa(
     b, t, h, d = q_BtHD.shape
     kv = k_BLKD.shape[2]
     k, v = k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2)
-    if causal:
+    if causal or not scores.plain:
         k, v = (x.unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k, v))
-        out = F.scaled_dot_product_attention(q_BtHD.transpose(1, 2), k, v, is_causal=True, scale=scale)
-        return out.transpose(1, 2)
+        q = q_BtHD.transpose(1, 2)
+        if scores.plain:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale).transpose(1, 2)
+        return _spelled_out(q, k, v, scores, mask, causal).transpose(1, 2)
     g = h // kv
     q = q_BtHD.view(b, t, kv, g, d).permute(0, 2, 3, 1, 4).reshape(b, kv, g * t, d)
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, g, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
     return out.view(b, kv, g, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def _spelled_out(
+    q_BHtD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """For the variants that torch's attention functions do not know."""
+    weights = q_BHtD.float() @ k_BHLD.float().transpose(2, 3) * scores.scale
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    t, length = weights.shape[2:]
+    if causal:
+        mask = visible(torch.tensor([length - t], device=q_BHtD.device), t, length, None)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else weights + mask
+    if scores.sinks_H is not None:
+        sinks = scores.sinks_H.float().view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    return (weights.softmax(-1)[..., :length] @ v_BHLD.float()).to(q_BHtD.dtype)
 
 
 def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:

@@ -26,6 +26,7 @@ from rally.engines.embedded.runner import ModelRunner, Pending, Runner
 from rally.engines.embedded.scheduler import Plan, Scheduler
 from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.slots import Ints, Slots
+from rally.engines.embedded.support import refuse_unsupported
 from rally.types import FinishReason, SamplingParams
 
 
@@ -66,6 +67,7 @@ class EngineCore:
             lend=self.settings.lend_memory and model.device.type == "cuda",
         )
         paged = self._paged(model)
+        refuse_unsupported(model, paged=paged)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
         self.index = PrefixIndex(self.pool, self.settings.page_size)
@@ -89,10 +91,20 @@ class EngineCore:
         self._seeds = itertools.count(self.settings.seed)
 
     def _paged(self, model: PreTrainedModel) -> bool:
-        if self.settings.backend == "auto":
-            half = model.dtype in (torch.bfloat16, torch.float16)
-            return model.device.type == "cuda" and half and has_triton()
-        return self.settings.backend == "paged"
+        settings, on_gpu = self.settings, model.device.type == "cuda"
+        half = model.dtype in (torch.bfloat16, torch.float16)
+        if settings.backend == "paged" and on_gpu and not (half and has_triton()):
+            raise EngineError(
+                "the paged kernels need Triton and half precision; set model.dtype=bfloat16, or "
+                "rollout.attention_backend=gather"
+            )
+        paged = settings.backend == "paged" or (settings.backend == "auto" and on_gpu and half and has_triton())
+        if settings.deterministic and not paged:
+            raise EngineError(
+                "deterministic rollout needs the paged kernels: a GPU with Triton, and model.dtype=bfloat16; or set "
+                "rollout.deterministic=false"
+            )
+        return paged
 
     def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
         from rally.engines.embedded.fast_runner import FastRunner

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.attention import head_logits, packed_hidden
+from rally.engines.embedded.attention import Scores, head_logits, packed_hidden
 from rally.engines.embedded.fused import FusedDecoder, fusable
 from rally.engines.embedded.inputs import Inputs, Place, Sizes, fill
 from rally.engines.embedded.kernels import Kernels, kernels_for
@@ -50,12 +50,11 @@ class KernelAttention:
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.store.keys[layer], self.store.values[layer]
 
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
+        assert scores.plain, "refused at start-up"
         for pool, new in zip(self.pool(layer), (k_TKD, v_TKD), strict=True):
             pool.index_copy_(0, self.places_T, new.to(pool.dtype))
-        return self.read(layer, q_THD.contiguous(), scale, window)
+        return self.read(layer, q_THD.contiguous(), scores.scale, scores.window)
 
     def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
         inputs, pool = self.inputs, self.pool(layer)
@@ -165,7 +164,7 @@ class FastRunner:
         sizes, split, graph = self._bucket(plan)
         host = self.host[self._turn]
         words = fill(
-            host.numpy(), sizes, plan, self.slots, page_size=self.store.page_size, group=self.group, pad=self.pad
+            host.numpy(), sizes, plan, self.slots, page_size=self.store.page_size, group=self.group, padding=self.pad
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
         inputs = self._inputs(sizes)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rally.engines.embedded.runner import packed_tokens
 from rally.engines.embedded.sampler import uniforms
 from rally.engines.embedded.scheduler import Plan
-from rally.engines.embedded.slots import Slots
+from rally.engines.embedded.slots import Ints, Slots
 from rally.kernels.tiles import extend_tiles
 
 SAMPLING = ("last", "slots", "temperature", "uniform")
@@ -103,55 +103,57 @@ class Place(NamedTuple):
 
 
 def fill(
-    words: npt.NDArray[np.int32], sizes: Sizes, plan: Plan, slots: Slots, *, page_size: int, group: int, pad: Place
+    words: npt.NDArray[np.int32], sizes: Sizes, plan: Plan, slots: Slots, *, page_size: int, group: int, padding: Place
 ) -> int:
     """Write the plan into a host buffer; returns how many words were written."""
     offsets = sizes.offsets()
     words[: offsets["end"]] = 0
 
-    def put(name: str, values: npt.NDArray[np.generic]) -> None:
-        words[offsets[name] : offsets[name] + values.size] = values.reshape(-1)
+    def put(name: str, values: npt.NDArray[np.generic], *, pad: int | None = None) -> None:
+        at = offsets[name]
+        words[at : at + values.size] = values.reshape(-1)
+        if pad is not None:
+            words[at + values.size : at + prod(sizes.fields()[name])] = pad
 
     if plan.copies:
         source, target = np.array(plan.copies, np.int32).T
         put("copies", source)
         words[offsets["copies"] + sizes.seats :][: len(target)] = target
     decodes, tokens = plan.decodes, packed_tokens(plan, slots, page_size)
-    unread = slots.known[decodes] < slots.computed[decodes]  # its token is still on the device
+    computed = slots.computed[decodes]
     put("ids", tokens.ids)
-    put("source", np.full(sizes.tokens, -1))
-    put("source", np.where(unread, decodes, -1))
+    put("source", np.where(slots.known[decodes] < computed, decodes, -1), pad=-1)  # its token is still on the device
     put("positions", tokens.positions)
-    put("places", np.full(sizes.tokens, pad.trash))
-    put("places", tokens.places)
-    put("lengths", slots.computed[decodes])
+    put("places", tokens.places, pad=padding.trash)
+    put("lengths", computed)
     put("table", slots.table_SP[decodes, : sizes.pages])
     if plan.chunks:
         table = slots.table_SP[[c.slot for c in plan.chunks], : sizes.pages]
         at = offsets["table"] + sizes.decodes * sizes.pages
         words[at : at + table.size] = table.reshape(-1)
     if sizes.tiles:
-        put("tiles", tiles(plan, slots, sizes.decodes, group))
+        put("tiles", tiles(plan, computed, sizes.decodes, group))
     samplers = plan.samplers
     put("last", tokens.last)
-    put("slots", np.full(sizes.samples, pad.no_slot))
-    put("slots", samplers)
-    positions = slots.planned[samplers] - slots.prompt[samplers] - 1
+    put("slots", samplers, pad=padding.no_slot)
     put("temperature", slots.temperature[samplers].view(np.int32))
-    uniform = np.minimum(uniforms(slots.seed[samplers], positions), 1 - 2.0**-24).astype(np.float32)
-    put("uniform", uniform.view(np.int32))
+    uniform = uniforms(slots.seed[samplers], slots.planned[samplers] - slots.prompt[samplers] - 1)
+    put("uniform", np.minimum(uniform, 1 - 2.0**-24).astype(np.float32).view(np.int32))
     return offsets["end"]
 
 
-def tiles(plan: Plan, slots: Slots, first_row: int, group: int) -> npt.NDArray[np.int32]:
-    """Every decoding token is a tile, chunks are several; their rows of the page table begin at `first_row`."""
-    count = len(plan.decodes)
-    rows = np.empty((count + len(plan.chunks), 4), np.int32)
-    rows[:count, 0] = rows[:count, 1] = np.arange(count)
-    rows[:count, 2] = 1
-    rows[:count, 3] = slots.computed[plan.decodes] - 1
-    at = count
+def tiles(plan: Plan, computed: Ints, first_row: int, group: int) -> npt.NDArray[np.int32]:
+    """Every decoding token is a tile, a chunk is several (its row of the page table follows `first_row`); those with
+    long histories first, so that the last programs to run are short ones."""
+    order = np.argsort(-computed)
+    decoding = np.empty((len(order), 4), np.int32)
+    decoding[:, 0] = decoding[:, 1] = order
+    decoding[:, 2] = 1
+    decoding[:, 3] = computed[order] - 1
+    if not plan.chunks:
+        return decoding
+    rows, at = [], len(order)
     for i, chunk in enumerate(plan.chunks):
-        rows[count + i] = (first_row + i, at, chunk.tokens, chunk.start)
+        rows.append((first_row + i, at, chunk.tokens, chunk.start))
         at += chunk.tokens
-    return extend_tiles(rows, group)
+    return np.concatenate([extend_tiles(rows, group), decoding])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rally.engines.embedded.attention import grouped_sdpa, visible
+from rally.engines.embedded.attention import Scores, grouped_attention, visible
 from rally.engines.embedded.pages import KVStore
 from rally.engines.embedded.slots import Ints
 
@@ -63,15 +63,13 @@ class PagedAttention:
         if not short.all():
             self.groups.append(_PerSequence(store, rows.take(~short)))
 
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
         keys, values = self.store.keys[layer], self.store.values[layer]
         keys.index_copy_(0, self.places_T, k_TKD.to(keys.dtype))
         values.index_copy_(0, self.places_T, v_TKD.to(values.dtype))
         out_THD = torch.empty_like(q_THD)
         for group in self.groups:
-            group.attend(keys, values, q_THD, out_THD, scale, window)
+            group.attend(keys, values, q_THD, out_THD, scores)
         return out_THD
 
 
@@ -138,14 +136,12 @@ class _Strided:
         starts[stretch - stretch[0]] = rows.start
         self.masks = _Masks(torch.from_numpy(starts).to(device), 1, self.length)
 
-    def attend(
-        self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scores: Scores) -> None:
         _, h, d = q_THD.shape
         q = q_THD.new_zeros((self.n, 1, h, d))
         q[self.rows, 0] = q_THD[self.tokens]
-        mask = self.masks.get(window, q.dtype)
-        out = grouped_sdpa(q, self._view(keys), self._view(values), scale, mask, causal=False)
+        mask = self.masks.get(scores.window, q.dtype)
+        out = grouped_attention(q, self._view(keys), self._view(values), scores, mask, causal=False)
         out_THD[self.tokens] = out[self.rows, 0]
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -178,12 +174,10 @@ class _Gathered:
         starts = torch.from_numpy(rows.start).to(device)
         self.masks = _Masks(starts, self.width, num_pages * store.page_size)
 
-    def attend(
-        self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scores: Scores) -> None:
         k, v = self._history(keys), self._history(values)
         q = q_THD[self.tokens].view(self.n, self.width, *q_THD.shape[1:])
-        out = grouped_sdpa(q, k, v, scale, self.masks.get(window, q.dtype), causal=False)
+        out = grouped_attention(q, k, v, scores, self.masks.get(scores.window, q.dtype), causal=False)
         out_THD.index_copy_(0, self.targets, out.reshape(-1, *q_THD.shape[1:])[self.kept])
 
     def _history(self, tensor: Tensor) -> Tensor:
@@ -210,15 +204,13 @@ class _PerSequence:
         places = (pages[:, None] * size + np.arange(size)).reshape(-1)[:length]
         return torch.from_numpy(places).to(store.device)
 
-    def attend(
-        self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scores: Scores) -> None:
         for offset, tokens, start, where in self.rows:
             span = slice(offset, offset + tokens)
             q = q_THD[span].unsqueeze(0)
-            mask, causal = self._mask(tokens, start, window, q.device)
+            mask, causal = self._mask(tokens, start, scores.window, q.device)
             k, v = keys[where].unsqueeze(0), values[where].unsqueeze(0)
-            out_THD[span] = grouped_sdpa(q, k, v, scale, mask, causal)[0]
+            out_THD[span] = grouped_attention(q, k, v, scores, mask, causal)[0]
 
     @staticmethod
     def _mask(tokens: int, start: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:

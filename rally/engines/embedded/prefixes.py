@@ -28,6 +28,9 @@ def token_bytes(ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
     return np.asarray(ids, np.int32).tobytes()
 
 
+_NO_CHILDREN: dict[bytes, _Node] = {}
+
+
 class _Node:
     __slots__ = ("children", "page", "parent", "stamp", "tokens")
 
@@ -35,7 +38,7 @@ class _Node:
         self.tokens = tokens
         self.page = page
         self.parent = parent
-        self.children: dict[bytes, _Node] = {}
+        self.children = _NO_CHILDREN  # most nodes have none, and a dictionary less is an object less to collect
         self.stamp = 0
 
 
@@ -111,6 +114,8 @@ class PrefixIndex:
             key = tokens[number * step : (number + 1) * step]
             child = node.children.get(key)
             if child is None:
+                if node.children is _NO_CHILDREN:
+                    node.children = {}
                 child = node.children[key] = _Node(key, pages[number], node)
                 self.pool.share((pages[number],))
             child.stamp = stamp

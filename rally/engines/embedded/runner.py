@@ -54,18 +54,18 @@ class Tokens(NamedTuple):
 
 def packed_tokens(plan: Plan, slots: Slots, page_size: int) -> Tokens:
     """Decoding slots first, a token each (already counted as computed), then the chunks."""
-    decodes = plan.decodes
-    owners = [decodes] + [np.full(c.tokens, c.slot) for c in plan.chunks]
-    places = [slots.computed[decodes] - 1] + [np.arange(c.start, c.start + c.tokens) for c in plan.chunks]
-    owner, positions = np.concatenate(owners), np.concatenate(places)
-    ends = len(decodes) + np.cumsum([c.tokens for c in plan.chunks], dtype=np.int64) - 1
-    samples = [end for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.samples]
+    owner, positions, last = plan.decodes, slots.computed[plan.decodes] - 1, np.arange(len(plan.decodes))
+    if plan.chunks:
+        owner = np.concatenate([owner] + [np.full(c.tokens, c.slot) for c in plan.chunks])
+        positions = np.concatenate([positions] + [np.arange(c.start, c.start + c.tokens) for c in plan.chunks])
+        ends = len(last) + np.cumsum([c.tokens for c in plan.chunks]) - 1
+        last = np.append(last, ends[[c.samples for c in plan.chunks]])
     pages = slots.table_SP[owner, positions // page_size].astype(np.int64)
     return Tokens(
         ids=slots.ids[owner, positions].astype(np.int64),
         positions=positions,
         places=pages * page_size + positions % page_size,
-        last=np.append(np.arange(len(decodes)), samples).astype(np.int64),
+        last=last,
     )
 
 

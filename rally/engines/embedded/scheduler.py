@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,9 +37,11 @@ class Plan:
     chunks: list[Chunk]
     copies: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def samplers(self) -> Ints:
         """The slots that get a new token, in the order of the plan."""
+        if not self.chunks:
+            return self.decodes
         return np.append(self.decodes, [c.slot for c in self.chunks if c.samples]).astype(np.int64)
 
     def __bool__(self) -> bool:

@@ -1,0 +1,47 @@
+"""What a model's attention needs is known before the first step, and what we cannot do is refused by name."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from rally.engines.base import EngineError
+
+GATHER_ONLY = "rollout.attention_backend=gather runs it in plain torch"
+NOT_AT_ALL = "use another model, or a server engine"
+
+
+def refuse_unsupported(model: PreTrainedModel, *, paged: bool) -> None:
+    """Raise for attention that the backend does not compute."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if what := _unknown(model):
+        raise EngineError(f"{name} uses {what}, which the embedded engine does not know; {NOT_AT_ALL}")
+    if not paged:
+        return
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if what := _variant(model):
+        raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {GATHER_ONLY}")
+    if size < 16 or size & (size - 1):
+        raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {GATHER_ONLY}")
+
+
+def _variant(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        return "attention soft-capping"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "attention sinks"
+    return None
+
+
+def _unknown(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder"
+    if kinds:
+        return f"layers of the kind {', '.join(sorted(kinds))}"
+    if getattr(config, "kv_lora_rank", None):
+        return "latent attention"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "an attention function of its own"
+    return None

@@ -191,6 +191,7 @@ def update_settings_of(config: Config) -> UpdateSettings:
         max_tokens=actor.ppo_max_token_len_per_gpu,
         max_rows=actor.ppo_micro_batch_size_per_gpu,
         temperature=config.rollout.temperature,
+        deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
     )
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rally.kernels import reference_attention as reference
+from rally.kernels.tiles import BLOCK_M
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
@@ -149,7 +150,7 @@ def test_reference_extend_is_a_dense_softmax(case: Case) -> None:
     chunks = make_chunks(LENGTHS, most=16)
     q, out = make_queries(sum(tokens for _, _, tokens, _ in chunks), case, made.keys)
     tiles = torch.tensor([*chunks, (0, 0, 0, 0)], dtype=torch.int32)
-    reference.paged_extend(q, made.keys, made.values, made.table, tiles, out, **options(case))
+    reference.paged_extend(q, made.keys, made.values, made.table, tiles, out, block_m=2**20, **options(case))
     for row, first, tokens, _ in chunks:
         part = slice(first, first + tokens)
         if tokens:
@@ -207,7 +208,7 @@ def extend(
     from rally.kernels.tiles import extend_tiles
 
     tuned = Tuning(block=32, warps=4, stages=2) if INTERPRETED else None
-    block_m = changed.pop("block_m", 128)
+    block_m = changed.pop("block_m", BLOCK_M)
     tiles = torch.from_numpy(extend_tiles(chunks, case.group, block_m))
     tiles = torch.cat([tiles, torch.zeros(2, 4, dtype=torch.int32)]).to(DEVICE)
     paged_extend(

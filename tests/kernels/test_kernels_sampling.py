@@ -1,5 +1,6 @@
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import gpu, interpreted, replayed
@@ -8,7 +9,6 @@ from torch import Tensor
 from rally.engines.embedded import sampler
 from rally.kernels import reference
 from rally.kernels.filters import filtered_logprobs
-from rally.types import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 LAST = 1 - 2.0**-32  # the largest number that the engine's hash gives
@@ -48,13 +48,12 @@ def assert_same_draws(ours: Drawn, theirs: Drawn, logits: Tensor, temperature: T
 
 def test_reference_is_the_engines_sampler() -> None:
     logits, temperature, _ = batch("cpu", 64, 1000)
-    seeds, positions = list(range(64)), list(range(100, 164))
-    uniform = torch.from_numpy(sampler.uniforms(seeds, positions))
-    ours = draw(reference.sample, logits, temperature, uniform)
-    params = [SamplingParams(temperature=t, max_tokens=1) for t in temperature.tolist()]
-    theirs = sampler.sample(logits, params, seeds, positions)
-    assert ours.ids.tolist() == theirs.ids
-    torch.testing.assert_close(ours.logprobs, torch.tensor(theirs.logprobs))
+    numbers = sampler.uniforms(np.arange(64, dtype=np.uint64), np.arange(100, 164))
+    ours = draw(reference.sample, logits, temperature, torch.from_numpy(numbers))
+    off = np.full(64, -1), np.ones(64), np.zeros(64), np.zeros(64, np.bool_)
+    theirs = sampler.sample(logits, sampler.Draw(numbers, temperature.numpy(), *off))
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    torch.testing.assert_close(ours.logprobs, torch.from_numpy(theirs.logprobs))
 
 
 def check(device: str, rows: int, vocabulary: int) -> None:
@@ -136,6 +135,19 @@ def test_captured() -> None:
     assert torch.equal(graph.ids, eager.ids) and torch.equal(graph.logprobs, eager.logprobs)
 
 
+def filtered_alone(row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The specification, one row at a time."""
+    keep = torch.ones_like(row, dtype=torch.bool)
+    if 0 < top_k < row.numel():
+        keep &= row >= row.topk(top_k).values[-1]
+    if top_p < 1:
+        values, order = row.masked_fill(~keep, -INF).softmax(-1).sort(descending=True)
+        keep[order[values.cumsum(-1) - values >= top_p]] = False
+    if min_p > 0:
+        keep &= row >= row.max() + float(np.log(min_p))
+    return row.masked_fill(~keep, -INF).log_softmax(-1)
+
+
 def test_filters_of_all_rows_at_once_are_the_filters_of_each() -> None:
     generator = torch.Generator().manual_seed(0)
     logp = (3 * torch.randn(96, 300, generator=generator)).log_softmax(-1)
@@ -143,15 +155,12 @@ def test_filters_of_all_rows_at_once_are_the_filters_of_each() -> None:
     logp[::5] = logp[::5].log_softmax(-1)
     logp[1::5] = logp[1::5].mul(2).round().log_softmax(-1)  # many equal tokens
     ks, ps, ms = [-1, 1, 5, 299, 300, 5000], [1.0, 0.9, 0.35, 1e-6], [0.0, 0.1, 0.99]
-    params = [
-        SamplingParams(temperature=1.0, max_tokens=1, top_k=ks[i % 6], top_p=ps[i // 6 % 4], min_p=ms[i // 24 % 3])
-        for i in range(96)
-    ]
-    top_k, top_p, min_p = (torch.tensor([getattr(p, name) for p in params]) for name in ("top_k", "top_p", "min_p"))
+    params = [(ks[i % 6], ps[i // 6 % 4], ms[i // 24 % 3]) for i in range(96)]
+    top_k, top_p, min_p = (torch.tensor(values) for values in zip(*params, strict=True))
     ours = filtered_logprobs(logp, top_k, top_p.double(), min_p.double())
-    theirs = sampler._filter(logp, params)
+    theirs = torch.stack([filtered_alone(row, *each) for row, each in zip(logp, params, strict=True)])
     torch.testing.assert_close(ours.sort().values, theirs.sort().values)
-    # Which of several equal tokens is the last to stay, the loop leaves open.
+    # Which of several equal tokens is the last to stay, the specification leaves open.
     distinct = torch.arange(96) % 5 > 1
     torch.testing.assert_close(ours[distinct], theirs[distinct])
     unfiltered = (top_k == -1) & (top_p == 1) & (min_p == 0)

@@ -84,7 +84,7 @@ def test_a_row_does_not_see_its_neighbours(sizes: list[tuple[int, int]], seed: i
 def test_the_gradient_equals_the_padded_reference(mode: losses.Aggregation) -> None:
     chosen = update_settings(aggregation=mode, temperature=0.9)
     expected = padded_gradient(uneven_episodes(), chosen)
-    assert difference(gradient(uneven_episodes(), chosen), expected) <= 1e-6 * size(expected)
+    assert difference(gradient(uneven_episodes(), chosen), expected) <= 5e-6 * size(expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -201,7 +201,7 @@ def test_an_episode_of_several_segments_is_normalised_as_one(mode: losses.Aggreg
     assert batch.tokens_N.tolist() == [7, 5] and len(batch.rows) == 4
     chosen = update_settings(aggregation=mode)
     expected = padded_gradient(episodes, chosen)
-    assert difference(gradient(episodes, chosen), expected) <= 1e-6 * size(expected)
+    assert difference(gradient(episodes, chosen), expected) <= 5e-6 * size(expected)
 
 
 def sampled_by_engine(model: PreTrainedModel, temperature: float) -> list[Segment]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.slots import Floats, Ints, Slots
+from rally.kernels.filters import filtered_logprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -44,8 +45,8 @@ class Draw(NamedTuple):
     uniform: npt.NDArray[np.float64]
     temperature: Floats
     top_k: Ints
-    top_p: Floats
-    min_p: Floats
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
     filters: npt.NDArray[np.bool_]
 
     @classmethod
@@ -85,17 +86,9 @@ def sample(logits_BV: Tensor, draw: Draw) -> Sampled:
 
 def _filter(logp_BV: Tensor, draw: Draw) -> Tensor:
     """Log-probabilities after top-k, top-p and min-p, renormalised; rows without a filter stay as they are."""
-    result = logp_BV.clone()
-    for i in np.flatnonzero(draw.filters).tolist():
-        row = logp_BV[i]
-        keep = torch.ones_like(row, dtype=torch.bool)
-        if 0 < draw.top_k[i] < row.numel():
-            keep &= row >= row.topk(int(draw.top_k[i])).values[-1]
-        if draw.top_p[i] < 1:
-            values, order = row.masked_fill(~keep, -torch.inf).softmax(-1).sort(descending=True)
-            beyond = values.cumsum(-1) - values >= float(draw.top_p[i])
-            keep[order[beyond]] = False
-        if draw.min_p[i] > 0:
-            keep &= row >= row.max() + float(np.log(draw.min_p[i]))
-        result[i] = row.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    return result
+    chosen = np.flatnonzero(draw.filters)
+    rows, *filters = (
+        torch.from_numpy(x).to(logp_BV.device)
+        for x in (chosen, draw.top_k[chosen], draw.top_p[chosen], draw.min_p[chosen])
+    )
+    return logp_BV.index_copy(0, rows, filtered_logprobs(logp_BV[rows], *filters))

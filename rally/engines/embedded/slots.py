@@ -39,9 +39,9 @@ class Slots:
         self.serial = np.zeros(count, np.int64)  # changes whenever a slot gets or loses its request
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
-        self.top_p = np.ones(count, np.float32)
+        self.top_p = np.ones(count)
         self.top_k = np.full(count, -1, np.int64)
-        self.min_p = np.zeros(count, np.float32)
+        self.min_p = np.zeros(count)
         self.filters = np.zeros(count, np.bool_)
         self.strings = np.zeros(count, np.bool_)  # has stop strings to look for
         self.stops = np.full((count, 1), -1, np.int64)

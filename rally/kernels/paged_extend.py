@@ -36,7 +36,8 @@ class Tuning(NamedTuple):
 
 def tuning(head_size: int, block_m: int) -> Tuning:
     """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
-    return Tuning(64, block_m // 16, 3) if head_size <= 128 else Tuning(32, block_m // 16, 2)
+    block = 32 if head_size > 128 or block_m <= 64 else 64
+    return Tuning(block, block_m // 16, 3 if head_size <= 128 else 2)
 
 
 def paged_extend(

@@ -8,6 +8,7 @@ memory and returns it to the driver whole, so nothing fragments, and taking maps
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -116,5 +117,6 @@ class DeviceMemory:
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
-            self.give_back()
-            _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+            with suppress(EngineError, RuntimeError, AttributeError, TypeError):  # an interpreter on its way out
+                self.give_back()
+                _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))

@@ -102,7 +102,7 @@ def _rotate_and_store_kernel(
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         heads = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-        stored = (heads < KV_HEADS) & (slot >= 0)
+        stored = heads < tl.where(slot >= 0, KV_HEADS, 0)
         source = k_ptr + token * k_token_stride + heads * k_head_stride
         target = keys_ptr + slot * keys_slot_stride + heads * keys_head_stride
         _rotate(source, target, stored, cos_row, sin_row, k_weight_ptr, eps, SIZE, NORM, OFFSET)

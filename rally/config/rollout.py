@@ -180,7 +180,7 @@ class RolloutConfig(Section):
     enable_sleep_mode: bool = True
     """The same as free_cache_engine; false in either keeps the memory."""
     deterministic: bool = False
-    """Rollout and training by batch-invariant kernels: their log-probs agree to the last bit. Needs a GPU."""
+    """The same command gives the same bits. On a GPU rollout and training agree to the last bit as well."""
     ignore_eos: bool = False
     dtype: Dtype | None = None
     """The same as model.dtype: the engine runs the trainer's own weights."""

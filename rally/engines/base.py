@@ -35,3 +35,16 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop the engine; requests in flight end with finish `abort`."""
         ...
+
+
+@runtime_checkable
+class WaitsForEveryone(Protocol):
+    """An engine whose steps depend on who takes part, and not on who was quick: it is told who does."""
+
+    def expect(self, session: str) -> None:
+        """An exchange begins; no step is made while it is neither waiting for a reply nor at its end."""
+        ...
+
+    def dismiss(self, session: str) -> None:
+        """The exchange has ended."""
+        ...

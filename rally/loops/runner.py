@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec
-from rally.engines import Engine
+from rally.engines import Engine, WaitsForEveryone
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
@@ -55,10 +55,19 @@ class Runner:
         """Hold all exchanges concurrently, in the order of the jobs. `finish` (scoring, progress) is awaited for each
         as soon as it ends, while others still run."""
 
+        engine = self.engine if isinstance(self.engine, WaitsForEveryone) else None
+
         async def one(job: Job) -> Episode:
-            episode = await self._episode(job, sampling)
+            try:
+                episode = await self._episode(job, sampling)
+            finally:
+                if engine:
+                    engine.dismiss(job.episode_id)
             return await finish(episode) if finish else episode
 
+        if engine:
+            for job in jobs:
+                engine.expect(job.episode_id)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(job)) for job in jobs]
         return [task.result() for task in tasks]

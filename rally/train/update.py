@@ -153,7 +153,7 @@ def _loss(
     logp_M, entropy_M = token_logprobs(
         policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0
     )
-    if settings.deterministic:
+    if settings.deterministic and policy.device.type == "cuda":
         logp_M = with_value(logp_M, exact_logprobs(exact_decoder(policy.model), packed, settings.temperature))
     if fresh:
         metrics.add_mismatch(logp_M, packed.old_logp_M)

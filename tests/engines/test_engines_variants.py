@@ -81,8 +81,3 @@ def test_other_attention_and_other_heads_are_refused():
     linear.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
     with pytest.raises(EngineError, match=r"linear_attention.*does not know"):
         EngineCore(linear, EngineSettings(backend="gather"), num_pages=50)
-
-
-def test_deterministic_needs_the_kernels():
-    with pytest.raises(EngineError, match="deterministic rollout needs the paged kernels"):
-        EngineCore(make_model(), EngineSettings(deterministic=True), num_pages=50)

@@ -99,9 +99,9 @@ class EngineCore:
                 "rollout.attention_backend=gather"
             )
         paged = settings.backend == "paged" or (settings.backend == "auto" and on_gpu and half and has_triton())
-        if settings.deterministic and not paged:
+        if settings.deterministic and on_gpu and not paged:
             raise EngineError(
-                "deterministic rollout needs the paged kernels: a GPU with Triton, and model.dtype=bfloat16; or set "
+                "deterministic rollout on a GPU needs the paged kernels: Triton, and model.dtype=bfloat16; or set "
                 "rollout.deterministic=false"
             )
         return paged

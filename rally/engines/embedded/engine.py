@@ -2,6 +2,10 @@
 
 The thread runs only while there is work. Weights are the trainer's own tensors: change them inside
 `with engine.updating():`, which waits for the running step and begins a new weight version.
+
+In deterministic mode without batch-invariant kernels (on a CPU) a step waits until every exchange that takes part has
+asked for something or ended, and requests are taken in the order of their sessions: what is computed together then
+depends on nothing that has to do with time.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ LOOP_TURNS = 16  # from a result to the next request, tools that answer at once 
 MOST_REST = 0.25  # seconds; callers busy for longer are not waited for
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
+_Arrival = tuple[Sequence[int], SamplingParams, _Waiter]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
 
 
@@ -44,7 +49,10 @@ class EmbeddedEngine:
         self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode)
         self._waiters: dict[Request, _Waiter] = {}
         self._lock = threading.Lock()  # guards the core; held for one step at a time
-        self._arrivals: list[tuple[Sequence[int], SamplingParams, _Waiter]] = []
+        self._arrivals: list[_Arrival] = []
+        self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead
+        self._expected: set[str] = set()  # sessions that take part
+        self._asking: dict[asyncio.Future[Generation], str] = {}  # who waits for a reply
         self._departures: list[asyncio.Future[Generation]] = []
         self._wake = threading.Condition()  # guards the two lists above and `_closed`
         self._closed = False
@@ -72,14 +80,25 @@ class EmbeddedEngine:
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
             self._arrivals.append((list(map(operator.index, prompt_ids)), params, (loop, future)))
+            self._asking[future] = session or ""
             self._wake.notify()
         try:
             return await future
         except asyncio.CancelledError:
             with self._wake:
+                self._asking.pop(future, None)
                 self._departures.append(future)
                 self._wake.notify()
             raise
+
+    def expect(self, session: str) -> None:
+        with self._wake:
+            self._expected.add(session)
+
+    def dismiss(self, session: str) -> None:
+        with self._wake:
+            self._expected.discard(session)
+            self._wake.notify()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -106,6 +125,8 @@ class EmbeddedEngine:
                     self._let_callers_rest()
                 with self._lock:
                     self._take_arrivals()
+                    if not self._everyone_asks():
+                        continue
                     began = time.perf_counter()
                     finished = self.core.step()
                     seconds = time.perf_counter() - began
@@ -121,9 +142,16 @@ class EmbeddedEngine:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._closed or self._arrivals or self._departures or self.core.busy):
+            while not (self._closed or self._has_work()):
                 self._wake.wait()
             return not self._closed
+
+    def _has_work(self) -> bool:
+        return bool(self._departures) or (bool(self._arrivals or self.core.busy) and self._everyone_asks())
+
+    def _everyone_asks(self) -> bool:
+        """Whether nobody who takes part is busy elsewhere; it matters in lockstep only."""
+        return not self._lockstep or self._expected <= set(self._asking.values())
 
     def _let_callers_rest(self) -> None:
         """Wait until the event loops that were just told something, or just asked for something, have gone through it.
@@ -145,10 +173,13 @@ class EmbeddedEngine:
         with self._wake:
             arrivals, self._arrivals = self._arrivals, []
             departures, self._departures = self._departures, []
+            if self._lockstep:
+                arrivals.sort(key=lambda arrival: self._asking.get(arrival[2][1], ""))
         for prompt_ids, params, (loop, future) in arrivals:
             try:
                 self._waiters[self.core.add(prompt_ids, params)] = (loop, future)
             except Exception as refusal:  # noqa: BLE001 - whatever a request holds, its own caller alone is told
+                self._answered([future])
                 _tell(loop, [(future, refusal)])
         gone = [r for r, (_, future) in self._waiters.items() if future in departures] if departures else []
         self.core.abort(gone)
@@ -162,12 +193,19 @@ class EmbeddedEngine:
             loop, future = self._waiters.pop(request)
             by_loop.setdefault(loop, []).append((future, request.result()))
         for loop, results in by_loop.items():
+            self._answered([future for future, _ in results])
             _tell(loop, results)
         self._told |= by_loop.keys()
+
+    def _answered(self, futures: Sequence[asyncio.Future[Generation]]) -> None:
+        with self._wake:
+            for future in futures:
+                self._asking.pop(future, None)
 
     def _fail(self, failure: BaseException) -> None:
         with self._wake:
             self._closed, self._failure = True, failure
+            self._asking.clear()
             waiting = [waiter for _, _, waiter in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
             _tell(loop, [(future, failure)])

@@ -23,5 +23,5 @@ class EngineSettings:
     seed: int = 0
     backend: Backend = "auto"
     eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, and easier to look into
-    deterministic: bool = False  # a token's numbers depend on its history alone, to the last bit
+    deterministic: bool = False  # nothing depends on timing, to the last bit
     lend_memory: bool = False  # on a GPU, KV memory goes back to the device while weights are updated

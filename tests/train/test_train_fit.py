@@ -124,6 +124,20 @@ def test_a_resumed_run_goes_on_as_the_first_one_did(home: Path, copy_of_finished
     assert rewards(again) == rewards(first)
 
 
+def test_in_deterministic_mode_a_resumed_run_ends_with_the_same_bits(home: Path, tmp_path: Path) -> None:
+    mode = "actor_rollout_ref.rollout.deterministic=true"
+    for name in ("whole", "again", "cut"):
+        train(run_config(home, tmp_path / name, mode, *NO_VALIDATION), Paper().console)
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "global_step_3")
+    train(run_config(home, tmp_path / "cut", mode, *NO_VALIDATION), Paper().console)
+    whole = actor(tmp_path / "whole", 3)
+    for name in ("again", "cut"):
+        other = actor(tmp_path / name, 3)
+        assert all(torch.equal(whole[key], other[key]) for key in whole), name
+        for metric in ("actor/pg_loss", "actor/grad_norm", "actor/rollout_mismatch_kl", "critic/rewards/mean"):
+            assert metrics_of(tmp_path / "whole", 3)[metric] == metrics_of(tmp_path / name, 3)[metric]
+
+
 def test_a_run_cut_off_before_its_first_checkpoint_begins_again_and_counts_no_step_twice(
     home: Path, copy_of_finished: Path, paper: Paper
 ) -> None:

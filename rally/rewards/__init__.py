@@ -5,13 +5,16 @@ from rally.rewards.episodes import solution_text
 from rally.rewards.functions import compute_score, register_reward
 from rally.rewards.metrics import reward_metrics
 from rally.rewards.result import RewardError, Score
+from rally.rewards.shaping import Overlong, Shaping
 from rally.rewards.workers import RewardSpec, Scorer
 
 __all__ = [
+    "Overlong",
     "RewardError",
     "RewardSpec",
     "Score",
     "Scorer",
+    "Shaping",
     "compute_score",
     "load_reward_function",
     "register_reward",

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from train_cases import TASK, episode, segment
+from train_cases import TASK, Paper, episode, run_config, segment
 
 from rally.config import load_config
 from rally.loops import Job
 from rally.rewards import Overlong, Score, Shaping
+from rally.track import RunFolder
 from rally.train import parts
 from rally.train.rollout import FailurePolicy, Rollout
+from rally.train.run import train
 from rally.types import Episode, SamplingParams, StopReason
 
 
@@ -97,3 +99,25 @@ def test_the_keys_of_the_managers_arrive(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     config = load_config(overrides=["reward_manager.name=batch", f"custom_reward_function.path={tmp_path}/mine.py"])
     assert parts.reward_spec_of(config).batch and not parts.reward_spec_of(load_config(overrides=lines)).batch
+
+
+def test_a_run_scores_in_batches_and_tells_each_component(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "lists.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):\n"
+        "    return [{'score': i / 10, 'batch': len(solution_strs)} for i in range(len(solution_strs))]\n"
+    )
+    lines = (
+        "reward_manager.name=batch",
+        f"custom_reward_function.path={tmp_path}/lists.py",
+        "reward_shaping.intermediate_rewards.valid_reasoning=0.5",
+        "reward_shaping.penalties.invalid_tool_call=-0.25",
+        "trainer.total_training_steps=1",
+    )
+    train(run_config(home, tmp_path / "run", *lines), Paper().console)
+    [first, *_] = [row for row in RunFolder(tmp_path / "run").read_metrics() if row.step == 1]
+    told = first.metrics
+    episodes = told["episodes/count"]
+    assert told["reward/batch/mean"] == episodes and told["reward/missing"] == 0
+    assert told["reward/score/mean"] == pytest.approx((episodes - 1) / 20)
+    shaping = told["reward/shaping/valid_reasoning/mean"] + told["reward/shaping/invalid_tool_call/mean"]
+    assert told["critic/rewards/mean"] == pytest.approx(told["reward/score/mean"] + shaping)

@@ -127,7 +127,7 @@ class Penalties(Section):
     max_turns_exceeded: Penalty = 0.0
     """Once, when a turn limit ended the episode."""
     redundant_tool_call: Penalty = 0.0
-    """For each call that was made before with the same arguments."""
+    """For each call that was answered before, with the same arguments."""
 
 
 class RewardShaping(Section):

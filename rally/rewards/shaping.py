@@ -8,11 +8,12 @@ Validation reports the components but adds none of them: what is validated is th
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rally.types import Episode, StopReason, ToolStatus, Turn
 
@@ -95,7 +96,7 @@ def _events(episode: Episode) -> Iterator[Event]:
             yield Event("redundant_tool_call", call.turn)
         elif call.answered:
             yield Event("tool_call_success", call.turn)
-        if call.valid:
+        if call.answered:  # what failed may be tried again
             seen.add(call.what)
     if calls and all(call.valid for call in calls):
         yield Event("tool_format_reward", None)
@@ -113,7 +114,8 @@ def _calls(episode: Episode) -> Iterator[Call]:
         for k, call in enumerate(turn.tool_calls):
             status = results[k].status if k < len(results) else None
             valid = call.error is None and status not in INVALID
-            yield Call(i, (call.name, _written(call.arguments)), valid, status is ToolStatus.OK)
+            arguments = json.dumps(call.arguments, sort_keys=True, default=str)
+            yield Call(i, (call.name, arguments), valid, status is ToolStatus.OK)
 
 
 def reasons(turn: Turn) -> bool:
@@ -125,11 +127,6 @@ def reasons(turn: Turn) -> bool:
         return False
     words = _TAG.sub(" ", text).split()
     return sum(any(c.isalnum() for c in word) for word in words) >= MIN_WORDS
-
-
-def _written(arguments: Mapping[str, Any]) -> str:
-    """Arguments as one text, in which their order makes no difference."""
-    return repr(sorted(arguments.items(), key=lambda item: item[0]))
 
 
 def _earning(turn: Turn, earned: float | None) -> Turn:

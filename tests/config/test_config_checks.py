@@ -221,7 +221,7 @@ def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:
     assert f"{OVERLONG}.len=600 is more than the response budget of 512 tokens" in too_long
 
 
-def test_keys_of_the_manager_do_not_reach_the_reward_function() -> None:
+def test_keys_of_the_manager_do_not_reach_the_reward_function(tmp_path: Path) -> None:
     config = load(
         "reward_model.reward_manager=dapo",
         f"{OVERLONG}.enable=true",
@@ -234,6 +234,8 @@ def test_keys_of_the_manager_do_not_reach_the_reward_function() -> None:
     assert config.reward_kwargs == {"method": "flexible", "match": "f1"}
     assert config.reward_model.reward_kwargs.overlong_buffer_cfg.len == 64
     assert load_config(overrides=[]).reward_kwargs == {}
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "run.yaml") == config
 
 
 def test_an_unknown_key_of_the_overlong_buffer_is_told() -> None:

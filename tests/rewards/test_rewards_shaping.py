@@ -57,6 +57,11 @@ def test_a_call_that_is_answered_earns_once_and_its_repetition_costs(make_episod
     assert episode.reward_info["shaping/on_turns"] == pytest.approx(0.17)
 
 
+def test_what_failed_may_be_tried_again(make_episode: Any) -> None:
+    turns = exchange((call(a={"x": 1, "y": 2}), ERROR), (call(a={"y": 2, "x": 1}), OK), (call(a={"x": 1, "y": 2}), OK))
+    assert [turn.reward for turn in shaped(make_episode, turns).turns] == [None, None, 0.1, None, -0.03, None, None]
+
+
 def test_the_policys_mistakes_cost_and_the_tools_do_not(make_episode: Any) -> None:
     bad = call(error="no JSON")
     turns = exchange(

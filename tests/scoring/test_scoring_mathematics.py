@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rally.scoring import geo3k, mathematics, symbolic
 from rally.scoring.answers import last_boxed, last_line, last_tagged
@@ -84,6 +86,13 @@ def test_spellings_of_one_answer(one: object, other: object) -> None:
 )
 def test_different_answers(one: str, other: str) -> None:
     assert not same_answer(one, other)
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(1, 10**9))
+def test_a_fraction_is_one_answer_however_it_is_written(top: int, bottom: int) -> None:
+    spellings = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"$x = \dfrac{{{3 * top}}}{{{3 * bottom}}}$."]
+    assert all(same_answer(one, other) for one in spellings for other in spellings)
+    assert same_answer(f"{top / 100:.2f}", f"{top}/100") and not same_answer(f"{top}/{bottom}", f"{top + 1}/{bottom}")
 
 
 def test_an_enormous_answer_costs_no_time() -> None:

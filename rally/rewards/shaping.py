@@ -2,7 +2,7 @@
 
 `reward_info` keeps the reward function's own `score` and gains `shaping/<component>`. Components belong to the
 assistant turn that wrote the call or the words; those of a whole episode (`tool_format_reward`, the overlong penalty)
-to no turn. `shaping/on_turns` is the part of the reward that is recorded on turns as well, for whoever counts both.
+to no turn. `shaping/on_turns` is the part of the reward that is recorded on turns as well; `outcome` leaves it out.
 Validation reports the components but adds none of them: what is validated is the task.
 """
 
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 from rally.types import Episode, StopReason, ToolStatus, Turn
@@ -23,6 +24,7 @@ MIN_WORDS = 5  # fewer are an answer or a greeting, not reasoning
 ON_TURNS = "shaping/on_turns"
 
 _TAG = re.compile(r"<[^<>]{1,40}>")
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+")  # scripts without spaces: each character
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,12 @@ class Shaping:
             reward_info=info | ({ON_TURNS: sum(by_turn.values())} if self.weights else {}),
             turns=tuple(_earning(turn, by_turn.get(i)) for i, turn in enumerate(episode.turns)),
         )
+
+
+def outcome(episode: Episode) -> float:
+    """The reward without what is recorded on turns as well: for an estimator that adds up the turns itself."""
+    assert episode.reward is not None, "an episode without a score has no outcome"
+    return episode.reward - float(episode.reward_info.get(ON_TURNS, 0.0))
 
 
 class Event(NamedTuple):
@@ -125,8 +133,8 @@ def reasons(turn: Turn) -> bool:
         text = text.replace(call.raw, " ") if call.raw else text
     if turn.finish == "length" or text.count("<think>") > text.count("</think>"):
         return False
-    words = _TAG.sub(" ", text).split()
-    return sum(any(c.isalnum() for c in word) for word in words) >= MIN_WORDS
+    words = _WORD.finditer(_TAG.sub(" ", text))
+    return len(list(islice(words, MIN_WORDS))) == MIN_WORDS
 
 
 def _earning(turn: Turn, earned: float | None) -> Turn:

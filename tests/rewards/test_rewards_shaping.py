@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rally.rewards import Overlong, Shaping, reward_metrics
+from rally.rewards import Overlong, Shaping, outcome, reward_metrics
 from rally.rewards.shaping import reasons
 from rally.types import Episode, Generation, Segment, StopReason, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
 
@@ -55,6 +55,8 @@ def test_a_call_that_is_answered_earns_once_and_its_repetition_costs(make_episod
     assert episode.reward == pytest.approx(1.18) and episode.reward_info["score"] == 1.0
     assert [turn.reward for turn in episode.turns] == [0.1, None, -0.03, None, 0.1, None, None]
     assert episode.reward_info["shaping/on_turns"] == pytest.approx(0.17)
+    assert outcome(episode) == pytest.approx(1.01)  # the score, and what no turn earned alone
+    assert outcome(make_episode(reward=0.5)) == 0.5
 
 
 def test_what_failed_may_be_tried_again(make_episode: Any) -> None:
@@ -89,7 +91,8 @@ def test_a_turn_limit_costs_the_turn_that_met_it_whose_calls_still_count(make_ep
         (Turn(role="assistant", text="<think>First I add the two prices.</think>"), True),
         (Turn(role="assistant", text="<think>First I add the two prices."), False),
         (Turn(role="assistant", text="First I add the two prices.", finish="length"), False),
-        (Turn(role="assistant", text="#### 42 !!! ... --- ???"), False),
+        (Turn(role="assistant", text="先把两个价格相加"), True),
+        (Turn(role="assistant", text="#### 42 !!! 1.2.3.4.5 ... --- ???"), False),
         (Turn(role="assistant", text="<tool_call>add</tool_call>", tool_calls=(call(),)), False),
         (
             Turn(

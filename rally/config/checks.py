@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from rally.config.base import look_up, missing_file
 from rally.config.errors import shown
-from rally.config.reward import CustomRewardFunction
-from rally.config.schema import ROLLOUT, SPELLINGS, Config
+from rally.config.reward import CustomRewardFunction, RewardShaping
+from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
 
@@ -88,6 +88,24 @@ def reward(config: Config) -> Iterator[str]:
         yield "custom_reward_function and reward.custom_reward_function are one setting but differ; keep one of them."
     if function.path is None and function.name != "compute_score":
         yield f"custom_reward_function.name={function.name} needs custom_reward_function.path; set it."
+    if config.reward_shaping == RewardShaping(enable=True):
+        yield "reward_shaping.enable=true changes nothing while all its values are 0; set one of them."
+
+
+def manager(config: Config) -> Iterator[str]:
+    written = {key: name for key in MANAGER if (name := look_up(config, key)) != "naive"}
+    name, given = config.reward_manager_name, config.reward_model.reward_kwargs
+    buffer, overlong = given.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
+    if len(set(written.values())) > 1:
+        told = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
+        yield f"{told} are spellings of one setting but differ; keep one of them."
+    if name == "batch" and config.reward_function.path is None:
+        yield "reward_manager=batch needs a function that takes lists; set custom_reward_function.path."
+    if buffer.enable and name != "dapo":
+        yield f"{overlong}.enable=true has no effect with reward_manager={name}; set reward_manager=dapo."
+    longest = given.max_resp_len or config.data.max_response_length
+    if buffer.enable and buffer.len > longest:
+        yield f"{overlong}.len={buffer.len} is more than the response budget of {longest} tokens; make it smaller."
 
 
 def files(config: Config) -> Iterator[str]:
@@ -172,6 +190,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     loss,
     loop,
     reward,
+    manager,
     files,
     resume,
     machine,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from rally.config.base import Count, Float, Natural, Only, PathText, Positive, Section
+from rally.config.base import Count, Float, Natural, NonNegative, Only, PathText, Positive, Section
 from rally.config.rollout import OnError
 
 Manager = Literal["naive", "dapo", "batch", "prime", "rate_limited", "remote", "gdpo"]
@@ -42,12 +42,32 @@ class RewardModelWeights(Section):
     trust_remote_code: bool = False
 
 
+class OverlongBuffer(Section):
+    enable: bool = False
+    """Needs reward_manager=dapo."""
+    len: Count = 512
+    """The last so many tokens of the response budget cost a growing penalty."""
+    penalty_factor: NonNegative = 1.0
+    """What a response that fills the buffer loses."""
+    log: bool = False
+
+
+class RewardKwargs(Section):
+    """Keys of the manager; all others are passed to the reward function, below custom_reward_function.reward_kwargs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_resp_len: Count | None = None
+    """Where the overlong buffer ends; null is the response budget."""
+    overlong_buffer_cfg: OverlongBuffer = OverlongBuffer()
+
+
 class RewardModelConfig(Section):
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the reward function, below custom_reward_function.reward_kwargs."""
+    reward_kwargs: RewardKwargs = RewardKwargs()
     num_workers: Count | None = None
     """The same as reward.num_workers."""
     reward_manager: Manager = "naive"
+    """The same as reward_manager.name and reward.reward_manager.name."""
 
     use_reward_loop: Annotated[bool, Only(True, because="episodes are scored as they finish")] = True
     launch_reward_fn_async: bool = False
@@ -93,17 +113,27 @@ class RewardConfig(Section):
 
 class IntermediateRewards(Section):
     tool_call_success: Float = 0.0
+    """For each call that the tool answered, repeated ones left out."""
     valid_reasoning: Float = 0.0
+    """For each assistant turn that says something besides its calls."""
+
+
+Penalty = Annotated[Float, Field(le=0)]
 
 
 class Penalties(Section):
-    invalid_tool_call: Float = 0.0
-    max_turns_exceeded: Float = 0.0
-    redundant_tool_call: Float = 0.0
+    invalid_tool_call: Penalty = 0.0
+    """For each call that cannot be read, or names no tool, or has wrong arguments."""
+    max_turns_exceeded: Penalty = 0.0
+    """Once, when a turn limit ended the episode."""
+    redundant_tool_call: Penalty = 0.0
+    """For each call that was answered before, with the same arguments."""
 
 
 class RewardShaping(Section):
-    enable: bool = False
+    enable: bool | None = None
+    """false switches all of it off; null is on where a value is not 0."""
     intermediate_rewards: IntermediateRewards = IntermediateRewards()
     penalties: Penalties = Penalties()
     tool_format_reward: Float = 0.0
+    """Once, when there were calls and all of them were valid."""

@@ -11,7 +11,14 @@ from rally.config.base import Count, Only, Root, Section, look_up
 from rally.config.data import DataConfig
 from rally.config.errors import ConfigError
 from rally.config.model import ModelConfig
-from rally.config.reward import CustomRewardFunction, RewardConfig, RewardManager, RewardModelConfig, RewardShaping
+from rally.config.reward import (
+    CustomRewardFunction,
+    Manager,
+    RewardConfig,
+    RewardManager,
+    RewardModelConfig,
+    RewardShaping,
+)
 from rally.config.rollout import RolloutConfig
 from rally.config.trainer import GlobalProfiler, RayKwargs, TrainerConfig, TransferQueue
 
@@ -29,6 +36,7 @@ MAX_TURNS = (
     f"{ROLLOUT}.max_turns",
     f"{ROLLOUT}.agent_loop_config.max_turns",
 )
+MANAGER = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
 SPELLINGS = (TOOL_CONFIG, FUNCTION_TOOLS, MAX_TURNS)
 """Keys that mean the same. Any one of them may be written; two that differ are an error."""
 
@@ -134,7 +142,13 @@ class Config(Root):
     @property
     def reward_kwargs(self) -> dict[str, Any]:
         """The extra arguments of the reward function."""
-        return {**self.reward_model.reward_kwargs, **self.reward_function.reward_kwargs}
+        return {**(self.reward_model.reward_kwargs.model_extra or {}), **self.reward_function.reward_kwargs}
+
+    @property
+    def reward_manager_name(self) -> Manager:
+        """How episodes are scored, whichever way it was spelled."""
+        written: list[Manager] = [name for key in MANAGER if (name := look_up(self, key)) != "naive"]
+        return written[0] if written else "naive"
 
     def require_training(self) -> None:
         """Raise unless everything is named without which no training can begin."""

@@ -26,6 +26,7 @@ SERVERS = "leave it out, it is for engines other than the embedded one"
 TEXT_ONLY = "leave it out, rows are text only"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
+MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
 LOGGERS = ("console", "file")
 
 UNBUILT: tuple[Unbuilt, ...] = (
@@ -130,11 +131,15 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("transfer_queue", "leave it out, everything runs in one process"),
     Unbuilt("global_profiler", OUT),
     # rewards
-    Unbuilt("reward_manager", RULE_REWARDS),
-    Unbuilt("reward.reward_manager", RULE_REWARDS),
+    Unbuilt("reward_manager.source", RULE_REWARDS),
+    Unbuilt("reward_manager.name", MANAGED, MANAGERS),
+    Unbuilt("reward_manager.module", RULE_REWARDS),
+    Unbuilt("reward.reward_manager.source", RULE_REWARDS),
+    Unbuilt("reward.reward_manager.name", MANAGED, MANAGERS),
+    Unbuilt("reward.reward_manager.module", RULE_REWARDS),
     Unbuilt("reward.reward_model", RULE_REWARDS),
     Unbuilt("reward.sandbox_fusion", RULE_REWARDS),
-    Unbuilt("reward_model.reward_manager", RULE_REWARDS),
+    Unbuilt("reward_model.reward_manager", MANAGED, MANAGERS),
     Unbuilt("reward_model.launch_reward_fn_async", "leave it out, episodes are always scored as they finish"),
     Unbuilt("reward_model.enable", RULE_REWARDS),
     Unbuilt("reward_model.enable_resource_pool", RULE_REWARDS),
@@ -151,7 +156,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("reward_model.max_tpm", RULE_REWARDS),
     Unbuilt("reward_model.estimated_tokens_per_request", RULE_REWARDS),
     Unbuilt("reward_model.timeout", "leave it out and set reward.timeout"),
-    Unbuilt("reward_shaping", "leave it out and return the shaped reward from custom_reward_function"),
     # data
     Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
     Unbuilt("data.sampler", "leave it out, rows are drawn evenly"),

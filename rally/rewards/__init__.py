@@ -5,15 +5,19 @@ from rally.rewards.episodes import solution_text
 from rally.rewards.functions import compute_score, register_reward
 from rally.rewards.metrics import reward_metrics
 from rally.rewards.result import RewardError, Score
+from rally.rewards.shaping import Overlong, Shaping, outcome
 from rally.rewards.workers import RewardSpec, Scorer
 
 __all__ = [
+    "Overlong",
     "RewardError",
     "RewardSpec",
     "Score",
     "Scorer",
+    "Shaping",
     "compute_score",
     "load_reward_function",
+    "outcome",
     "register_reward",
     "reward_metrics",
     "solution_text",

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rally.rewards.custom import load_reward_function
-from rally.rewards.episodes import solution_text
-from rally.rewards.functions import built_in_score
+from rally.rewards.episodes import request_of
 from rally.rewards.result import Score, describe
+from rally.rewards.sources import built_in_score
 from rally.types import Episode
 
 
@@ -24,9 +24,9 @@ class BuiltIn:
         self._kwargs = kwargs
 
     def score(self, episode: Episode) -> Score:
-        task, start = episode.task, time.perf_counter()
+        start = time.perf_counter()
         try:
-            value = built_in_score(task.data_source, solution_text(episode), task.ground_truth, **self._kwargs)
+            value = built_in_score(**request_of(episode), **self._kwargs)
         except ValueError as error:
             return Score(error=describe(error), seconds=time.perf_counter() - start)
         return Score.of(value, time.perf_counter() - start)

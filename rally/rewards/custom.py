@@ -2,7 +2,8 @@
 
 `path` is a file (`my_reward.py`), a dotted module (`my_package.reward`) or `pkg://my_package.reward`. When the module
 has a function called `name`, that function scores every episode. When it has none but registers some with
-`@register_reward`, episodes are routed by data source, to the built-in functions as well.
+`@register_reward`, episodes are routed by data source, to the built-in functions as well. With `batch`, the function
+takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
 """
 
 from __future__ import annotations
@@ -10,28 +11,51 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rally.rewards import functions
-from rally.rewards.functions import RewardFunction
+from rally.rewards import functions, sources
+from rally.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction
 from rally.rewards.result import RewardError
 
 
 def load_reward_function(
-    path: str | None = None, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
-) -> RewardFunction:
+    path: str | None = None,
+    name: str = "compute_score",
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch: bool = False,
+) -> Callable[..., Any]:
     """The function that scores a run, with `kwargs` bound; without a `path`, the router over the registered ones."""
     kwargs = dict(kwargs or {})
     function = functions.compute_score if path is None else _custom_function(path, name)
-    functions.check_call(function, f"the reward function {name} of {path}", kwargs)
-    if function is functions.compute_score:
+    routed = function is functions.compute_score
+    if batch and routed:
+        raise RewardError("reward_manager=batch needs a function of your own; set custom_reward_function.path and name")
+    what = f"the reward function {name} of {path}"
+    functions.check_call(function, what, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
+    if routed:
         functions.check_keywords(kwargs)
-    return functools.partial(function, **kwargs)
+        sources.check_equality(kwargs)
+    bound = functools.partial(function, **kwargs)
+    return functools.partial(_score_batch, bound) if batch else bound
+
+
+async def _score_batch(function: RewardFunction, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One answer for the whole batch, so that it crosses the pipe as any other; its `score` is nobody's."""
+    lists = zip(ARGUMENTS, BATCH_ARGUMENTS, strict=True)
+    value: Any = function(**{many: [request[one] for request in requests] for one, many in lists})
+    scores = list(await value if inspect.isawaitable(value) else value)
+    if len(scores) != len(requests):
+        raise RewardError(
+            f"the reward function returned {len(scores)} scores for {len(requests)} episodes; return one for each"
+        )
+    return {"score": 0.0, "scores": scores}
 
 
 def _custom_function(path: str, name: str) -> RewardFunction:
@@ -39,7 +63,7 @@ def _custom_function(path: str, name: str) -> RewardFunction:
     if hasattr(module, name):
         function: RewardFunction = getattr(module, name)
         return function
-    if any(entry.function.__module__ != functions.__name__ for entry in functions.registered().values()):
+    if any(entry.function.__module__ != sources.__name__ for entry in functions.registered().values()):
         return functions.compute_score
     raise RewardError(
         f"{path} has no function {name}; set custom_reward_function.name to one it has, or register it there "

@@ -33,7 +33,7 @@ def _happened(episode: Episode) -> dict[str, Any]:
     for tool, reward in rewarded:
         by_tool.setdefault(tool, []).append(reward)
     return {
-        "num_turns": episode.num_turns,
+        "num_turns": episode.extra.get("num_turns", episode.num_turns),  # a user's loop may count in its own way
         "turn_scores": [turn.reward for turn in episode.turns if turn.reward is not None],
         "tool_rewards": [reward for _, reward in rewarded],
         "rollout_reward_scores": by_tool,

@@ -1,22 +1,20 @@
 """Every data source has one reward function, and an unknown one is an error that names the known ones.
 
 A reward function is `f(data_source, solution_str, ground_truth, extra_info=None, **keywords)`, plain or async, and
-returns a number or a dict with "score". A user's runs in worker processes, which see the registrations of this file and
-of the file named by `custom_reward_function.path`, and no others. Those of this file are pure and take microseconds, so
-a run that needs no others has them called in its own process.
+returns a number or a dict with "score". A user's runs in worker processes, which see the registrations of `sources.py`
+and of the file named by `custom_reward_function.path`, and no others.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rally.rewards.result import RewardError
-from rally.scoring import arithmetic, gsm8k
-from rally.scoring.numbers import parse_number
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 RewardFunction = Callable[..., float | dict[str, Any]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,14 +54,7 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
 ) -> float | dict[str, Any]:
     """Score with the function registered for `data_source`, which is given those of the keywords that it takes."""
-    return _route(_registry, kw, data_source, solution_str, ground_truth, extra_info)
-
-
-def built_in_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
-) -> float | dict[str, Any]:
-    """The same with the functions of this file alone, whatever a user has registered in this process."""
-    return _route(_BUILT_IN, kw, data_source, solution_str, ground_truth, extra_info)
+    return route(_registry, kw, data_source, solution_str, ground_truth, extra_info)
 
 
 def check_keywords(names: Iterable[str]) -> None:
@@ -77,16 +68,18 @@ def check_keywords(names: Iterable[str]) -> None:
         )
 
 
-def check_call(function: Callable[..., Any], what: str, kwargs: Mapping[str, Any]) -> None:
+def check_call(
+    function: Callable[..., Any], what: str, kwargs: Mapping[str, Any], arguments: Sequence[str] = ARGUMENTS
+) -> None:
     """A function that cannot be called as we call it is found before training, not at the first episode."""
     if not callable(function):
         raise RewardError(f"{what} is not a function but {type(function).__name__}; name a function instead")
-    if clash := sorted(set(kwargs) & set(ARGUMENTS)):
+    if clash := sorted(set(kwargs) & set(arguments)):
         raise RewardError(f"reward_kwargs.{clash[0]} is always given by the episode; take it out of reward_kwargs")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
-        given = ", ".join((*ARGUMENTS, *kwargs))
+        given = ", ".join((*arguments, *kwargs))
         raise RewardError(f"{what} cannot be called with {given} ({error}); give it those parameters") from error
 
 
@@ -97,7 +90,8 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters) - set(ARGUMENTS)
 
 
-def _route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *given: Any) -> float | dict[str, Any]:
+def route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *given: Any) -> float | dict[str, Any]:
+    """Call the function that `registry` has for the first of the given arguments, its data source."""
     arguments = dict(zip(ARGUMENTS, given, strict=True))
     entry = _find(registry, arguments["data_source"])
     taken = {k: v for k, v in kw.items() if entry.keywords is None or k in entry.keywords}
@@ -114,34 +108,3 @@ def _find(registry: Mapping[str, Registered], data_source: str) -> Registered:
         f"no reward function for data_source {data_source!r} (known: {', '.join(sorted(registry))}); "
         f'write one with @register_reward("{data_source}") and name its file in custom_reward_function.path'
     )
-
-
-@register_reward("openai/gsm8k")
-def _gsm8k(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    method: gsm8k.Method = "strict",
-) -> float:
-    return gsm8k.score(solution_str, _number(data_source, ground_truth), method=method)
-
-
-@register_reward("rally/arithmetic")
-def _arithmetic(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    return arithmetic.score(solution_str, _number(data_source, ground_truth))
-
-
-def _number(data_source: str, ground_truth: Any) -> Any:
-    """A truth that no answer can equal would score every episode 0 without a word."""
-    if parse_number(ground_truth) is None:
-        raise RewardError(
-            f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; mend the row"
-        )
-    return ground_truth
-
-
-_BUILT_IN = dict(_registry)

@@ -2,7 +2,8 @@
 
 A function that raises, hangs, crashes or kills its process costs one episode an error and never a neighbour its score:
 the worker is replaced and the others go on. Threads wait for the workers, so a busy event loop delays no deadline and
-one Scorer may serve several event loops, one after the other. Without a user's function there are no processes.
+one Scorer may serve several event loops, one after the other. There are no processes for the built-in functions, unless
+they are asked to compare answers in a way that may hang.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+from rally.rewards import sources
 from rally.rewards.built_in import BuiltIn
 from rally.rewards.episodes import request_of
 from rally.rewards.result import RewardError, Score
@@ -46,6 +48,7 @@ class RewardSpec:
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch: bool = False  # the function takes lists, and a whole rollout at once
 
 
 class Worker:
@@ -173,7 +176,8 @@ class Scorer:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
-        self._built_in = BuiltIn(spec.kwargs) if spec.path is None else None
+        in_process = spec.path is None and not spec.batch and not sources.may_hang(spec.kwargs)
+        self._built_in = BuiltIn(spec.kwargs) if in_process else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
         self._workers = {Worker(spec, timeout) for _ in range(0 if self._built_in else num_workers)}
         self._idle: SimpleQueue[Worker] = SimpleQueue()
@@ -196,8 +200,20 @@ class Scorer:
             return Score(error=f"the episode failed before it could be scored: {episode.error}")
         if self._built_in:
             return self._built_in.score(episode)
-        request = encode(request_of(episode))
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, request)
+        return await self._ask(request_of(episode))
+
+    async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]:
+        """What each episode earned, all in one call of a function that takes lists; if it fails, it fails them all."""
+        assert self._spec.batch, "this function takes one episode at a time"
+        if not episodes:
+            return []
+        whole = await self._ask({"requests": [request_of(episode) for episode in episodes]})
+        if whole.error is not None:
+            return [whole] * len(episodes)
+        return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]
+
+    async def _ask(self, request: Mapping[str, Any]) -> Score:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
 
     async def close(self) -> None:
         """End the workers, running or not."""

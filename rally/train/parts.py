@@ -14,7 +14,7 @@ from rally.config import Config
 from rally.data import TaskSet, load_tasks
 from rally.engines.embedded import EngineSettings, attention
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
-from rally.rewards import RewardSpec
+from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.policy import OptimizerSettings
@@ -226,7 +226,30 @@ def failure_policy_of(config: Config) -> FailurePolicy:
 
 def reward_spec_of(config: Config) -> RewardSpec:
     function = config.reward_function
-    return RewardSpec(path=function.path, name=function.name, kwargs=config.reward_kwargs)
+    in_batch = config.reward_manager_name == "batch"
+    return RewardSpec(path=function.path, name=function.name, kwargs=config.reward_kwargs, batch=in_batch)
+
+
+def shaping_of(config: Config) -> Shaping:
+    """What is added to the score of the reward function: `reward_shaping` and DAPO's overlong buffer."""
+    given = config.reward_model.reward_kwargs
+    buffer = given.overlong_buffer_cfg
+    overlong = Overlong(
+        longest=given.max_resp_len or response_length(config),
+        buffer=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+        log=buffer.log,
+    )
+    shaping = config.reward_shaping
+    weights = {
+        **shaping.intermediate_rewards.model_dump(),
+        **shaping.penalties.model_dump(),
+        "tool_format_reward": shaping.tool_format_reward,
+    }
+    return Shaping(
+        weights={} if shaping.enable is False else {name: weight for name, weight in weights.items() if weight},
+        overlong=overlong if buffer.enable else None,
+    )
 
 
 def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:

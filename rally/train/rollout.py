@@ -12,7 +12,7 @@ from typing import Literal
 
 from rally.data import episode_seed
 from rally.loops import Job, Runner
-from rally.rewards import Scorer
+from rally.rewards import Score, Scorer, Shaping
 from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
 
 OnError = Literal["retry", "drop_group", "zero", "raise"]
@@ -65,6 +65,8 @@ class Rollout:
     scorer: Scorer
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     seed: int = 0
+    shaping: Shaping = field(default_factory=Shaping)
+    in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
 
     def jobs(self, tasks: Iterable[Task], n: int, step: int, validate: bool = False) -> list[Job]:
         """`n` jobs per task. Seeds depend on (seed, step, place, sample) alone; validation keeps its own over steps."""
@@ -87,25 +89,44 @@ class Rollout:
         self, jobs: Sequence[Job], sampling: SamplingParams, *, on_done: Callable[[], None] = lambda: None
     ) -> RolloutResult:
         async def finish(episode: Episode) -> Episode:
-            scored = await self._score(episode)
+            scored = episode if self.in_batch else await self._score(episode)
             on_done()
             return scored
 
         try:
-            return settle(await self.runner.run(jobs, sampling, finish=finish), self.policy)
+            episodes = await self.runner.run(jobs, sampling, finish=finish)
+            scored = await self._score_together(episodes) if self.in_batch else episodes
+            return settle([self.shaping.apply(episode) for episode in scored], self.policy)
         except* RallyError as group:
             raise group.exceptions[0] from None
 
     async def _score(self, episode: Episode) -> Episode:
-        if episode.error is not None or episode.reward is not None:
-            return episode
-        tries = 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
-        for _ in range(tries):
-            score = await self.scorer.score(episode)
-            if score.reward is not None:
-                timings = {**episode.timings, "score": score.seconds}
-                return replace(episode, reward=score.reward, reward_info=score.info, timings=timings)
+        for _ in range(self._tries):
+            if episode.error is None and episode.reward is None:
+                episode = _with(episode, await self.scorer.score(episode))
+        return episode
+
+    async def _score_together(self, episodes: Sequence[Episode]) -> list[Episode]:
+        done = list(episodes)
+        for _ in range(self._tries):
+            left = [i for i, episode in enumerate(done) if episode.error is None and episode.reward is None]
+            scores = await self.scorer.score_batch([done[i] for i in left])
+            for i, score in zip(left, scores, strict=True):
+                done[i] = _with(done[i], score)
+        return done
+
+    @property
+    def _tries(self) -> int:
+        return 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
+
+
+def _with(episode: Episode, score: Score) -> Episode:
+    """The episode with its reward, or with the reason why it has none."""
+    if score.reward is None:
         return replace(episode, extra={**episode.extra, "reward_error": score.error})
+    extra = {key: value for key, value in episode.extra.items() if key != "reward_error"}
+    timings = {**episode.timings, "score": score.seconds}
+    return replace(episode, reward=score.reward, reward_info=score.info, timings=timings, extra=extra)
 
 
 def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:

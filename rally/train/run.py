@@ -178,9 +178,15 @@ def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollou
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
     )
     workers = config.reward_model.num_workers or config.reward.num_workers
-    scorer = Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
-    seed = parts.engine_settings_of(config).seed
-    return Rollout(runner=runner, scorer=scorer, policy=parts.failure_policy_of(config), seed=seed)
+    spec = parts.reward_spec_of(config)
+    return Rollout(
+        runner=runner,
+        scorer=Scorer(spec, workers, config.reward.timeout),
+        policy=parts.failure_policy_of(config),
+        seed=parts.engine_settings_of(config).seed,
+        shaping=parts.shaping_of(config),
+        in_batch=spec.batch,
+    )
 
 
 def fit_settings(config: Config, steps: int) -> FitSettings:

@@ -200,3 +200,49 @@ def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: i
 def test_one_gpu_is_the_cpu_on_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rally.config.checks.count_gpus", lambda: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
+
+
+MANAGER_KEYS = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+@pytest.mark.parametrize("key", MANAGER_KEYS)
+def test_the_reward_manager_has_three_spellings(key: str) -> None:
+    assert load(f"{key}=dapo").reward_manager_name == "dapo"
+    assert load(f"{key}=naive").reward_manager_name == "naive"
+    assert f"{key}=prime is not built yet; use naive, dapo or batch." in told(f"{key}=prime")
+
+
+def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:
+    assert "spellings of one setting but differ" in told(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
+    assert "set custom_reward_function.path" in told(f"{MANAGER_KEYS[0]}=batch")
+    assert "set reward_manager=dapo" in told(f"{OVERLONG}.enable=true")
+    too_long = told(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
+    assert f"{OVERLONG}.len=600 is more than the response budget of 512 tokens" in too_long
+
+
+def test_keys_of_the_manager_do_not_reach_the_reward_function(tmp_path: Path) -> None:
+    config = load(
+        "reward_model.reward_manager=dapo",
+        f"{OVERLONG}.enable=true",
+        f"{OVERLONG}.len=64",
+        "reward_model.reward_kwargs.max_resp_len=128",
+        "reward_model.reward_kwargs.method=strict",
+        "reward_model.reward_kwargs.match=f1",
+        "custom_reward_function.reward_kwargs.method=flexible",
+    )
+    assert config.reward_kwargs == {"method": "flexible", "match": "f1"}
+    assert config.reward_model.reward_kwargs.overlong_buffer_cfg.len == 64
+    assert load_config(overrides=[]).reward_kwargs == {}
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "run.yaml") == config
+
+
+def test_an_unknown_key_of_the_overlong_buffer_is_told() -> None:
+    assert f"{OVERLONG}.length" in told(f"{OVERLONG}.length=5")
+
+
+def test_shaping_without_effect_or_with_the_wrong_sign_is_told() -> None:
+    assert "reward_shaping.enable=true changes nothing" in told("reward_shaping.enable=true")
+    assert "reward_shaping.penalties.invalid_tool_call" in told("reward_shaping.penalties.invalid_tool_call=0.1")
+    assert load("reward_shaping.enable=false", "reward_shaping.tool_format_reward=1").reward_shaping.enable is False

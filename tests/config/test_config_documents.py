@@ -93,14 +93,7 @@ reward_shaping:
     max_turns_exceeded: -0.5
     redundant_tool_call: -0.05
 """,
-        {
-            "reward_shaping.enable",
-            "reward_shaping.intermediate_rewards.tool_call_success",
-            "reward_shaping.intermediate_rewards.valid_reasoning",
-            "reward_shaping.penalties.invalid_tool_call",
-            "reward_shaping.penalties.max_turns_exceeded",
-            "reward_shaping.penalties.redundant_tool_call",
-        },
+        set(),
     ),
     "dotted keys in YAML": (
         """
@@ -170,7 +163,7 @@ ONE_LINERS = {
     f"{R}.max_turns=5": True,
     f"{R}.timeout_per_turn=30": True,
     f"{R}.stop_strings=['<|im_end|>', '##DONE##']": True,
-    "reward_shaping.tool_format_reward=0.05": False,
+    "reward_shaping.tool_format_reward=0.05": True,
     "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct": True,
     f"{R}.multi_turn.use_inference_chat_template = True": True,
     f"{R}.multi_turn.tokenization_sanity_check_mode=ignore_strippable": True,

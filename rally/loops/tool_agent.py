@@ -103,7 +103,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _no_more_users(self) -> bool:
         most = self.settings.max_user_turns
-        return bool(most) and self.exchange.count("tool", "user") >= (most or 0)
+        return bool(most and self.exchange.count("tool", "user") >= most)
 
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()

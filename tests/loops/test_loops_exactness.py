@@ -296,6 +296,25 @@ def test_qwen3_rerendering_of_kept_and_of_reshaped_thinking(
     check_sampled_once(held)
 
 
+@pytest.mark.parametrize(("history", "segments"), [("append", 1), ("rerender", 3)])
+def test_qwen3_thinking_before_a_users_turn(codecs: dict[str, ChatCodec], history: str, segments: int) -> None:
+    """The template drops thinking once a user has spoken: rerendering follows it, appending keeps what was sampled."""
+    codec, question = codecs["qwen3"], [{"role": "user", "content": "Why?"}]
+    script = [thinking_reply(codec, (THINKING[0], "so", []))] * 2
+    held = converse(codec, question, script, ["-"], ["And?", "Really?"], history=history)
+    assert len(held.episode.segments) == segments
+    messages = list(question)
+    for call, word in zip(held.engine.calls, ["And?", "Really?", ""], strict=True):
+        shown = "so" in codec.decode(call.prompt).partition("Why?")[2]
+        assert shown is (history == "append" and len(messages) > 1)
+        if history == "rerender":
+            assert call.prompt == codec.rerender(messages)
+        said_now = codec.message(codec.parse(call.generation.ids))
+        messages += [said_now, {"role": "user", "content": word}]
+    check_tiling(held.episode)
+    check_sampled_once(held)
+
+
 def test_llama_parallel_calls_are_kept_though_its_template_refuses_them(codecs: dict[str, ChatCodec]) -> None:
     """The template cannot render two parsed calls of one turn; what was sampled is compared as text, and agrees."""
     codec = codecs["llama3_2"]

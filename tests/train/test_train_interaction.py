@@ -21,6 +21,7 @@ from rally.engines.embedded import attention
 from rally.interactions import InteractionError
 from rally.interactions.gsm8k import WRONG
 from rally.track import RunFolder
+from rally.train.dry_run import dry_run
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.run import train
 from rally.train.sft import SftSettings, conversation_row, sft_step
@@ -100,6 +101,13 @@ def test_an_agent_that_may_try_again_learns_from_its_user(guesser: Path, tmp_pat
     episodes = list(RunFolder(tmp_path).read_episodes(1))
     assert {e.reward for e in episodes if e.extra["interaction"]["score"] == 1.0} == {1.0}
     assert any([t.role for t in e.turns] == ["assistant", "user", "assistant", "user"] for e in episodes)
+
+
+def test_a_dry_run_names_the_users(guesser: Path, tmp_path: Path) -> None:
+    paper = Paper()
+    dry_run(config_of(guesser, tmp_path), paper.console)
+    [line] = [line for line in paper.text.splitlines() if "simulated users" in line]
+    assert "gsm8k" in line
 
 
 def test_rows_that_ask_for_a_user_need_one(guesser: Path, tmp_path: Path) -> None:

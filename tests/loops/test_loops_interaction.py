@@ -232,6 +232,24 @@ async def test_a_cancelled_episode_is_finalized(tiny: ChatCodec, method: str) ->
     assert user.events[-1] == "finalize e0/talker"
 
 
+async def test_a_cancellation_does_not_interrupt_finalize(tiny: ChatCodec) -> None:
+    class Slow(Talker):
+        async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+            self.events.append("finalizing")
+            await asyncio.sleep(0.05)
+            await super().finalize_interaction(instance_id)
+
+    user = Slow()
+    runner = make_runner(tiny, words(tiny, "one"), interactions=Interactions([user]))
+    running = asyncio.create_task(runner.run([make_job(asking())], sampling_of(tiny)))
+    while "finalizing" not in user.events:
+        await asyncio.sleep(0.001)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert user.events[-1] == "finalize e0/talker"
+
+
 async def test_an_engine_that_fails_does_not_leave_a_user_waiting(tiny: ChatCodec) -> None:
     user = Talker()
     runner = make_runner(tiny, interactions=Interactions([user]))

@@ -22,7 +22,7 @@ class RallyError(ValueError):
 class StopReason(StrEnum):
     """Why an episode ended. Closed: every episode carries exactly one, and each is a metric `stop/<reason>`."""
 
-    STOP = "stop"  # the policy ended its turn and asked for nothing more
+    STOP = "stop"  # the policy, or its simulated user, had nothing more to ask for
     LENGTH = "length"  # the response budget (data.max_response_length) is used up
     MAX_TURNS = "max_turns"  # the assistant-turn limit
     MAX_USER_TURNS = "max_user_turns"  # the limit of user and tool turns

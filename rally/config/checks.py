@@ -113,6 +113,7 @@ def files(config: Config) -> Iterator[str]:
         "data.train_files",
         "data.val_files",
         f"{ROLLOUT}.agent.agent_loop_config_path",
+        f"{ROLLOUT}.multi_turn.interaction_config_path",
         "custom_reward_function.path",
         "reward.custom_reward_function.path",
         "actor_rollout_ref.model.path",

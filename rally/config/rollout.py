@@ -58,12 +58,14 @@ class MultiTurnConfig(Section):
     history: Literal["append", "rerender"] | None = None
     """append keeps what was sampled, rerender follows the inference template. None is append."""
     tool_timeout: Positive = 30.0
+    """Seconds for each call of a tool, and of a simulated user."""
     max_tool_failures: Natural = 3
     """Failed tool turns in a row that end an episode; 0 is off."""
     max_repeated_calls: Natural = 3
     """Equal tool turns in a row that end an episode; 0 is off."""
-
     interaction_config_path: PathText | None = None
+    """The YAML of simulated users, which rows name in extra_info.interaction_kwargs."""
+
     num_repeat_rollouts: Count | None = None
 
 

@@ -122,14 +122,15 @@ class Config(Root):
     def agent_loop_name(self) -> str:
         """The loop for rows without `agent_name`: a dotted class, or a registered name.
 
-        Tools that are configured are never silently unused, so they and multi_turn.enable choose the tool loop
-        unless a loop other than the ecosystem's default was asked for by name.
+        Tools and users that are configured are never silently unused, so they and multi_turn.enable choose the tool
+        loop unless a loop other than the ecosystem's default was asked for by name.
         """
         rollout = self.rollout
         if rollout.agent_loop_class:
             return rollout.agent_loop_class
         wants_tools = self.tool_config_path or self.function_tool_path or rollout.agent_loop_config.tools
-        multi_turn = wants_tools or rollout.multi_turn.enable or rollout.use_agent_loop
+        wants_user = rollout.multi_turn.interaction_config_path
+        multi_turn = wants_tools or wants_user or rollout.multi_turn.enable or rollout.use_agent_loop
         named = rollout.agent.default_agent_loop
         return "tool_agent" if multi_turn and named == "single_turn_agent" else named
 

@@ -69,7 +69,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}moe_load_balance_metrics_interval", OUT),
     Unbuilt(f"{R}trace", "leave it out, every episode is in the run folder"),
     Unbuilt(f"{R}profiler", OUT),
-    Unbuilt(f"{R}multi_turn.interaction_config_path", "leave it out, simulated users come later"),
     Unbuilt(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
     # advantages and losses
     Unbuilt("algorithm.adv_estimator", "leave it out to use grpo"),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
+from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.types import Generation, RallyError, SamplingParams, Segment, StopReason, Task, Turn
 
@@ -146,14 +147,16 @@ class LoopContext:
     codec: ChatCodec
     toolbox: ToolBox
     settings: LoopSettings
+    interactions: Interactions = field(default_factory=Interactions)
     check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
 
 
 class AgentLoopBase(ABC):
     """Subclass it, write `run`, and register it or name it in `rollout.agent_loop_class`.
 
-    `server`, `codec`, `tokenizer`, `toolbox`, `settings` and `task` are there before `__init__` runs, so a subclass's
-    `__init__` takes only its own options (`rollout.agent_loop_config`) and need not call `super().__init__`.
+    `server`, `codec`, `tokenizer`, `toolbox`, `interactions`, `settings` and `task` are there before `__init__` runs,
+    so a subclass's `__init__` takes only its own options (`rollout.agent_loop_config`) and need not call
+    `super().__init__`.
     """
 
     context: LoopContext
@@ -187,6 +190,10 @@ class AgentLoopBase(ABC):
     @property
     def toolbox(self) -> ToolBox:
         return self.context.toolbox
+
+    @property
+    def interactions(self) -> Interactions:
+        return self.context.interactions
 
     @property
     def settings(self) -> LoopSettings:

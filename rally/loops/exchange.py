@@ -119,6 +119,7 @@ class Exchange:
         closed: bool,
         rerender: bool,
         started: float,
+        score: float | None = None,
     ) -> StopReason | None:
         """Append tool or user messages, or say which limit they do not fit; then they are recorded with no tokens."""
         self.messages.extend(messages)
@@ -128,7 +129,7 @@ class Exchange:
             reason = self._observe(self.codec.encode_delta(list(messages), closed=closed))
         segment = self.segment
         text = "\n".join(str(m["content"]) for m in messages)
-        rewards = [r.reward for r in results if r.reward is not None]
+        rewards = [reward for reward in (score, *(r.reward for r in results)) if reward is not None]
         self.turns.append(
             Turn(
                 role="tool" if results else "user",
@@ -143,6 +144,22 @@ class Exchange:
             )
         )
         return reason
+
+    def add_closing(self, text: str, score: float | None, started: float) -> None:
+        """Record a last word of the user. Nothing is sampled after it, so it has no tokens and is no message."""
+        at = len(self.segment.response_ids)
+        self.turns.append(
+            Turn(
+                role="user",
+                text=text,
+                segment=len(self.segments) - 1,
+                start=at,
+                end=at,
+                reward=score,
+                started=started,
+                seconds=time.perf_counter() - started,
+            )
+        )
 
     def _observe(self, ids: Sequence[int]) -> StopReason | None:
         self._observed_from = len(self.segment.response_ids)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
+from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
@@ -43,6 +44,7 @@ class Runner:
     engine: Engine
     codec: ChatCodec
     toolbox: ToolBox
+    interactions: Interactions = field(default_factory=Interactions)
     settings: LoopSettings = field(default_factory=LoopSettings)
     default_loop: str = "single_turn_agent"
     override_rows: bool = False  # the default loop is used even where a row names another
@@ -103,6 +105,7 @@ class Runner:
             server=server,
             codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection is not None else self.codec,
             toolbox=self.toolbox,
+            interactions=self.interactions,
             settings=self.settings,
             check_tokens=job.check_tokens,
         )

@@ -1,43 +1,58 @@
-"""The tool loop: the policy talks, its tool calls run, their answers are appended, until one named reason ends it.
+"""The tool loop: the policy talks, its tools and its user answer, until one named reason ends it.
 
-All calls of a turn run and are answered in order; malformed ones are answered with the reason. The history the engine
-is given is the segment itself (`multi_turn.history: append`), or what the inference template makes of the parsed
-messages (`rerender`), in which case the exchange may span several segments.
+All calls of a turn run and are answered in order; malformed ones are answered with the reason. A turn without calls is
+answered by the row's simulated user, and ends the exchange where there is none. The history the engine is given is the
+segment itself (`multi_turn.history: append`), or what the inference template makes of the parsed messages (`rerender`),
+in which case the exchange may span several segments.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from rally.chat import Parsed, TemplateError
+from rally.interactions import Closing
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
 from rally.loops.exchange import Exchange
 from rally.loops.registry import register
-from rally.tools import ToolSession
 from rally.types import Message, StopReason, ToolResult
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Tools by configuration; every stop condition of LoopSettings."""
+    """Tools by configuration, a user by row; every stop condition of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         self.exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
+        self.user = self.interactions.open(self.task, self.context.episode_id)
+        self.user_info: list[dict[str, Any]] = []
+        self.tool_rewards: dict[str, float] = {}
+        self.closing = Closing()
         self.failures = self.repeats = 0
         self.last_calls: list[str] = []
         self.began = time.perf_counter()
-        self.tool_seconds = 0.0
+        self.tool_seconds = self.user_seconds = 0.0
         try:
+            if self.user is not None:
+                await self.user.start()
             reason = await self._converse(sampling_params)
         finally:
-            tool_rewards = await _close(self.session) if self.session.holds_instances else {}
-        return self._output(reason, tool_rewards)
+            if self.user is not None or self.session.holds_instances:
+                await _to_its_end(self._close())
+        return self._output(reason)
+
+    async def _close(self) -> None:
+        try:
+            self.tool_rewards = await self.session.close()
+        finally:
+            if self.user is not None:
+                self.closing = await self.user.close()
 
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
         reason: StopReason | None = None
@@ -46,14 +61,22 @@ class ToolAgentLoop(AgentLoopBase):
             try:
                 async with asyncio.timeout(seconds) as limit:
                     reason, parsed = await self._assistant_turn(sampling_params)
-                    if reason is None:
-                        assert parsed is not None
-                        reason = await self._tool_turn(parsed)
+                    if parsed is not None:
+                        reason = await self._answer(parsed, reason)
             except TimeoutError:
                 if not limit.expired():  # somebody else's timeout is a failure, not our deadline
                     raise
                 reason = StopReason.DEADLINE
         return reason
+
+    async def _answer(self, parsed: Parsed, limit: StopReason | None) -> StopReason | None:
+        """What follows a turn: its tools' answers or the user's. A last answer that the limit of assistant turns lets
+        nobody follow is still judged by the user: a try that is not scored would look like one that failed."""
+        if parsed.tool_calls:
+            return limit or await self._tool_turn(parsed)
+        if self._no_more_users():
+            return limit
+        return await self._user_turn(parsed, limit)
 
     async def _assistant_turn(self, sampling_params: dict[str, Any]) -> tuple[StopReason | None, Parsed | None]:
         exchange = self.exchange
@@ -68,17 +91,19 @@ class ToolAgentLoop(AgentLoopBase):
             return StopReason.CANCELLED, None
         if generation.finish == "length":
             return (exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH), None
-        if not parsed.tool_calls:
+        if not parsed.tool_calls and self.user is None:
             return StopReason.STOP, None
         return self._turn_limit(), parsed
 
     def _turn_limit(self) -> StopReason | None:
-        most, most_user = self.settings.max_assistant_turns, self.settings.max_user_turns
+        most = self.settings.max_assistant_turns
         if most and self.exchange.count("assistant") >= most:
             return StopReason.MAX_TURNS
-        if most_user and self.exchange.count("tool", "user") >= most_user:
-            return StopReason.MAX_USER_TURNS
-        return None
+        return StopReason.MAX_USER_TURNS if self._no_more_users() else None
+
+    def _no_more_users(self) -> bool:
+        most = self.settings.max_user_turns
+        return bool(most and self.exchange.count("tool", "user") >= most)
 
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
@@ -94,6 +119,26 @@ class ToolAgentLoop(AgentLoopBase):
             started=started,
         )
         return self._after_tools(results) or reason
+
+    async def _user_turn(self, parsed: Parsed, limit: StopReason | None) -> StopReason | None:
+        assert self.user is not None
+        started = time.perf_counter()
+        try:
+            reply = await self.user.reply(self.exchange.messages)
+        finally:
+            self.user_seconds += time.perf_counter() - started
+        self.user_info.append(reply.info)
+        if reply.ends or limit is not None:
+            self.exchange.add_closing(reply.text, reply.score, started)
+            return StopReason.STOP if reply.ends else limit
+        return self.exchange.add_observed(
+            [{"role": "user", "content": reply.text}],
+            (),
+            closed=parsed.closed,
+            rerender=self.settings.history == "rerender",
+            started=started,
+            score=reply.score,
+        )
 
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply the token limit of a tool answer; the head is kept and the model is told."""
@@ -122,11 +167,19 @@ class ToolAgentLoop(AgentLoopBase):
             return StopReason.REPETITION
         return None
 
-    def _output(self, reason: StopReason, tool_rewards: dict[str, float]) -> AgentLoopOutput:
+    def _output(self, reason: StopReason) -> AgentLoopOutput:
         exchange = self.exchange
         segment = exchange.segment
-        extra: dict[str, Any] = {"tool_rewards": tool_rewards} if tool_rewards else {}
+        extra: dict[str, Any] = {"tool_rewards": self.tool_rewards} if self.tool_rewards else {}
         extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
+        if self.user is not None:
+            extra["timings"]["interaction"] = self.user_seconds
+            extra["interaction"] = {
+                "name": self.user.user.name,
+                "score": self.closing.score,
+                "failures": self.closing.failures,
+                "info": self.user_info,
+            }
         check = self.context.check_tokens and exchange.whole_prompt and self.settings.history == "append"
         if check and self.settings.sanity_check != "disable" and reason is StopReason.STOP:
             difference = self._difference()
@@ -159,11 +212,11 @@ def _message(result: ToolResult) -> Message:
     }
 
 
-async def _close(session: ToolSession) -> dict[str, float]:
-    """Release the tools even when the episode is being cancelled: the release itself is shielded."""
-    closing = asyncio.ensure_future(session.close())
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` even when the episode is being cancelled: what was opened must be closed."""
+    closing = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(closing)
+        await asyncio.shield(closing)
     except asyncio.CancelledError:
         with suppress(asyncio.CancelledError):
             await closing

@@ -42,8 +42,15 @@ def _happened(episode: Episode) -> dict[str, Any]:
             *({"role": turn.role, "text": turn.text} for turn in episode.turns),
         ],
         "stop_reason": episode.stop_reason.value,
+        **_judged(episode),
         "last_turn": next(reversed(_assistant_texts(episode)), ""),
     }
+
+
+def _judged(episode: Episode) -> dict[str, Any]:
+    """What a simulated user gave the whole exchange, where there was one."""
+    held = episode.extra.get("interaction")
+    return {"interaction_score": held.get("score")} if isinstance(held, dict) else {}
 
 
 def _assistant_texts(episode: Episode) -> list[str]:

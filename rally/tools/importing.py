@@ -70,6 +70,6 @@ def _look_in(folder: Path) -> None:
 def _broken(what: str, error: Exception) -> ToolConfigError:
     advice = ""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "verl":
-        advice = "; import BaseTool and ToolResponse from rally.tools instead"
+        advice = "; import BaseTool and ToolResponse from rally.tools instead, BaseInteraction from rally.interactions"
     reason = str(error).splitlines()[0] if str(error) else "no reason given"
     return ToolConfigError(f"{what} cannot be imported: {type(error).__name__}: {reason}{advice}")

@@ -35,10 +35,10 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= _spread("critic/score", scores) | _spread("critic/rewards", scores)
     metrics |= _token_metrics(episodes, max_prompt_length)
     metrics |= _spread("num_turns", [e.num_turns for e in episodes])
-    metrics |= _tool_metrics(episodes)
+    metrics |= _tool_metrics(episodes) | _interaction_metrics(episodes)
     reasons = Counter(e.stop_reason for e in episodes)
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
-    for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls")):
+    for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
         metrics |= _spread(f"timing_s/agent_loop/{name}", [e.timings[key] for e in episodes if key in e.timings])
     return metrics | _prefix_cache(episodes)
 
@@ -110,6 +110,20 @@ def _tool_metrics(episodes: Sequence[Episode]) -> Metrics:
         seconds = sorted(r.seconds for r in results)
         metrics |= {f"tool/latency_s/p{p}": _percentile(seconds, p) for p in (50, 95)}
     return metrics
+
+
+def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """What simulated users did and gave, over the episodes that had one."""
+    held = [e for e in episodes if isinstance(e.extra.get("interaction"), dict)]
+    if not held:
+        return {}
+    told = [e.extra["interaction"] for e in held]
+    users = [[turn for turn in e.turns if turn.role == "user"] for e in held]
+    turn_scores = [turn.reward for turns in users for turn in turns if turn.reward is not None]
+    scores = [one["score"] for one in told if one.get("score") is not None]
+    metrics = _spread("interaction/turns", [len(turns) for turns in users])
+    metrics |= _spread("interaction/turn_score", turn_scores) | _spread("interaction/score", scores)
+    return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in told)}
 
 
 def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:

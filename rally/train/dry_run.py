@@ -45,6 +45,7 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
         ["history, at most", f"{parts.engine_settings_of(config).max_model_len} tokens"],
         ["assistant turns, at most", str(config.max_turns or "no limit")],
         ["agent loop", config.agent_loop_name],
+        ["simulated users", ", ".join(inputs.interactions.names) or "none"],
         ["history policy", config.history],
     ]
     if inputs.train_tasks is not None:

@@ -13,6 +13,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.data import TaskSet, load_tasks
 from rally.engines.embedded import EngineSettings, attention
+from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
@@ -65,6 +66,11 @@ def toolbox_of(config: Config) -> ToolBox:
             truncate_side=multi_turn.tool_response_truncate_side,
         ),
     )
+
+
+def interactions_of(config: Config) -> Interactions:
+    path = config.rollout.multi_turn.interaction_config_path
+    return Interactions(load_interactions(path) if path else (), config.rollout.multi_turn.tool_timeout)
 
 
 def codec_of(config: Config, tokenizer: PreTrainedTokenizerBase, toolbox: ToolBox) -> ChatCodec:

@@ -16,6 +16,7 @@ from rally.config.trainer import RunConfig
 from rally.data import TaskSet, total_steps
 from rally.engines import build_engine
 from rally.engines.embedded import EmbeddedEngine
+from rally.interactions import Interactions
 from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
@@ -44,10 +45,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before any weight is loaded: tokenizer, tools and rows; all mistakes in them show here."""
+    """What a run reads before any weight is loaded: tokenizer, tools, users, rows; all mistakes in them show here."""
 
     tokenizer: PreTrainedTokenizerBase
     toolbox: ToolBox
+    interactions: Interactions
     codec: ChatCodec
     train_tasks: TaskSet | None
     val_tasks: TaskSet | None
@@ -56,17 +58,24 @@ class Inputs:
 def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> Inputs:
     tokenizer = parts.tokenizer_of(config)
     toolbox = parts.toolbox_of(config)
+    interactions = parts.interactions_of(config)
     codec = parts.codec_of(config, tokenizer, toolbox)
     report = codec.probe()
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
 
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
-        return fitting(parts.tasks_of(config, files, validate=validate), codec, config, console) if files else None
+        if not files:
+            return None
+        found = fitting(parts.tasks_of(config, files, validate=validate), codec, config, console)
+        for task in found:
+            interactions.find(task)  # says so now when a row asks for a user that is not there
+        return found
 
     return Inputs(
         tokenizer,
         toolbox,
+        interactions,
         codec,
         tasks(config.data.train_files, False) if train else None,
         tasks(config.data.val_files, True),
@@ -171,6 +180,7 @@ def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollou
         engine=engine,
         codec=inputs.codec,
         toolbox=inputs.toolbox,
+        interactions=inputs.interactions,
         settings=parts.loop_settings_of(config),
         default_loop=config.agent_loop_name,
         override_rows=config.rollout.agent_loop_class is not None,

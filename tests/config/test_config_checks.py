@@ -63,6 +63,7 @@ def test_tool_files_that_differ_are_an_error(tmp_path: Path) -> None:
         ((f"{R}.multi_turn=false",), "single_turn_agent"),
         ((f"{R}.multi_turn.enable=true",), "tool_agent"),
         ((f"{R}.use_agent_loop=true",), "tool_agent"),
+        ((f"{R}.multi_turn.interaction_config_path={__file__}",), "tool_agent"),
         ((f"{R}.agent_loop_config.tools=[calculator]",), "tool_agent"),
         ((f"{R}.agent.default_agent_loop=mine", f"{R}.multi_turn=true"), "mine"),
         ((f"{R}.agent_loop_class=my.Loop", f"{R}.multi_turn=true"), "my.Loop"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.interactions import BaseInteraction, Interactions
 from rally.loops import Job, LoopSettings, Runner
 from rally.tools import BaseTool, ToolBox, ToolLimits, function_tool
 from rally.types import Episode, FinishReason, Generation, SamplingParams, Segment, Task, Turn, WeightSpan
@@ -103,6 +104,7 @@ def make_runner(
     loop: str = "tool_agent",
     loops: dict[str, Any] | None = None,
     max_retries: int = 0,
+    interactions: Interactions | None = None,
     **settings: Any,
 ) -> Runner:
     engine = ScriptedEngine(codec, script, max_model_len)
@@ -115,6 +117,7 @@ def make_runner(
         default_loop=loop,
         loops=loops or {},
         max_retries=max_retries,
+        interactions=interactions or Interactions(),
     )
 
 
@@ -151,6 +154,41 @@ def written(name: str, arguments: dict[str, Any]) -> str:
 def tool_messages(turn: Turn) -> list[dict[str, Any]]:
     """The messages a tool turn stands for."""
     return [{"role": "tool", "name": r.call.name, "content": r.response.text or ""} for r in turn.tool_results]
+
+
+class Talker(BaseInteraction):
+    """A user that says prepared words, each for half a point more, then `enough`; it writes down what it was asked."""
+
+    def __init__(self, *words: str, name: str = "talker") -> None:
+        super().__init__({"name": name})
+        self.words = words
+        self.seen: list[list[dict[str, Any]]] = []
+        self.events: list[str] = []
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        self.events.append(f"start {instance_id}")
+        self.at = 0
+        return await super().start_interaction(instance_id)
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        self.seen.append(messages)
+        at, self.at = self.at, self.at + 1
+        over = at >= len(self.words)
+        return over, "enough" if over else self.words[at], at / 2, {"at": at}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
+        self.events.append("score")
+        return 0.75
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self.events.append(f"finalize {instance_id}")
+
+
+def asking(user: str = "talker", prompt: Sequence[dict[str, Any]] = PROMPT, **kwargs: Any) -> Task:
+    """A row that asks for a simulated user."""
+    return make_task(prompt, interaction_kwargs={"name": user, **kwargs})
 
 
 @function_tool

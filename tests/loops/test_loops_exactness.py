@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from loop_cases import (
     Held,
     Reply,
+    Talker,
+    asking,
     check_sampled_once,
     check_tiling,
     hold,
@@ -25,6 +27,7 @@ from loop_cases import (
 )
 
 from rally.chat import ChatCodec
+from rally.interactions import Interactions
 from rally.tools import FunctionTool, function_tool
 from rally.types import StopReason, ToolStatus
 
@@ -66,9 +69,19 @@ def tools_saying(texts_to_say: Sequence[str]) -> list[FunctionTool]:
     return [function_tool(calculator), function_tool(search)]
 
 
-def converse(codec: ChatCodec, question: Any, script: Sequence[Reply], said_by_tools: Sequence[str], **kw: Any) -> Held:
-    runner = make_runner(codec, script, tools_saying(said_by_tools), max_tool_failures=0, max_repeated_calls=0, **kw)
-    held = asyncio.run(hold(runner, make_task(question)))
+def converse(
+    codec: ChatCodec,
+    question: Any,
+    script: Sequence[Reply],
+    said_by_tools: Sequence[str],
+    said_by_user: Sequence[str] = (),
+    **kw: Any,
+) -> Held:
+    """An exchange, and where `said_by_user` is not empty one with a user who says that, turn by turn."""
+    users = Interactions([Talker(*said_by_user)])
+    limits = {"max_tool_failures": 0, "max_repeated_calls": 0}
+    runner = make_runner(codec, script, tools_saying(said_by_tools), interactions=users, **limits, **kw)
+    held = asyncio.run(hold(runner, asking(prompt=question) if said_by_user else make_task(question)))
     assert held.episode.error is None
     return held
 
@@ -108,11 +121,14 @@ def test_every_turn_begins_with_all_that_was_sampled(codecs: dict[str, ChatCodec
     calling = Wild((("calculator", {"expression": "1+1"}),), closed=True)
 
     @LIGHT
-    @example([{"role": "user", "content": "Why?"}], [calling] * 4, ["2"])  # chance alone may draw only short exchanges
-    @given(questions, st.lists(wild_turns, min_size=1, max_size=8), answers)
-    def check(question: Any, turns: list[Wild], said_by_tools: list[str]) -> None:
+    @example(
+        [{"role": "user", "content": "Why?"}], [calling] * 4, ["2"], []
+    )  # chance alone may draw only short exchanges
+    @example([{"role": "user", "content": "Why?"}], [calling, Wild(("so",), closed=False)], ["2"], ["And?"] * 3)
+    @given(questions, st.lists(wild_turns, min_size=1, max_size=8), answers, st.lists(texts, max_size=3))
+    def check(question: Any, turns: list[Wild], said_by_tools: list[str], said_by_user: list[str]) -> None:
         nonlocal longest
-        held = converse(codec, question, [turn.reply(codec) for turn in turns], said_by_tools)
+        held = converse(codec, question, [turn.reply(codec) for turn in turns], said_by_tools, said_by_user)
         calls, segment = held.engine.calls, held.segment
         longest = max(longest, len(calls))
         assert calls[0].prompt == segment.prompt_ids == codec.encode_prompt(question)
@@ -177,6 +193,28 @@ def test_canonical_turns_make_the_templates_own_rendering(
         assert codec.decode(grown) == codec.decode(rendered)
         if not merges(codec, messages):
             assert grown == rendered
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in APPEND_ONLY])
+def test_a_users_turns_make_the_templates_own_rendering(codecs: dict[str, ChatCodec], name: str) -> None:
+    codec, question = codecs[name], [{"role": "user", "content": "Why?"}]
+
+    @LIGHT
+    @given(st.lists(plain.map(lambda text: f"x{text}x"), min_size=1, max_size=4))
+    def check(words: list[str]) -> None:
+        replies = [spoken(f"about {word}") for word in words]
+        held = converse(codec, question, [Reply(codec.encode_assistant(m)) for m in replies], ["-"], words)
+        messages = list(question)
+        for call, reply, word in zip(held.engine.calls, replies, words, strict=False):
+            assert call.prompt == codec.render(messages, generation_prompt=True)
+            messages += [reply, {"role": "user", "content": word}]
+        assert held.engine.calls[-1].prompt == codec.render(messages, generation_prompt=True)
+        assert "tokenization_difference" not in held.episode.extra
+        assert [turn.text for turn in held.episode.turns if turn.role == "user"] == [*words, "enough"]
+        check_tiling(held.episode)
+        check_sampled_once(held)
 
     check()
 
@@ -255,6 +293,25 @@ def test_qwen3_rerendering_of_kept_and_of_reshaped_thinking(
     assert len(held.episode.segments) == segments
     assert held.episode.stop_reason is StopReason.STOP
     check_rerendered(held, question, codec)
+    check_sampled_once(held)
+
+
+@pytest.mark.parametrize(("history", "segments"), [("append", 1), ("rerender", 3)])
+def test_qwen3_thinking_before_a_users_turn(codecs: dict[str, ChatCodec], history: str, segments: int) -> None:
+    """The template drops thinking once a user has spoken: rerendering follows it, appending keeps what was sampled."""
+    codec, question = codecs["qwen3"], [{"role": "user", "content": "Why?"}]
+    script = [thinking_reply(codec, (THINKING[0], "so", []))] * 2
+    held = converse(codec, question, script, ["-"], ["And?", "Really?"], history=history)
+    assert len(held.episode.segments) == segments
+    messages = list(question)
+    for call, word in zip(held.engine.calls, ["And?", "Really?", ""], strict=True):
+        shown = "so" in codec.decode(call.prompt).partition("Why?")[2]
+        assert shown is (history == "append" and len(messages) > 1)
+        if history == "rerender":
+            assert call.prompt == codec.rerender(messages)
+        said_now = codec.message(codec.parse(call.generation.ids))
+        messages += [said_now, {"role": "user", "content": word}]
+    check_tiling(held.episode)
     check_sampled_once(held)
 
 

@@ -51,6 +51,12 @@ def test_extra_info_is_the_rows_and_what_happened(make_episode: Any) -> None:
     assert messages[0] == {"role": "user", "text": "How many?"}
 
 
+def test_a_simulated_users_score_reaches_the_reward_function(make_episode: Any) -> None:
+    judged = make_episode(extra={"interaction": {"name": "gsm8k", "score": 0.5, "failures": [], "info": []}})
+    assert request_of(judged)["extra_info"]["interaction_score"] == 0.5
+    assert "interaction_score" not in request_of(make_episode())["extra_info"]
+
+
 def test_an_episode_without_words_is_an_empty_solution(make_episode: Any) -> None:
     request = request_of(make_episode(turns=()))
     assert request["solution_str"] == "" and request["extra_info"]["last_turn"] == ""

@@ -97,6 +97,24 @@ def test_tokens_of_all_segments_are_counted() -> None:
     assert got["response_length/mean"] == 12 and got["sampled_tokens/mean"] == 8 and got["prompt_length/mean"] == 4
 
 
+def test_simulated_users_are_counted_where_there_are_some() -> None:
+    def held(score: float | None, failures: list[str], *rewards: float | None) -> Episode:
+        turns = tuple(Turn(role="user", text="-", reward=reward) for reward in rewards)
+        told = {"name": "gsm8k", "score": score, "failures": failures, "info": []}
+        return make_episode(turns=turns, extra={"interaction": told}, timings={"interaction": 0.5})
+
+    got = rollout_metrics([held(1.0, [], 0.0, 1.0), held(None, ["late", "lost"], None), make_episode()])
+    users = {name: value for name, value in got.items() if "interaction" in name and not name.endswith(("max", "min"))}
+    assert users == {
+        "interaction/turns/mean": 1.5,
+        "interaction/turn_score/mean": 0.5,
+        "interaction/score/mean": 1.0,
+        "interaction/failures": 2,
+        "timing_s/agent_loop/interaction/mean": 0.5,
+    }
+    assert not [name for name in rollout_metrics([make_episode()]) if "interaction" in name]
+
+
 def test_rates_over_nothing_are_left_out() -> None:
     got = rollout_metrics([make_episode(turns=(), timings={}, reward=None)])
     absent = {"tool/success_rate", "critic/rewards/mean", "prefix_cache/hit_rate", "tool/latency_s/p50"}

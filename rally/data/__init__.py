@@ -4,7 +4,7 @@ from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes
 from rally.data.read import DataError, RowSet
 from rally.data.rows import TaskSet, load_tasks
 from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
-from rally.data.samplers import RowSampler, SamplerSettings, draw, load_sampler_class
+from rally.data.samplers import RowSampler, SamplerSettings, draw, learned, load_sampler_class, restore
 from rally.data.sft import Conversation, load_conversations
 from rally.data.write import write_rows
 
@@ -22,9 +22,11 @@ __all__ = [
     "batch_indices",
     "draw",
     "episode_seed",
+    "learned",
     "load_conversations",
     "load_sampler_class",
     "load_tasks",
+    "restore",
     "steps_per_epoch",
     "total_steps",
     "write_rows",

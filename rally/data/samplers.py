@@ -70,6 +70,25 @@ def draw(sampler: RowSampler, step: int, batch_size: int, num_rows: int) -> list
     return rows
 
 
+def learned(sampler: RowSampler) -> dict[str, Any]:
+    """What a checkpoint keeps of a sampler: nothing, where it learned nothing."""
+    state = sampler.state()
+    return {"class": type(sampler).__name__, "state": state} if state else {}
+
+
+def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
+    """Give a sampler back what `learned` told; if another kind of sampler had learned it, say so in words instead."""
+    if not saved:
+        return None
+    name = type(sampler).__name__
+    if saved["class"] != name:
+        return (
+            f"the checkpoint's rows were chosen by {saved['class']}; {name} chooses now and begins anew"
+        )
+    sampler.load_state(saved["state"])
+    return None
+
+
 def load_sampler_class(path: str, name: str) -> type[RowSampler]:
     """The class `name` of a file (`my_sampler.py`) or of a module (`my_package.sampler`, also with `pkg://`)."""
     cls = getattr(_import(path), name, None)

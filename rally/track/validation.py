@@ -2,7 +2,7 @@
 
 What is expected of the best, the worst or the majority of n samples is estimated by bootstrap: `n` of a prompt's
 samples are drawn with replacement, 1000 times. The draws come from a fixed seed and are the same for every prompt.
-Shape letters: R resamples, n drawn samples, S samples of a prompt, K different answers.
+Shape letters: R resamples, n drawn samples, S samples of a prompt.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from rally.types import Episode, StopReason, ToolStatus
 RESAMPLES, SEED = 1000, 42
 CORE_STATISTICS = ("mean", "best", "maj")
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -66,48 +65,55 @@ def _conduct(prefix: str, episodes: Sequence[Episode]) -> Metrics:
     return metrics | {f"{prefix}/stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
 
 
-@dataclass(frozen=True)
-class _Samples:
+class _Samples(NamedTuple):
     """One variable of one prompt's samples, and for each the number of its answer where the reward names a `pred`."""
 
-    values_S: Floats
-    answers_S: Ints | None
+    values: tuple[float, ...]
+    answers: tuple[int, ...] | None
 
 
 def _samples(prompts: Iterable[Sequence[Episode]], name: str) -> Iterator[_Samples]:
     for episodes in prompts:
         having = [(value, e) for e in episodes if (value := _numbers(e).get(name)) is not None]
         if having:
-            answers = [repr(e.reward_info.get("pred")) for _, e in having]
             voted = any("pred" in e.reward_info for _, e in having)
-            numbers = np.unique(answers, return_inverse=True)[1] if voted else None
-            yield _Samples(np.array([value for value, _ in having]), numbers)
+            answers = _numbered([repr(e.reward_info.get("pred")) for _, e in having]) if voted else None
+            yield _Samples(tuple(value for value, _ in having), answers)
+
+
+def _numbered(answers: Sequence[str]) -> tuple[int, ...]:
+    """Equal answers get equal numbers, counted as they appear."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(answer, len(numbers)) for answer in answers)
 
 
 def _over_prompts(prompts: Iterable[_Samples], k: int) -> Metrics:
     """Each statistic, averaged over the prompts that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for samples in prompts:
-        for statistic, value in _statistics(samples, k):
+        for statistic, value in _statistics(samples, k).items():
             found[statistic].append(value)
     return {statistic: mean(values) for statistic, values in found.items()}
 
 
-def _statistics(samples: _Samples, k: int) -> Iterator[tuple[str, float]]:
-    values_S = samples.values_S
-    yield f"mean@{k}", float(values_S.mean())
+# Most prompts have samples like those of another, and variables are often equal: thousands take seconds, not a minute.
+@lru_cache(maxsize=2**16)
+def _statistics(samples: _Samples, k: int) -> Mapping[str, float]:
+    values_S = np.array(samples.values)
+    found = {f"mean@{k}": float(values_S.mean())}
     if k == 1:
-        return
-    yield f"std@{k}", float(values_S.std())
+        return found
+    found[f"std@{k}"] = float(values_S.std())
     for n in _sizes(k):
-        places_Rn = _draws(len(values_S), n)
-        drawn_Rn = values_S[places_Rn]
-        outcomes = {"best": drawn_Rn.max(1), "worst": drawn_Rn.min(1)}
-        if samples.answers_S is not None:
-            outcomes["maj"] = values_S[_majority(samples.answers_S, places_Rn)]
+        places_nR = _draws(len(values_S), n)
+        drawn_nR = values_S[places_nR]
+        outcomes = {"best": drawn_nR.max(0), "worst": drawn_nR.min(0)}
+        if samples.answers is not None:
+            outcomes["maj"] = values_S[_majority(np.array(samples.answers), places_nR)]
         for rule, outcome_R in outcomes.items():
-            yield f"{rule}@{n}/mean", float(outcome_R.mean())
-            yield f"{rule}@{n}/std", float(outcome_R.std())
+            found[f"{rule}@{n}/mean"] = float(outcome_R.mean())
+            found[f"{rule}@{n}/std"] = float(outcome_R.std())
+    return found
 
 
 def _sizes(k: int) -> list[int]:
@@ -119,19 +125,16 @@ def _sizes(k: int) -> list[int]:
 def _draws(size: int, n: int) -> Ints:
     """`n` of `size` places, with replacement, once for each resample."""
     # The legacy generator: other trainers use it, so equal samples give the numbers that users know from there.
-    return np.random.RandomState(SEED).choice(size, (RESAMPLES, n))
+    return np.ascontiguousarray(np.random.RandomState(SEED).choice(size, (RESAMPLES, n)).T)
 
 
-def _majority(answers_S: Ints, places_Rn: Ints) -> Ints:
+def _majority(answers_S: Ints, places_nR: Ints) -> Ints:
     """For each resample the place of the first drawn sample with the most frequent answer; of two, the one drawn first
     counts."""
-    kinds = int(answers_S.max()) + 1
-    drawn_Rn = answers_S[places_Rn]
-    rows_R = np.arange(len(places_Rn))
-    flat = (rows_R[:, None] * kinds + drawn_Rn).ravel()
-    votes_RK = np.bincount(flat, minlength=len(places_Rn) * kinds).reshape(-1, kinds)
-    first_R = np.take_along_axis(votes_RK, drawn_Rn, axis=1).argmax(1)
-    chosen: Ints = places_Rn[rows_R, first_R]
+    drawn_nR, columns_R = answers_S[places_nR], np.arange(RESAMPLES)
+    keys_nR = drawn_nR * RESAMPLES + columns_R  # one number for each answer in each resample
+    votes = np.bincount(keys_nR.ravel(), minlength=len(answers_S) * RESAMPLES)
+    chosen: Ints = places_nR[votes[keys_nR].argmax(0), columns_R]
     return chosen
 
 

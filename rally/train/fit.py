@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
-from rally.data import RowSampler, TaskSet, draw, steps_per_epoch
+from rally.data import RowSampler, TaskSet, draw, learned, steps_per_epoch
 from rally.engines.embedded import EmbeddedEngine
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
@@ -87,7 +87,7 @@ class Trainer:
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    self.checkpoints.save(step, self.policy, self.tokenizer, self.sampler.state())
+                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler))
                     phase.advance()
         return last
 

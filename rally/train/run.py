@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
-from rally.data import TaskSet, total_steps
+from rally.data import TaskSet, restore, total_steps
 from rally.engines import build_engine
 from rally.engines.embedded import EmbeddedEngine
 from rally.loops import Runner
@@ -128,8 +128,8 @@ def _trainer(
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
     assert train_tasks is not None
     sampler = parts.sampler_of(config, train_tasks, steps)
-    if checkpoint and (learned := checkpoint.sampler_state()):
-        sampler.load_state(learned)
+    if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
+        console.note(change)
     model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
     policy = Policy(
         model,

@@ -179,6 +179,11 @@ def test_missing_files_are_named(key: str) -> None:
     assert told(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
 
 
+def test_a_missing_sampler_file_is_named() -> None:
+    line = told("data.sampler={class_path: ./no/such.py, class_name: Mine}")
+    assert line == "data.sampler.class_path=./no/such.py does not exist; check the path."
+
+
 def test_each_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert told(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2

@@ -29,7 +29,7 @@ def curriculum(folder: Path, step: int) -> dict[str, float]:
 
 
 def state(folder: Path, step: int) -> dict[str, list[float]]:
-    found = json.loads((folder / "checkpoints" / f"global_step_{step}" / "sampler.json").read_text())
+    found = json.loads((folder / "checkpoints" / f"global_step_{step}" / "sampler.json").read_text())["state"]
     assert isinstance(found, dict)
     return found
 
@@ -115,6 +115,14 @@ def test_a_users_class_chooses_learns_and_is_resumed(home: Path, tmp_path: Path)
     train(run_config(home, run, *overrides, "trainer.total_training_steps=2"), Paper().console)
     assert [tried(run, step) for step in (1, 2)] == [["train:11"], ["train:10"]]
     assert curriculum(run, 2) == {"calls": 2} and state(run, 2) == {"calls": 2}
+
+
+def test_another_sampler_begins_anew_and_says_so(home: Path, measured: Path, tmp_path: Path, paper: Paper) -> None:
+    run = Path(shutil.copytree(measured, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints" / "global_step_3")
+    train(run_config(home, run, *BY_SUCCESS[1:]), paper.console)
+    assert "rows were chosen by SolvedSometimes; RowSampler chooses now" in paper.text
+    assert curriculum(run, 3) == {}
 
 
 @pytest.mark.parametrize("bad", [{"x": {1, 2}}, {"x": {1: 2}}, {"x": (1, 2)}, {"x": float("nan")}])

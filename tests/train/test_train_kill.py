@@ -102,7 +102,7 @@ def actor(folder: Path) -> dict[str, torch.Tensor]:
 def learned(folder: Path) -> dict[str, list[float]]:
     """What the sampler knows of each row at the end."""
     path = folder / "checkpoints" / f"global_step_{STEPS}" / "sampler.json"
-    state: dict[str, list[float]] = json.loads(path.read_text())
+    state: dict[str, list[float]] = json.loads(path.read_text())["state"]
     return state
 
 

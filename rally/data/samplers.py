@@ -82,9 +82,7 @@ def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
         return None
     name = type(sampler).__name__
     if saved["class"] != name:
-        return (
-            f"the checkpoint's rows were chosen by {saved['class']}; {name} chooses now and begins anew"
-        )
+        return f"the checkpoint's rows were chosen by {saved['class']}; {name} chooses now and begins anew"
     sampler.load_state(saved["state"])
     return None
 

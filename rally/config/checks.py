@@ -22,6 +22,10 @@ SAME_AS = (
     ("reward_model.num_workers", "reward.num_workers"),
 )
 """A second name, and the key that rules."""
+CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
+    "field": ("field", "start_share", "grow_steps"),
+    "success": ("low", "high", "explore", "solved_at"),
+}
 
 
 def spelled_once(config: Config | SftConfig) -> Iterator[str]:
@@ -63,6 +67,23 @@ def sampling(config: Config) -> Iterator[str]:
     if val.do_sample is False and val.temperature > 0:
         told = f"{ROLLOUT}.val_kwargs.temperature={val.temperature}"
         yield f"{told} has no effect with do_sample=false; set do_sample=true or temperature=0."
+    if val.n > 1 and not (val.do_sample or val.temperature > 0):
+        told = f"{ROLLOUT}.val_kwargs.n={val.n} asks for greedy samples, which are all the same"
+        yield f"{told}; leave it out, or set {ROLLOUT}.val_kwargs.temperature above 0."
+
+
+def curriculum(config: Config) -> Iterator[str]:
+    sampler, chosen = config.data.sampler, config.data.curriculum
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        yield "data.sampler.class_path and data.sampler.class_name together name a class; set both."
+    if sampler.class_path is not None and chosen.by is not None:
+        yield f"data.sampler and data.curriculum.by={chosen.by} both choose the rows of a step; keep one of them."
+    if chosen.low > chosen.high:
+        yield f"data.curriculum.low={chosen.low} is above data.curriculum.high={chosen.high}; lower it."
+    written = chosen.model_dump(exclude_defaults=True)
+    for name in [n for n in written if n not in ("by", *CURRICULUM_KEYS.get(chosen.by, ()))]:
+        told = f"data.curriculum.{name}={shown(written[name])}"
+        yield f"{told} has no effect with data.curriculum.by={shown(chosen.by)}; leave it out."
 
 
 def loss(config: Config) -> Iterator[str]:
@@ -116,6 +137,7 @@ def files(config: Config) -> Iterator[str]:
         f"{ROLLOUT}.multi_turn.interaction_config_path",
         "custom_reward_function.path",
         "reward.custom_reward_function.path",
+        "data.sampler.class_path",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.tokenizer_path",
         *SPELLINGS[0],
@@ -175,10 +197,10 @@ def _missing(config: Config | SftConfig, key: str) -> Iterator[str]:
 
 
 def _is_path(key: str, text: str) -> bool:
-    """Whether the text must be a path: a model may also be a Hub name, a reward function also a module."""
+    """Whether the text must be a path: a model may also be a Hub name, a reward function or sampler also a module."""
     if key.startswith(("actor_rollout_ref.model.", "model.")):
         return text.startswith(("/", ".", "~", "$")) or text.count("/") > 1 or text.endswith("/")
-    if key.endswith("custom_reward_function.path"):
+    if key.endswith(("custom_reward_function.path", "sampler.class_path")):
         return text.endswith(".py") or ("/" in text and not text.startswith("pkg://"))
     return True
 
@@ -188,6 +210,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     equal_names,
     batch,
     sampling,
+    curriculum,
     loss,
     loop,
     reward,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rally.config.base import Count, Files, Int, Limit, Only, PathText, Section
+from rally.config.base import Count, Files, Float, Int, Limit, Only, PathText, Section, Share
 
 
 class CustomClass(Section):
@@ -17,6 +17,25 @@ class CustomClass(Section):
 class Sampler(Section):
     class_path: PathText | None = None
     class_name: str | None = None
+
+
+class Curriculum(Section):
+    by: Literal["field", "success"] | None = None
+    """None draws rows evenly; field goes from easy to hard; success keeps to rows that are solved now and then."""
+    field: str = "extra_info.difficulty"
+    """by=field: a number in every row, more is harder; dots lead into mappings."""
+    start_share: Share = 0.2
+    """by=field: the share of the rows, easiest first, that the first step draws from."""
+    grow_steps: Count | None = None
+    """by=field: steps until all rows are open. None is half of the run."""
+    low: Share = 0.2
+    """by=success: rows solved less often are not targeted."""
+    high: Share = 0.8
+    """by=success: rows solved more often are not targeted."""
+    explore: Share = 0.5
+    """by=success: the share of a batch for rows never tried, or not for long."""
+    solved_at: Float = 0.5
+    """by=success: an episode is solved if its acc, or else its reward, is at least this."""
 
 
 class DataConfig(Section):
@@ -44,6 +63,9 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     need_tools_kwargs: bool = False
     """Refuse rows that bring no extra_info.tools_kwargs."""
+    sampler: Sampler = Sampler()
+    """A class of your own, derived from rally.data.RowSampler."""
+    curriculum: Curriculum = Curriculum()
 
     return_raw_chat: Annotated[bool, Only(True, because="Rally always keeps a row's messages")] = True
     return_raw_input_ids: Annotated[bool, Only(False, because="loops render prompts from messages")] = False
@@ -59,7 +81,6 @@ class DataConfig(Section):
     filter_overlong_prompts_workers: Count = 1
     gen_batch_size: Count | None = None
     custom_cls: CustomClass = CustomClass()
-    sampler: Sampler = Sampler()
     datagen: CustomClass = CustomClass()
     chat_template_func: str | None = None
     cache_dir: PathText | None = None

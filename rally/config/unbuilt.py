@@ -157,7 +157,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("reward_model.timeout", "leave it out and set reward.timeout"),
     # data
     Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
-    Unbuilt("data.sampler", "leave it out, rows are drawn evenly"),
     Unbuilt("data.datagen", "leave it out, rows come from files"),
     Unbuilt("data.gen_batch_size", "leave it out and set data.train_batch_size"),
     Unbuilt("data.filter_overlong_prompts_workers", OUT),

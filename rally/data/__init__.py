@@ -1,20 +1,32 @@
-"""Rows become Tasks, recipes write rows, and the sampler is a pure function of (seed, step)."""
+"""Rows become Tasks, recipes write rows, and samplers are pure functions of (seed, step) and a state that is saved."""
 
+from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes, SolvedSometimesOptions
 from rally.data.read import DataError, RowSet
 from rally.data.rows import TaskSet, load_tasks
 from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
+from rally.data.samplers import RowSampler, SamplerSettings, draw, learned, load_sampler_class, restore
 from rally.data.sft import Conversation, load_conversations
 from rally.data.write import write_rows
 
 __all__ = [
     "Conversation",
     "DataError",
+    "EasyToHard",
+    "EasyToHardOptions",
+    "RowSampler",
     "RowSet",
+    "SamplerSettings",
+    "SolvedSometimes",
+    "SolvedSometimesOptions",
     "TaskSet",
     "batch_indices",
+    "draw",
     "episode_seed",
+    "learned",
     "load_conversations",
+    "load_sampler_class",
     "load_tasks",
+    "restore",
     "steps_per_epoch",
     "total_steps",
     "write_rows",

@@ -4,10 +4,11 @@ from rally.track.console import Phase, RunConsole
 from rally.track.conversation import conversation_text
 from rally.track.curve import CurveFiles, write_curve
 from rally.track.folder import MetricsRow, RunFolder
-from rally.track.metrics import rollout_metrics, validation_metrics
+from rally.track.metrics import rollout_metrics
 from rally.track.serialize import Opaque, episode_from_json, episode_to_json
 from rally.track.sinks import MetricSink, build_sinks
 from rally.track.summary import run_summary
+from rally.track.validation import validation_metrics
 
 __all__ = [
     "CurveFiles",

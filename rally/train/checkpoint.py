@@ -1,8 +1,8 @@
 """Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
 
-`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule and
-the step; random numbers follow from (seed, step) and need no state. `manifest.json` lists every file with its size and
-is written last.
+`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
+step and what the sampler learned; random numbers follow from (seed, step) and need no state. `manifest.json` lists
+every file with its size and is written last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rally.types import RallyError
 
 _STEP = re.compile(r"global_step_(\d+)")
 MANIFEST = "manifest.json"
+SAMPLER = "sampler.json"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -47,6 +48,13 @@ class Checkpoint:
         assert isinstance(state, dict)
         return state
 
+    def sampler_state(self) -> dict[str, Any]:
+        """What the sampler had learned; nothing, where it learns nothing."""
+        path = self.path / SAMPLER
+        state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        assert isinstance(state, dict)
+        return state
+
 
 class CheckpointStore:
     """The checkpoints of one run folder."""
@@ -56,8 +64,15 @@ class CheckpointStore:
         self.keep = keep
         self.warn = warn
 
-    def save(self, step: int, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Path:
+    def save(
+        self,
+        step: int,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler_state: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
+        learned = _as_json(sampler_state or {})
         target = self.folder / f"global_step_{step}"
         work = self.folder / f".writing_{target.name}_{os.getpid()}"
         shutil.rmtree(work, ignore_errors=True)
@@ -66,6 +81,8 @@ class CheckpointStore:
         tokenizer.save_pretrained(work / "actor")
         state = {"step": step, **policy.state()}
         torch.save(state, work / "trainer.pt")
+        if sampler_state:
+            (work / SAMPLER).write_text(learned, encoding="utf-8")
         _seal(work)
         if target.exists():
             shutil.rmtree(target)
@@ -128,6 +145,19 @@ def damage(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
     return None
+
+
+def _as_json(sampler_state: Mapping[str, Any]) -> str:
+    """Text that gives back an equal state: a user's class may return anything, and resuming must be exact."""
+    try:
+        text = json.dumps(sampler_state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the sampler's state cannot be saved ({error}); return what JSON can hold") from error
+    if json.loads(text) != sampler_state:
+        raise CheckpointError(
+            "the sampler's state would come back changed; return what JSON can hold: names as keys, lists, no NaN"
+        )
+    return text
 
 
 def _step_of(path: Path) -> int:

@@ -50,8 +50,10 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
     ]
     if inputs.train_tasks is not None:
         steps = total_steps_of(config, len(inputs.train_tasks))
+        sampler = parts.sampler_of(config, inputs.train_tasks, steps)  # its mistakes belong here too
         rows += [
             ["training rows", str(len(inputs.train_tasks))],
+            ["rows chosen by", type(sampler).__name__],
             ["steps", f"{steps} of {data.train_batch_size} prompts x {config.rollout.n} episodes"],
         ]
     if inputs.val_tasks is not None:

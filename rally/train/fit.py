@@ -1,6 +1,6 @@
 """The fit loop: rollout, advantages, update, validation, checkpoint, in that order, until the last step.
 
-A step is a pure function of the weights, the optimizer and (seed, step): the sampler and all sampling seeds are. So
+A step is a pure function of the weights, the optimizer, the sampler's state and (seed, step): all seeds are. So
 resuming from a checkpoint continues the same run, and everything of later steps found in the run folder is set aside.
 """
 
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
-from rally.data import TaskSet, batch_indices, steps_per_epoch
+from rally.data import RowSampler, TaskSet, draw, learned, steps_per_epoch
 from rally.engines.embedded import EmbeddedEngine
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
@@ -37,7 +37,6 @@ class FitSettings:
     batch_size: int
     n: int
     seed: int = 0
-    shuffle: bool = True
     by_std: bool = True
     save_freq: int = -1
     test_freq: int = -1
@@ -61,6 +60,7 @@ class Trainer:
     sampling: SamplingParams
     validation: Sequence[ValidationPass]
     train_tasks: TaskSet
+    sampler: RowSampler
     val_tasks: TaskSet | None
     folder: RunFolder
     checkpoints: CheckpointStore
@@ -87,7 +87,7 @@ class Trainer:
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    self.checkpoints.save(step, self.policy, self.tokenizer)
+                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler))
                     phase.advance()
         return last
 
@@ -97,6 +97,7 @@ class Trainer:
             with _timed(metrics, "gen"):
                 result = await self._collect(step)
             metrics |= result.metrics() | rollout_metrics(result.everything) | reward_metrics(result.episodes)
+            metrics |= self._learned(step, result.episodes)
             self._record(step, result.everything, validate=False)
             with _timed(metrics, "update_actor"):
                 metrics |= self._update(step, result.episodes)
@@ -105,16 +106,14 @@ class Trainer:
         return metrics
 
     async def _collect(self, step: int) -> RolloutResult:
-        rows = batch_indices(
-            len(self.train_tasks),
-            self.settings.batch_size,
-            seed=self.settings.seed,
-            step=step,
-            shuffle=self.settings.shuffle,
-        )
+        rows = draw(self.sampler, step, self.settings.batch_size, len(self.train_tasks))
         jobs = self.rollout.jobs([self.train_tasks[row] for row in rows], self.settings.n, step)
         with self.console.phase(f"rollout {step}/{self.settings.total_steps}", len(jobs)) as phase:
             return await self.rollout.collect(jobs, self.sampling, on_done=phase.advance)
+
+    def _learned(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """The sampler's own numbers, once it has seen how the episodes went."""
+        return {f"curriculum/{name}": value for name, value in (self.sampler.update(step, episodes) or {}).items()}
 
     def _update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         if not episodes:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
-from rally.data import TaskSet, total_steps
+from rally.data import TaskSet, restore, total_steps
 from rally.engines import build_engine
 from rally.engines.embedded import EmbeddedEngine
 from rally.interactions import Interactions
@@ -136,6 +136,9 @@ def _trainer(
     """All the parts of a run; with 0 steps it only validates."""
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
     assert train_tasks is not None
+    sampler = parts.sampler_of(config, train_tasks, steps)
+    if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
+        console.note(change)
     model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
     policy = Policy(
         model,
@@ -159,6 +162,7 @@ def _trainer(
         sampling=sampling,
         validation=parts.validation_passes(config, sampling),
         train_tasks=train_tasks,
+        sampler=sampler,
         val_tasks=inputs.val_tasks,
         folder=folder,
         checkpoints=store,
@@ -206,7 +210,6 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         batch_size=data.train_batch_size,
         n=config.rollout.n,
         seed=trainer.seed if data.seed is None else data.seed,
-        shuffle=data.shuffle,
         by_std=config.algorithm.norm_adv_by_std_in_grpo,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,

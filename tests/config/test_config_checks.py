@@ -133,6 +133,15 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
         ((f"{R}.val_kwargs.do_sample=true",), "temperature above 0"),
         ((f"{R}.val_kwargs={{do_sample: false, temperature: 0.5}}",), "has no effect with do_sample=false"),
+        ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all the same"),
+        (("data.sampler.class_path=pkg://my.sampler",), "together name a class; set both"),
+        (
+            ("data.sampler={class_path: pkg://my.sampler, class_name: Mine}", "data.curriculum.by=success"),
+            "both choose the rows of a step",
+        ),
+        (("data.curriculum={by: success, low: 0.5, high: 0.4}",), "low=0.5 is above data.curriculum.high=0.4"),
+        (("data.curriculum={by: field, explore: 0.1}",), "explore=0.1 has no effect with data.curriculum.by=field"),
+        (("data.curriculum.field=level",), "has no effect with data.curriculum.by=null"),
         ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
         ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
         ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
@@ -169,6 +178,11 @@ def test_sampling_in_validation_needs_only_a_temperature() -> None:
 )
 def test_missing_files_are_named(key: str) -> None:
     assert told(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
+
+
+def test_a_missing_sampler_file_is_named() -> None:
+    line = told("data.sampler={class_path: ./no/such.py, class_name: Mine}")
+    assert line == "data.sampler.class_path=./no/such.py does not exist; check the path."
 
 
 def test_each_missing_file_of_a_list_is_named(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 from track_episodes import make_episode
 
-from rally.track import rollout_metrics, validation_metrics
-from rally.types import Episode, Segment, StopReason, Task, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
+from rally.track import rollout_metrics
+from rally.types import Episode, Segment, StopReason, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
 
 
 def slow_episode() -> Episode:
@@ -120,45 +120,3 @@ def test_rates_over_nothing_are_left_out() -> None:
     absent = {"tool/success_rate", "critic/rewards/mean", "prefix_cache/hit_rate", "tool/latency_s/p50"}
     assert not absent & set(got)
     assert rollout_metrics([]) == {"episodes/count": 0}
-
-
-def answer(group: str, reward: float | None, source: str = "gsm8k", **info: object) -> Episode:
-    task = Task(id=group, data_source=source, prompt=({"role": "user", "content": "?"},))
-    return make_episode(f"{group}-{reward}", task=task, group=group, reward=reward, reward_info=info)
-
-
-def test_validation_averages_over_prompts_first() -> None:
-    episodes = [
-        answer("p", 1.0, acc=True, pred="5"),
-        answer("p", 0.2, acc=False, pred="4"),
-        answer("q", 0.4, acc=False, pred="4"),
-        answer("q", 0.4, acc=False, pred="4"),
-    ]
-    assert validation_metrics(episodes, k=2) == pytest.approx(
-        {
-            "val-core/gsm8k/acc/mean@2": 0.25,
-            "val-core/gsm8k/acc/best@2": 0.5,
-            "val-aux/gsm8k/acc/worst@2": 0.0,
-            "val-aux/gsm8k/reward/mean@2": 0.5,
-            "val-aux/gsm8k/reward/best@2": 0.7,
-            "val-aux/gsm8k/reward/worst@2": 0.3,
-            "val-aux/unscored": 0,
-            "val-aux/num_turns/mean": 4,
-            "val-aux/num_turns/max": 4,
-            "val-aux/num_turns/min": 4,
-        }
-    )
-
-
-def test_a_prompt_with_more_samples_does_not_weigh_more() -> None:
-    episodes = [answer("p", 1.0), answer("q", 0.0), answer("q", 0.0), answer("q", 0.0)]
-    assert validation_metrics(episodes, k=3)["val-core/gsm8k/reward/mean@3"] == 0.5
-
-
-def test_validation_keeps_sources_and_ways_to_sample_apart() -> None:
-    got = validation_metrics([answer("p", 1.0), answer("q", 0.0, source="aime"), answer("r", None)], 1, "greedy")
-    assert got["val-core/gsm8k/reward/mean@1/greedy"] == 1.0
-    assert got["val-core/aime/reward/mean@1/greedy"] == 0.0
-    assert got["val-aux/unscored/greedy"] == 1
-    assert not [name for name in got if "best@" in name], "with one sample best and worst say nothing new"
-    assert all(name.endswith("/greedy") for name in got)

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.data import DataError, arithmetic, load_tasks, write_rows
+from rally.loops import Job
 from rally.track import MetricsRow, RunFolder
 from rally.train import forward
 from rally.train.dry_run import dry_run
 from rally.train.fit import Trainer
 from rally.train.prompts import fitting
-from rally.train.rollout import RolloutError
+from rally.train.rollout import Rollout, RolloutError, RolloutResult
 from rally.train.run import RunError, evaluate, train
 from rally.types import Episode
 
@@ -233,9 +234,27 @@ def test_a_sampled_validation_keeps_greedy_beside_it(home: Path, tmp_path: Path)
     outcome = evaluate(run_config(home, tmp_path, *overrides), Paper().console)
     metrics = outcome.metrics
     core = f"val-core/{arithmetic.DATA_SOURCE}/reward"
-    assert {f"{core}/mean@3", f"{core}/best@3", f"{core}/mean@1/greedy"} <= metrics.keys()
-    assert metrics[f"{core}/best@3"] > metrics[f"{core}/mean@3"]
+    assert {f"{core}/mean@3", f"{core}/best@3/mean", f"{core}/mean@1/greedy"} <= metrics.keys()
+    assert metrics[f"{core}/best@3/mean"] > metrics[f"{core}/mean@3"]
     assert len(RunFolder(outcome.folder).read_episodes(0, validate=True)) == 12
+
+
+def test_validation_runs_all_rows_at_once_unless_told_otherwise(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    collect = Rollout.collect
+
+    async def counted(rollout: Rollout, jobs: Sequence[Job], *rest: Any, **named: Any) -> RolloutResult:
+        sizes.append(len(jobs))
+        return await collect(rollout, jobs, *rest, **named)
+
+    monkeypatch.setattr(Rollout, "collect", counted)
+    for number, override in enumerate(("data.val_batch_size=null", "data.val_batch_size=3", "data.val_max_samples=2")):
+        outcome = evaluate(run_config(home, tmp_path / str(number), override), Paper().console)
+    assert sizes == [4, 3, 1, 2]
+    ids = [episode.task.id for episode in RunFolder(outcome.folder).read_episodes(0, validate=True)]
+    assert ids == ["test:0", "test:1"], "without validation_shuffle the first rows are taken, at every step the same"
 
 
 def test_a_kl_loss_starts_at_zero_and_grows(home: Path, tmp_path: Path) -> None:

@@ -37,11 +37,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_config(home: Path, folder: Path) -> Path:
-    """Seven steps, a checkpoint after every second, into folder/run."""
+    """Seven steps, a checkpoint after every second, into folder/run; rows are chosen by what was learned of them."""
     reward = folder / "reward.py"
     reward.write_text(REWARD.format(held=HELD), encoding="utf-8")
     tree = run_tree(home, folder / "run")
     tree["data"].pop("val_files")
+    tree["data"]["curriculum"] = {"by": "success"}
     tree["custom_reward_function"] = {"path": str(reward)}
     tree["trainer"] |= {"total_training_steps": STEPS, "save_freq": 2, "seed": 3}
     path = folder / "config.yaml"
@@ -98,6 +99,13 @@ def actor(folder: Path) -> dict[str, torch.Tensor]:
     return weights(AutoModelForCausalLM.from_pretrained(path))
 
 
+def learned(folder: Path) -> dict[str, list[float]]:
+    """What the sampler knows of each row at the end."""
+    path = folder / "checkpoints" / f"global_step_{STEPS}" / "sampler.json"
+    state: dict[str, list[float]] = json.loads(path.read_text())["state"]
+    return state
+
+
 def test_the_kill_was_in_the_middle_of_a_step(killed: Path) -> None:
     assert steps(killed / "run") == [1, 2, 3, 4, 5]
     assert sorted(p.name for p in (killed / "run" / "checkpoints").glob("*_step_*")) == [
@@ -120,6 +128,7 @@ def test_the_same_command_goes_on_to_the_same_end(
 
     whole = tmp_path_factory.mktemp("whole")
     train(load_config(write_config(home, whole)), Paper().console)
+    assert learned(run) == learned(whole / "run") and len(learned(run)) > 3
     ours, theirs, start = actor(run), actor(whole / "run"), AutoModelForCausalLM.from_pretrained(home / "model")
     apart = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
     moved = max(float((ours[name] - value).abs().max()) for name, value in weights(start).items())

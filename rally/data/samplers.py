@@ -1,0 +1,122 @@
+"""A sampler chooses the rows of each step, as a pure function of (seed, step) and of a state that checkpoints carry.
+
+`RowSampler` draws evenly and learns nothing. What a user's own class must be is a subclass of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rally.data.messages import shown
+from rally.data.read import DataError
+from rally.data.rows import TaskSet
+from rally.data.sampler import batch_indices
+from rally.types import Episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """What every sampler is told of its run."""
+
+    batch_size: int
+    total_steps: int
+    seed: int = 0
+    shuffle: bool = True
+
+
+class RowSampler:
+    """Draws rows evenly, epoch after epoch. A subclass overrides what it does otherwise."""
+
+    def __init__(self, tasks: TaskSet, settings: SamplerSettings) -> None:
+        self.tasks = tasks
+        self.settings = settings
+
+    def batch(self, step: int) -> Sequence[int]:
+        """The `batch_size` rows of a step, which counts from 1. Asked twice, it answers the same."""
+        settings = self.settings
+        return batch_indices(
+            len(self.tasks), settings.batch_size, seed=settings.seed, step=step, shuffle=settings.shuffle
+        )
+
+    def update(self, step: int, episodes: Sequence[Episode]) -> Mapping[str, float] | None:
+        """Learn from the scored episodes of a step; what is returned is logged as `curriculum/<name>`."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """All that was learned, as JSON can hold it; checkpoints carry it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned when the checkpoint was written; not called if that was empty."""
+
+
+def draw(sampler: RowSampler, step: int, batch_size: int, num_rows: int) -> list[int]:
+    """The rows of a step, checked: a user's class may answer anything."""
+    rows = [int(row) for row in sampler.batch(step)]
+    bad = [row for row in rows if not 0 <= row < num_rows]
+    if len(rows) != batch_size or bad:
+        found = f"the row {shown(bad[0])}" if bad else f"{len(rows)} rows"
+        raise DataError(
+            f"{type(sampler).__name__}.batch({step}) returned {found}; it must return {batch_size} row numbers from "
+            f"0 to {num_rows - 1}"
+        )
+    return rows
+
+
+def learned(sampler: RowSampler) -> dict[str, Any]:
+    """What a checkpoint keeps of a sampler: nothing, where it learned nothing."""
+    state = sampler.state()
+    return {"class": type(sampler).__name__, "state": state} if state else {}
+
+
+def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
+    """Give a sampler back what `learned` told; if another kind of sampler had learned it, say so in words instead."""
+    if not saved:
+        return None
+    name = type(sampler).__name__
+    if saved["class"] != name:
+        return f"the checkpoint's rows were chosen by {saved['class']}; {name} chooses now and begins anew"
+    sampler.load_state(saved["state"])
+    return None
+
+
+def load_sampler_class(path: str, name: str) -> type[RowSampler]:
+    """The class `name` of a file (`my_sampler.py`) or of a module (`my_package.sampler`, also with `pkg://`)."""
+    cls = getattr(_import(path), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, RowSampler)):
+        raise DataError(
+            f"{path} has no class {name} that is a rally.data.RowSampler; correct data.sampler.class_name or derive "
+            "the class from it"
+        )
+    return cls
+
+
+def _import(path: str) -> ModuleType:
+    try:
+        return _import_file(Path(path).resolve()) if path.endswith(".py") else _import_module(path)
+    except Exception as error:  # foreign code: whatever its import raises is the user's to read
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"data.sampler.class_path={path} cannot be imported ({reason}); correct it") from error
+
+
+def _import_module(path: str) -> ModuleType:
+    return importlib.import_module(path.removeprefix("pkg://"))
+
+
+def _import_file(path: Path) -> ModuleType:
+    # A file may import its neighbours, as it may when run by hand; last in the list, so that it shadows nothing.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"rally_sampler_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a name that ends in .py always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses and typing look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -126,7 +126,7 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ((f"{R}.n=1",), "leaves GRPO nothing to compare"),
+        ((f"{R}.n=1",), "leaves grpo nothing to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
         ((f"{R}.max_model_len=512",), "leaves no room after data.max_prompt_length=512"),
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),

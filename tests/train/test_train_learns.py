@@ -98,14 +98,14 @@ def test_training_raises_the_reward(pupil: Path, tmp_path: Path, seed: int) -> N
     assert rise(pupil, tmp_path, seed) > 0.25
 
 
-def shuffled_batch(episodes: Sequence[Episode], **options: bool) -> TrainBatch:
+def shuffled_batch(episodes: Sequence[Episode], *options: Any) -> TrainBatch:
     """The same rewards in each group, given to other episodes of it."""
     rng, mixed = random.Random(len(episodes)), []
     for _, group in itertools.groupby(episodes, key=lambda e: e.group):
         members = list(group)
         rewards = rng.sample([e.reward for e in members], len(members))
         mixed += [replace(e, reward=reward) for e, reward in zip(members, rewards, strict=True)]
-    return build_batch(mixed, **options)
+    return build_batch(mixed, *options)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -60,7 +60,7 @@ def kept_tokens(
         low, high = -torch.inf, highest
     if level != "token":
         found = _over_rows(found, row_M, level.removeprefix("seq_"))
-    return (found >= low) & (found <= high)
+    return torch.logical_and(found >= low, found <= high)
 
 
 def _over_rows(values_M: Tensor, row_M: Tensor, how: str) -> Tensor:

@@ -123,7 +123,10 @@ def _with_peers(found_K: Tensor, peers_K: Tensor) -> Tensor:
 
 def _joined(groups_K: Tensor, kinds_K: Tensor) -> Tensor:
     """Group numbers of (group, kind) pairs."""
-    return torch.unique(torch.stack([groups_K, kinds_K]), dim=1, return_inverse=True)[1]
+    pairs_2K = torch.stack([groups_K, kinds_K])
+    _, numbers_K = torch.unique(pairs_2K, dim=1, return_inverse=True)
+    assert isinstance(numbers_K, Tensor)
+    return numbers_K
 
 
 def _episode_rewards(scored: Scored, settings: CreditSettings | None = None) -> Tensor:

@@ -48,7 +48,9 @@ class RolloutCorrection(Section):
     @property
     def rejections(self) -> tuple[Rejection, ...]:
         """Each test with its bounds; k1 with one number is bounded by its inverse from below."""
-        bounds = [_bounds(text) for text in (self.rollout_rs_threshold or "").split(",")]
+        if self.rollout_rs_threshold is None:
+            return ()
+        bounds = [_bounds(text) for text in self.rollout_rs_threshold.split(",")]
         return tuple(Rejection(t, *b) for t, b in zip(self.tests, bounds * len(self.tests), strict=False))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,4 +79,4 @@ def build_batch(
 
 def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
     parts = advantages_M.split([len(row.sampled) for row in rows])
-    return [row.with_tokens(advantages=part.tolist()) for row, part in zip(rows, parts, strict=True)]
+    return [replace(row, advantages=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,10 @@ class Row:
     weights: tuple[float, ...] = ()  # how much a token's policy loss counts; () is 1 for all
     marked: tuple[bool, ...] = ()  # tokens that the objective treats apart; () is none
 
+    def __post_init__(self) -> None:
+        given = (self.advantages, self.weights, self.marked)
+        assert all(len(values) in (0, len(self.sampled)) for values in given), "one value per sampled token"
+
     @classmethod
     def of(cls, segment: Segment, episode: int, advantages: Sequence[float] = ()) -> Row:
         offset = len(segment.prompt_ids)
@@ -50,11 +54,6 @@ class Row:
             episode=episode,
             advantages=tuple(advantages),
         )
-
-    def with_tokens(self, **values: Sequence[float]) -> Row:
-        """The same row with other values of its sampled tokens: logprobs, advantages, weights or marked."""
-        assert all(len(given) == len(self.sampled) for given in values.values()), "one value per sampled token"
-        return replace(self, **{name: tuple(given) for name, given in values.items()})
 
     @property
     def inputs(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Shapes: M sampled tokens of all rows, in their order, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
     sizes = [len(row.sampled) for row in rows]
     old, weights = logp_M.split(sizes), (weights_M * kept_M).split(sizes)
     changed = [
-        row.with_tokens(logprobs=p.tolist(), weights=w.tolist()) for row, p, w in zip(rows, old, weights, strict=True)
+        replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
+        for row, p, w in zip(rows, old, weights, strict=True)
     ]
     return CorrectedRows(changed, _metrics(logp_M, recorded_M, weights_M, kept_M, settings) if rows else {})
 
@@ -82,7 +84,7 @@ def marked_rows(rows: Sequence[Row], settings: SurrogateSettings) -> list[Row]:
     if not advantages_M.numel():
         return list(rows)
     parts = mark_tokens(_recorded(rows), advantages_M, settings).split([len(row.sampled) for row in rows])
-    return [row.with_tokens(marked=part.tolist()) for row, part in zip(rows, parts, strict=True)]
+    return [replace(row, marked=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]
 
 
 def kl_rewards(rows: Sequence[Row], reference_M: Tensor, kind: str, coefficient: float) -> Tensor:

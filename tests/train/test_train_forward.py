@@ -51,7 +51,7 @@ def padded_gradient(episodes: list[Episode], settings: UpdateSettings) -> Gradie
             zip(s.response_ids, s.response_mask, s.response_logprobs, strict=True), start=len(s.prompt_ids)
         ):
             if sampled:
-                now, advantage = logp[row, at - 1, token], batch.rows[row].advantages[0]
+                now, advantage = logp[row, at - 1, token], torch.tensor(batch.rows[row].advantages[0])
                 ratio = torch.exp(now - old)
                 worst = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
                 total = total + weights[i] * (torch.minimum(worst, -advantage * 3.0) if advantage < 0 else worst)

@@ -37,8 +37,8 @@ def settings_of(mode: str, **changes: Any) -> UpdateSettings:
 
 
 def gradient(batch: TrainBatch, settings: UpdateSettings) -> Gradients:
-    torch.manual_seed(0)  # clip_cov draws
     policy = KeepingPolicy(make_model())
+    torch.manual_seed(0)  # clip_cov draws
     update_policy(policy, batch, settings)
     [kept] = policy.kept
     return kept
@@ -54,7 +54,6 @@ def padded_logprobs(model: PreTrainedModel, batch: TrainBatch, temperature: floa
 
 
 def padded_gradient(batch: TrainBatch, settings: UpdateSettings) -> Gradients:
-    torch.manual_seed(0)
     model = make_model()
     torch.manual_seed(0)
     rows = marked_rows(batch.rows, settings.surrogate) if settings.surrogate.marks_tokens else batch.rows
@@ -94,7 +93,7 @@ def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens(mode: str)
     patterns = ["s", "ooso", "ssoos"]  # by length, as they are packed
     segments = [segment(rng, pattern, prompt=4) for pattern in patterns]
     batch = build_batch([episode(f"a{i}", "a", float(i), s) for i, s in enumerate(segments)])
-    batch = replace(batch, rows=[row.with_tokens(advantages=[1.0] * len(row.sampled)) for row in batch.rows])
+    batch = replace(batch, rows=[replace(row, advantages=(1.0,) * len(row.sampled)) for row in batch.rows])
     hidden: list[torch.Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Any) -> None:
@@ -152,7 +151,7 @@ def tool_turn(reward: float | None, text: str, **where: int) -> Turn:
 def told_episode(name: str, reward: float, pattern: str, earned: list[float | None], texts: list[str]) -> Episode:
     """Turns as a loop records them: runs of sampled tokens, each followed by what a tool said and gave for it."""
     one, turns, at = segment(random.Random(name), pattern), [], 0
-    runs = [run for run in pattern.replace("so", "s|o").replace("os", "o|s").split("|")]
+    runs = pattern.replace("so", "s|o").replace("os", "o|s").split("|")
     calls = iter(zip(earned, texts, strict=True))
     for run in runs:
         where = {"start": at, "end": at + len(run)}
@@ -198,7 +197,9 @@ def on_other_weights(seed: int = 5) -> TrainBatch:
     sampler, batch = make_model(seed=seed), build_batch(uneven_episodes())
     with torch.no_grad():
         parts = padded_logprobs(sampler, batch, 1.0).split([len(row.sampled) for row in batch.rows])
-    return replace(batch, rows=[row.with_tokens(logprobs=p.tolist()) for row, p in zip(batch.rows, parts, strict=True)])
+    return replace(
+        batch, rows=[replace(row, logprobs=tuple(p.tolist())) for row, p in zip(batch.rows, parts, strict=True)]
+    )
 
 
 def test_correction_weighs_by_the_trainers_own_old_policy() -> None:

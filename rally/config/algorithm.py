@@ -36,7 +36,7 @@ class RolloutCorrection(Section):
     rollout_rs: str | None = None
     """Tests that tokens must pass to count, such as token_k1 or seq_mean_k3; several are separated by commas."""
     rollout_rs_threshold: str | None = None
-    """The largest divergence, or the lowest and highest ratio as 0.5_2 for k1; one for all tests or one for each."""
+    """The largest divergence, or the lowest and highest ratio as 0.5_2.0 for k1; one for all tests or one for each."""
     bypass_mode: bool = False
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     rollout_is_batch_normalize: bool = False

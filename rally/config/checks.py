@@ -128,7 +128,7 @@ def correction(config: Config) -> Iterator[str]:
         yield f"{key}.rollout_rs and {key}.rollout_rs_threshold go together; set both or neither."
     elif given.tests and not _bounds_fit(given):
         told = f"{key}.rollout_rs_threshold={given.rollout_rs_threshold}"
-        yield f"{told} must be a number, or two as in 0.5_2, for all tests or for each; mend it."
+        yield f"{told} must be a number, or two as in 0.5_2.0, for all tests or for each; mend it."
 
 
 def _bounds_fit(given: RolloutCorrection) -> bool:

@@ -2,12 +2,13 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_models import VOCABULARY, make_model
-from train_cases import Gradients, KeepingPolicy, difference, episode, segment, size, uneven_episodes
+from train_cases import Gradients, KeepingPolicy, Paper, difference, episode, run_config, segment, size, uneven_episodes
 from transformers import PreTrainedModel
 
 from rally.algos import losses
@@ -15,9 +16,11 @@ from rally.algos.correction import CorrectionSettings
 from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, policy_loss
 from rally.engines.embedded import attention
+from rally.track import RunFolder
 from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.forward import token_logprobs
 from rally.train.rows import corrected_rows, kl_rewards, marked_rows, row_logprobs
+from rally.train.run import train
 from rally.train.turns import TurnRewardError, turns_of_episodes
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import Episode, Segment, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
@@ -259,3 +262,26 @@ def test_the_kl_in_the_reward_is_that_of_each_token_to_the_reference() -> None:
     assert torch.allclose(penalties_M, -0.1 * (recorded_M - expected_M), atol=1e-5)
     flat = build_batch(episodes, None, penalties_M)
     assert flat.live_share == 1, "groups with equal rewards still differ in their KL"
+
+
+def test_the_keys_reach_the_run(home: Path, tmp_path: Path) -> None:
+    config = run_config(
+        home,
+        tmp_path / "run",
+        "algorithm={adv_estimator: rloo, turn_rewards: turn_baseline, gamma: 0.9}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "algorithm.rollout_correction={rollout_is: token, rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1}",
+        "actor_rollout_ref.actor.policy_loss={loss_mode: kl_cov, kl_cov_ratio: 0.1}",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "trainer.total_training_steps=2",
+        "data.val_files=null",
+    )
+    train(config, Paper().console)
+    first, second = [row.metrics for row in RunFolder(tmp_path / "run").read_metrics() if row.step]
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-4), "the first step is the reference itself"
+    assert abs(second["actor/reward_kl_penalty"]) > 1e-3 and second["actor/reward_kl_penalty_coeff"] == 0.5
+    assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
+    assert first["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert second["engine/weight_version"] == first["engine/weight_version"] + 1
+    assert 0.05 < second["actor/pg_clipfrac"] < 0.15, "kl_cov marks a tenth of the tokens"

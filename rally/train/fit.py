@@ -231,7 +231,8 @@ class Trainer:
             )
         if metrics.get("groups/live_share") == 0:
             self.console.warn_once(
-                "no_signal", "in every group all rewards were equal, so this step taught nothing; look at the rewards"
+                "no_signal",
+                "no episode did better or worse than its group, so this step taught nothing; look at the rewards",
             )
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))

@@ -43,7 +43,7 @@ class Row:
         assert all(len(values) in (0, len(self.sampled)) for values in given), "one value per sampled token"
 
     @classmethod
-    def of(cls, segment: Segment, episode: int, advantages: Sequence[float] = ()) -> Row:
+    def of(cls, segment: Segment, episode: int) -> Row:
         offset = len(segment.prompt_ids)
         sampled = tuple(offset + i for i, m in enumerate(segment.response_mask) if m)
         assert not sampled or sampled[0] > 0, "the first token of a history cannot have been sampled"
@@ -52,7 +52,6 @@ class Row:
             sampled=sampled,
             logprobs=tuple(p for p, m in zip(segment.response_logprobs, segment.response_mask, strict=True) if m),
             episode=episode,
-            advantages=tuple(advantages),
         )
 
     @property

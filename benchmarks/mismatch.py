@@ -227,7 +227,7 @@ async def sample(
 @torch.no_grad()
 def compare(model: PreTrainedModel, segments: Sequence[Segment], exact: bool = False) -> tuple[Tensor, Tensor]:
     """The trainer's and the engine's logprobs of the same sampled tokens."""
-    rows = [Row.of(segment, number, 0.0) for number, segment in enumerate(segments)]
+    rows = [Row.of(segment, number) for number, segment in enumerate(segments)]
     decoder = exact_decoder(model) if exact else None
     trainer, rollout = [], []
     for batch in micro_batches(rows, FORWARD_TOKENS):

@@ -93,7 +93,7 @@ def row(rng: random.Random, vocabulary: int, prompt: list[int], answer: int, epi
         sampled=tuple(range(len(prompt), len(ids))),
         logprobs=(-5.0,) * answer,
         episode=episode,
-        advantage=1.0 if episode % 2 else -1.0,
+        advantages=(1.0 if episode % 2 else -1.0,) * answer,
     )
 
 
@@ -115,11 +115,9 @@ def grpo_rows(vocabulary: int, sizes: Sizes, shared: bool) -> list[Row]:
 
 
 def train_batch(rows: list[Row], answers: int) -> TrainBatch:
-    advantages = torch.tensor([r.advantage for r in rows], dtype=torch.float64)
     return TrainBatch(
         rows=rows,
-        rewards_N=advantages,
-        advantages_N=advantages,
+        rewards_N=torch.tensor([r.advantages[0] for r in rows], dtype=torch.float64),
         groups_N=torch.arange(len(rows)) // answers,
         tokens_N=torch.tensor([len(r.sampled) for r in rows]),
     )

@@ -1,5 +1,5 @@
 """Pure tensor functions: advantages, policy losses, KL, aggregation. Imports torch and nothing else."""
 
-from rally.algos import advantages, losses
+from rally.algos import advantages, correction, credit, losses, returns, surrogates
 
-__all__ = ["advantages", "losses"]
+__all__ = ["advantages", "correction", "credit", "losses", "returns", "surrogates"]

@@ -82,6 +82,7 @@ class PolicyLoss(Section):
         "clip_cov",
         "kl_cov",
         "geo_mean",
+        "gmpo",
         "cispo",
         "bypass_mode",
         "dppo_tv",

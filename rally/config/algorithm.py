@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rally.config.actor import CheckpointConfig, FsdpConfig, KlKind, LossAggMode, OptimConfig, Strategy
 from rally.config.base import Count, Float, Natural, NonNegative, Positive, Section, Share, Texts
@@ -21,14 +21,47 @@ class PfPpo(Section):
     weight_pow: Float = 2.0
 
 
+class Rejection(NamedTuple):
+    """Tokens or sequences whose divergence lies outside the bounds do not count."""
+
+    test: str
+    lowest: float
+    highest: float
+
+
 class RolloutCorrection(Section):
     rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh tokens, or whole sequences, by min(policy / sampler, rollout_is_threshold)."""
     rollout_is_threshold: Positive = 2.0
     rollout_rs: str | None = None
+    """Tests that tokens must pass to count, such as token_k1 or seq_mean_k3; several are separated by commas."""
     rollout_rs_threshold: str | None = None
+    """The largest divergence, or the lowest and highest ratio as 0.5_2.0 for k1; one for all tests or one for each."""
     bypass_mode: bool = False
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     rollout_is_batch_normalize: bool = False
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in (self.rollout_rs or "").split(",") if name.strip())
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Each test with its bounds; k1 with one number is bounded by its inverse from below."""
+        if self.rollout_rs_threshold is None:
+            return ()
+        bounds = [_bounds(text) for text in self.rollout_rs_threshold.split(",")]
+        return tuple(Rejection(t, *b) for t, b in zip(self.tests, bounds * len(self.tests), strict=False))
+
+
+def _bounds(text: str) -> tuple[float, float]:
+    low, _, high = text.strip().rpartition("_")
+    return (float(low) if low else 1 / float(high), float(high))
+
+
+class Gigpo(Section):
+    step_advantage_w: NonNegative = 1.0
+    """How much a turn's advantage counts beside that of its episode."""
 
 
 class FilterGroups(Section):
@@ -54,13 +87,21 @@ class AlgorithmConfig(Section):
         "optimal_token_baseline",
         "tir_optimal_token_baseline",
         "gdpo",
+        "gigpo",
     ] = "grpo"
     """The ecosystem's gae needs a critic as large as the policy."""
     norm_adv_by_std_in_grpo: bool = True
     """False is Dr. GRPO: groups are centred but not scaled."""
 
+    turn_rewards: Literal["trajectory", "returns", "turn_baseline"] = "trajectory"
+    """What turns earn on their own counts for nothing, as discounted returns over turns, or as these compared with
+    turns of the same number."""
+    gigpo: Gigpo = Gigpo()
     gamma: Share = 1.0
+    """Discount from turn to turn; for reinforce_plus_plus from sampled token to sampled token."""
     lam: Share = 1.0
+    allow_both_kl: bool = False
+    """Let actor.use_kl_loss and use_kl_in_reward be on together."""
     use_kl_in_reward: bool = False
     kl_penalty: KlKind = "kl"
     kl_ctrl: KlCtrl = KlCtrl()

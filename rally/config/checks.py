@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
+from rally.config.algorithm import RolloutCorrection
 from rally.config.base import look_up, missing_file
 from rally.config.errors import shown
 from rally.config.reward import CustomRewardFunction, RewardShaping
@@ -26,6 +28,16 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
 }
+LOSS_KEYS: dict[str, tuple[str, ...]] = {
+    f"{ACTOR}.tau_pos": ("sapo",),
+    f"{ACTOR}.tau_neg": ("sapo",),
+    f"{ACTOR}.policy_loss.clip_cov_ratio": ("clip_cov",),
+    f"{ACTOR}.policy_loss.clip_cov_lb": ("clip_cov",),
+    f"{ACTOR}.policy_loss.clip_cov_ub": ("clip_cov",),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": ("kl_cov",),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": ("kl_cov",),
+}
+"""Numbers that belong to some objectives only."""
 
 
 def spelled_once(config: Config | SftConfig) -> Iterator[str]:
@@ -49,8 +61,9 @@ def equal_names(config: Config) -> Iterator[str]:
 
 def batch(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
-    if n < 2 and config.algorithm.adv_estimator.startswith("grpo") and not config.trainer.val_only:
-        yield f"{ROLLOUT}.n={n} leaves GRPO nothing to compare an episode with; set it to 2 or more."
+    estimator = config.algorithm.adv_estimator
+    if n < 2 and estimator != "reinforce_plus_plus" and not config.trainer.val_only:
+        yield f"{ROLLOUT}.n={n} leaves {estimator} nothing to compare an episode with; set it to 2 or more."
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
     window, prompt = config.rollout.max_model_len, config.data.max_prompt_length
@@ -88,13 +101,65 @@ def curriculum(config: Config) -> Iterator[str]:
 
 def loss(config: Config) -> Iterator[str]:
     actor = config.actor
-    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward would count the KL twice; keep one of them."
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward and not config.algorithm.allow_both_kl:
+        told = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward would count the KL twice"
+        yield f"{told}; keep one of them, or set algorithm.allow_both_kl=true."
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         told = f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor}"
         yield f"{told} has no effect unless {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm; leave it out."
     if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
         yield f"{ACTOR}.optim.lr_warmup_steps and lr_warmup_steps_ratio both set the warm-up; keep one of them."
+
+
+def objective(config: Config) -> Iterator[str]:
+    actor = config.actor
+    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    if mode in ("gspo", "geo_mean", "gmpo") and aggregation != "seq-mean-token-mean":
+        told = f"{ACTOR}.policy_loss.loss_mode={mode} is a mean over sequences"
+        yield f"{told}; set {ACTOR}.loss_agg_mode=seq-mean-token-mean."
+    for key, belongs in LOSS_KEYS.items():
+        if mode not in belongs and look_up(config, key) != look_up(Config(), key):
+            yield f"{key} has no effect with {ACTOR}.policy_loss.loss_mode={mode}; leave it out."
+
+
+def credit(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
+    if gamma != 1 and turns == "trajectory" and estimator not in ("reinforce_plus_plus", "gigpo", "gae"):
+        yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
+    if turns == "turn_baseline" and estimator in ("reinforce_plus_plus", "gigpo"):
+        yield f"algorithm.turn_rewards=turn_baseline does not go with {estimator}; set it to returns."
+    for key, usual in (("kl_penalty", ("kl",)), ("kl_ctrl.kl_coef", (0.001, 0.0))):
+        if not algorithm.use_kl_in_reward and look_up(algorithm, key) not in usual:
+            yield f"algorithm.{key} has no effect without algorithm.use_kl_in_reward=true; set that, or leave it out."
+    if not algorithm.norm_adv_by_std_in_grpo and not estimator.startswith(("grpo", "gigpo")):
+        yield f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {estimator}; leave it out."
+    if algorithm.gigpo.step_advantage_w != 1 and estimator != "gigpo":
+        yield "algorithm.gigpo.step_advantage_w has no effect unless algorithm.adv_estimator=gigpo; leave it out."
+
+
+def correction(config: Config) -> Iterator[str]:
+    key, given = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if given.rollout_is is None and given.rollout_is_threshold != 2.0:
+        yield f"{key}.rollout_is_threshold has no effect without {key}.rollout_is; set it to token or sequence."
+    for test in given.tests:
+        if not re.fullmatch("token_k[123]|seq_(sum|mean)_k[123]|seq_max_k[23]", test):
+            yield f"{key}.rollout_rs={test} is unknown; use token_k1, seq_mean_k3 or another of docs/methods.md."
+    if bool(given.tests) != (given.rollout_rs_threshold is not None):
+        yield f"{key}.rollout_rs and {key}.rollout_rs_threshold go together; set both or neither."
+    elif given.tests and not _bounds_fit(given):
+        told = f"{key}.rollout_rs_threshold={given.rollout_rs_threshold}"
+        yield f"{told} must be a number, or two as in 0.5_2.0, for all tests or for each; mend it."
+
+
+def _bounds_fit(given: RolloutCorrection) -> bool:
+    try:
+        rejections = given.rejections
+    except (ValueError, ZeroDivisionError):
+        return False
+    count = str(given.rollout_rs_threshold).count(",") + 1
+    sound = all(r.highest > 0 and (0 < r.lowest <= r.highest or not r.test.endswith("k1")) for r in rejections)
+    return sound and count in (1, len(given.tests))
 
 
 def loop(config: Config) -> Iterator[str]:
@@ -212,6 +277,9 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     sampling,
     curriculum,
     loss,
+    objective,
+    credit,
+    correction,
     loop,
     reward,
     manager,

@@ -28,6 +28,12 @@ OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
 MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
 LOGGERS = ("console", "file")
+ESTIMATORS = (
+    *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+)
+LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # engines
@@ -71,24 +77,25 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}profiler", OUT),
     Unbuilt(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
     # advantages and losses
-    Unbuilt("algorithm.adv_estimator", "leave it out to use grpo"),
-    Unbuilt("algorithm.gamma", "leave it out, GRPO does not discount"),
+    Unbuilt("algorithm.adv_estimator", "leave it out to use grpo", ESTIMATORS),
     Unbuilt("algorithm.lam", "leave it out, GRPO has no lambda"),
-    Unbuilt("algorithm.use_kl_in_reward", f"leave it out and use {A}use_kl_loss"),
-    Unbuilt("algorithm.kl_penalty", f"leave it out and use {A}kl_loss_type"),
-    Unbuilt("algorithm.kl_ctrl", f"leave it out and use {A}kl_loss_coef", (0.0,)),
+    Unbuilt("algorithm.kl_penalty", "use kl", KL_KINDS),
+    Unbuilt("algorithm.kl_ctrl.type", "use fixed"),
+    Unbuilt("algorithm.kl_ctrl.horizon", OUT),
+    Unbuilt("algorithm.kl_ctrl.target_kl", OUT),
     Unbuilt("algorithm.use_pf_ppo", OUT),
     Unbuilt("algorithm.pf_ppo", OUT),
-    Unbuilt("algorithm.rollout_correction", "leave it out, the embedded engine samples from the policy itself"),
+    Unbuilt("algorithm.rollout_correction.bypass_mode", OUT),
+    Unbuilt("algorithm.rollout_correction.loss_type", "leave it out to use ppo_clip"),
+    Unbuilt("algorithm.rollout_correction.rollout_is_batch_normalize", OUT),
     Unbuilt("algorithm.filter_groups", OUT),
     Unbuilt("algorithm.gdpo_reward_keys", OUT),
     Unbuilt("critic", "leave it out, GRPO needs no critic"),
     Unbuilt("trainer.critic_warmup", "leave it out, GRPO needs no critic"),
     Unbuilt("trainer.max_critic_ckpt_to_keep", "leave it out, GRPO needs no critic"),
-    Unbuilt(f"{A}policy_loss", "leave it out to use the vanilla loss"),
-    Unbuilt(f"{A}kl_loss_type", "use low_var_kl", ("kl", "k1", "abs", "mse", "k2", "k3")),
-    Unbuilt(f"{A}tau_pos", OUT),
-    Unbuilt(f"{A}tau_neg", OUT),
+    Unbuilt(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
+    Unbuilt(f"{A}policy_loss.dro_beta", OUT),
+    Unbuilt(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
     Unbuilt(f"{A}calculate_sum_pi_squared", OUT),
     Unbuilt(f"{A}sum_pi_squared_checkpointing", OUT),
     Unbuilt(f"{A}use_prefix_grouper", OUT),

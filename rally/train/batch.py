@@ -1,15 +1,17 @@
-"""Scored episodes become one training batch: rows with advantages, and the weights of their tokens in the loss."""
+"""Scored episodes become one training batch: rows in the order of the episodes, an advantage per sampled token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rally.algos import advantages
+from rally.algos.credit import CreditSettings, Scored, token_advantages
+from rally.rewards import outcome
 from rally.train.packing import Row
+from rally.train.turns import turns_of_episodes
 from rally.types import Episode
 
 
@@ -19,7 +21,6 @@ class TrainBatch:
 
     rows: list[Row]
     rewards_N: Tensor
-    advantages_N: Tensor
     groups_N: Tensor
     tokens_N: Tensor  # sampled tokens of each episode, over all its segments
 
@@ -28,10 +29,15 @@ class TrainBatch:
         return int(self.groups_N.max()) + 1 if self.groups_N.numel() else 0
 
     @property
+    def advantages_M(self) -> Tensor:
+        """Of every sampled token, row by row; a single 0 where nothing was sampled."""
+        return torch.tensor([a for row in self.rows for a in row.advantages] or [0.0])
+
+    @property
     def live_share(self) -> float:
         """Share of episodes whose group carries a signal."""
-        live = advantages.group_statistics(self.rewards_N, self.groups_N).std_N > 0
-        return float(live.double().mean()) if live.numel() else 0.0
+        taught = {int(self.groups_N[row.episode]) for row in self.rows if any(row.advantages)}
+        return sum(group in taught for group in self.groups_N.tolist()) / max(1, self.groups_N.numel())
 
     def mini_batches(self, groups: int, order: Sequence[int]) -> list[list[int]]:
         """Episode numbers of each mini-batch of `groups` prompts, the prompts taken in `order`."""
@@ -42,18 +48,38 @@ class TrainBatch:
         return [[e for g in batch for e in members[g]] for batch in batches]
 
 
-def build_batch(episodes: Sequence[Episode], *, by_std: bool = True) -> TrainBatch:
-    """Group-relative advantages over the episodes of one step. Every episode must be scored."""
+def rows_of(episodes: Sequence[Episode]) -> list[Row]:
+    """Every segment with something sampled, without advantages yet."""
+    return [Row.of(segment, i) for i, e in enumerate(episodes) for segment in e.segments if segment.sampled]
+
+
+def build_batch(
+    episodes: Sequence[Episode],
+    credit: CreditSettings | None = None,
+    token_rewards_M: Tensor | None = None,
+) -> TrainBatch:
+    """Advantages over the episodes of one step, which must all be scored. `token_rewards_M` are added to what their
+    sampled tokens earn."""
     assert all(e.reward is not None for e in episodes), "an unscored episode cannot be trained on"
+    settings = credit or CreditSettings()
     numbers = {group: i for i, group in enumerate(dict.fromkeys(e.group for e in episodes))}
-    groups = torch.tensor([numbers[e.group] for e in episodes], dtype=torch.long)
-    rewards = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
-    advantage = advantages.grpo(rewards, groups, by_std=by_std)
-    rows = [
-        Row.of(segment, i, a)
-        for i, (episode, a) in enumerate(zip(episodes, advantage.tolist(), strict=True))
-        for segment in episode.segments
-        if segment.sampled
-    ]
-    tokens = torch.tensor([sum(s.sampled for s in e.segments) for e in episodes])
-    return TrainBatch(rows=rows, rewards_N=rewards, advantages_N=advantage, groups_N=groups, tokens_N=tokens)
+    by_turn = settings.turn_rewards != "trajectory"  # then what is recorded on turns is added up from there
+    rewards = [outcome(e) if by_turn else e.reward for e in episodes]
+    scored = Scored(
+        rewards_N=torch.tensor(rewards, dtype=torch.float64),
+        groups_N=torch.tensor([numbers[e.group] for e in episodes], dtype=torch.long),
+        tokens_N=torch.tensor([sum(s.sampled for s in e.segments) for e in episodes]),
+        token_rewards_M=token_rewards_M,
+        turns=turns_of_episodes(episodes) if settings.needs_turns else None,
+    )
+    return TrainBatch(
+        rows=_with_advantages(rows_of(episodes), token_advantages(scored, settings)),
+        rewards_N=scored.rewards_N,
+        groups_N=scored.groups_N,
+        tokens_N=scored.tokens_N,
+    )
+
+
+def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
+    parts = advantages_M.split([len(row.sampled) for row in rows])
+    return [replace(row, advantages=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]

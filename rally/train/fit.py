@@ -13,18 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rally.algos.credit import CreditSettings
 from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, learned, steps_per_epoch
 from rally.engines.embedded import EmbeddedEngine
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
-from rally.train.batch import build_batch
+from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint import CheckpointStore
+from rally.train.forward import token_logprobs
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
 from rally.train.rollout import Rollout, RolloutResult
+from rally.train.rows import kl_rewards, row_logprobs
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import Episode, SamplingParams
 
@@ -37,7 +41,9 @@ class FitSettings:
     batch_size: int
     n: int
     seed: int = 0
-    by_std: bool = True
+    credit: CreditSettings = field(default_factory=CreditSettings)
+    reward_kl_coef: float = 0.0  # 0: no KL in the reward
+    reward_kl_kind: str = "kl"
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
@@ -119,23 +125,49 @@ class Trainer:
         if not episodes:
             self.console.warn_once("empty", f"step {step}: every group was dropped, nothing to train on")
             return {}
-        batch = build_batch(episodes, by_std=self.settings.by_std)
-        count = -(-batch.num_groups // self.update.mini_batch_groups) * self.update.epochs
+        groups = len({e.group for e in episodes})
+        count = -(-groups // self.update.mini_batch_groups) * self.update.epochs
         torch.manual_seed(step_seed(self.settings.seed, step))
         with (
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
             self.engine.updating(),
         ):
+            penalties_M = self._reward_kl(episodes)
+            batch = build_batch(episodes, self.settings.credit, penalties_M)
             metrics = update_policy(
-                self.policy, batch, self.update, step=step, reference=self.reference, progress=phase.advance
+                self.policy,
+                batch,
+                self.update,
+                step=step,
+                reference=self.reference if self.update.kl_coef else None,
+                progress=phase.advance,
             )
-        advantages = batch.advantages_N
+        advantages = batch.advantages_M
+        if penalties_M is not None and penalties_M.numel():
+            coefficient = self.settings.reward_kl_coef
+            metrics["actor/reward_kl_penalty"] = -float(penalties_M.mean(dtype=torch.float64)) / coefficient
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
         return metrics | {
             "critic/advantages/mean": float(advantages.mean()),
             "critic/advantages/max": float(advantages.max()),
             "critic/advantages/min": float(advantages.min()),
             "groups/live_share": batch.live_share,
         }
+
+    def _reward_kl(self, episodes: Sequence[Episode]) -> Tensor | None:
+        """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""
+        if not self.settings.reward_kl_coef:
+            return None
+        assert self.reference is not None
+        reference, update, rows = self.reference, self.update, rows_of(episodes)
+        logp_M = row_logprobs(
+            rows,
+            lambda packed: token_logprobs(reference, packed, update.temperature).logp_M,
+            self.policy.device,
+            update.max_tokens,
+            update.max_rows,
+        )
+        return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.settings.reward_kl_coef)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Every validation prompt, by every pass; greedy and sampled metrics keep separate names."""
@@ -198,7 +230,8 @@ class Trainer:
             )
         if metrics.get("groups/live_share") == 0:
             self.console.warn_once(
-                "no_signal", "in every group all rewards were equal, so this step taught nothing; look at the rewards"
+                "no_signal",
+                "no episode did better or worse than its group, so this step taught nothing; look at the rewards",
             )
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))

@@ -34,10 +34,16 @@ class Row:
     sampled: tuple[int, ...]  # positions in ids of sampled tokens; each is predicted from the position before it
     logprobs: tuple[float, ...]  # of those tokens, as the engine recorded them
     episode: int
-    advantage: float = 0.0
+    advantages: tuple[float, ...] = ()  # one per sampled token, as are the next two; () is 0 for all
+    weights: tuple[float, ...] = ()  # how much a token's policy loss counts; () is 1 for all
+    marked: tuple[bool, ...] = ()  # tokens that the objective treats apart; () is none
+
+    def __post_init__(self) -> None:
+        given = (self.advantages, self.weights, self.marked)
+        assert all(len(values) in (0, len(self.sampled)) for values in given), "one value per sampled token"
 
     @classmethod
-    def of(cls, segment: Segment, episode: int, advantage: float) -> Row:
+    def of(cls, segment: Segment, episode: int) -> Row:
         offset = len(segment.prompt_ids)
         sampled = tuple(offset + i for i, m in enumerate(segment.response_mask) if m)
         assert not sampled or sampled[0] > 0, "the first token of a history cannot have been sampled"
@@ -46,7 +52,6 @@ class Row:
             sampled=sampled,
             logprobs=tuple(p for p, m in zip(segment.response_logprobs, segment.response_mask, strict=True) if m),
             episode=episode,
-            advantage=advantage,
         )
 
     @property
@@ -69,7 +74,11 @@ class PackedRows:
     pair_M: Tensor  # which of the U pairs a sampled token is
     old_logp_M: Tensor
     advantages_M: Tensor
+    weights_M: Tensor
+    marked_M: Tensor
     episode_M: Tensor
+    row_M: Tensor
+    rows: int
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
@@ -97,8 +106,19 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         targets_U=tensor(targets[first]),
         pair_M=tensor(pair),
         old_logp_M=tensor(np.array([p for row in rows for p in row.logprobs], dtype=np.float32)),
-        advantages_M=tensor(np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), counts)),
+        advantages_M=tensor(_per_token([r.advantages for r in rows], counts, 0.0, np.float32)),
+        weights_M=tensor(_per_token([r.weights for r in rows], counts, 1.0, np.float32)),
+        marked_M=tensor(_per_token([r.marked for r in rows], counts, False, np.bool_)),
         episode_M=tensor(np.repeat([row.episode for row in rows], counts)),
+        row_M=tensor(np.repeat(np.arange(len(rows)), counts)),
+        rows=len(rows),
+    )
+
+
+def _per_token(given: Sequence[Sequence[float]], counts: Sequence[int], usual: float, kind: type) -> np.ndarray:
+    """One value per sampled token of each row, `usual` for rows that were given none."""
+    return np.concatenate(
+        [np.array(one, dtype=kind) if one else np.full(n, usual, kind) for one, n in zip(given, counts, strict=True)]
     )
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rally.algos.correction import CorrectionSettings
+from rally.algos.credit import CreditSettings
+from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.data import (
@@ -195,9 +198,8 @@ def update_settings_of(config: Config) -> UpdateSettings:
     actor = config.actor
     return UpdateSettings(
         mini_batch_groups=config.mini_batch_size,
-        clip_low=actor.clip_low,
-        clip_high=actor.clip_high,
-        clip_dual=actor.clip_ratio_c,
+        surrogate=surrogate_settings_of(config),
+        correction=correction_settings_of(config),
         aggregation=actor.loss_agg_mode,
         loss_scale=actor.loss_scale_factor or float(response_length(config)),
         entropy_coeff=actor.entropy_coeff,
@@ -210,6 +212,47 @@ def update_settings_of(config: Config) -> UpdateSettings:
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
     )
+
+
+def surrogate_settings_of(config: Config) -> SurrogateSettings:
+    actor, chosen = config.actor, config.actor.policy_loss
+    return SurrogateSettings(
+        mode=chosen.loss_mode,
+        low=actor.clip_low,
+        high=actor.clip_high,
+        dual=actor.clip_ratio_c,
+        tau_positive=actor.tau_pos,
+        tau_negative=actor.tau_neg,
+        marked_share=chosen.kl_cov_ratio if chosen.loss_mode == "kl_cov" else chosen.clip_cov_ratio,
+        covariance_low=chosen.clip_cov_lb,
+        covariance_high=chosen.clip_cov_ub,
+        marked_kl=chosen.ppo_kl_coef,
+    )
+
+
+def credit_settings_of(config: Config) -> CreditSettings:
+    algorithm = config.algorithm
+    return CreditSettings(
+        estimator=algorithm.adv_estimator,
+        by_std=algorithm.norm_adv_by_std_in_grpo,
+        turn_rewards=algorithm.turn_rewards,
+        gamma=algorithm.gamma,
+        step_weight=algorithm.gigpo.step_advantage_w,
+    )
+
+
+def correction_settings_of(config: Config) -> CorrectionSettings:
+    correction = config.algorithm.rollout_correction
+    return CorrectionSettings(
+        level=correction.rollout_is,
+        threshold=correction.rollout_is_threshold,
+        rejections=correction.rejections,
+    )
+
+
+def reward_kl_coef(config: Config) -> float:
+    algorithm = config.algorithm
+    return algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0
 
 
 def _shuffle_seed(config: Config) -> int | None:
@@ -305,7 +348,7 @@ def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
 
 def reference_of(config: Config) -> PreTrainedModel | None:
     """The frozen starting policy, if a KL term asks for it."""
-    if not config.actor.use_kl_loss or config.actor.kl_loss_coef == 0:
+    if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
     reference = model_of(config)
     for parameter in reference.parameters():

@@ -47,7 +47,7 @@ def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: Sf
         keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
         ids, mask = ids[keep], mask[keep]
     sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
-    return Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=0, advantage=1.0)
+    return Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=0)
 
 
 def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:

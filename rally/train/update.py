@@ -6,18 +6,22 @@ A mini-batch's loss is the same number however it is cut into micro-batches: the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.algos import losses
+from rally.algos.correction import CorrectionSettings
+from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
 from rally.train.batch import TrainBatch
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
-from rally.train.forward import token_logprobs
+from rally.train.forward import TokenLogprobs, token_logprobs
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
+from rally.train.rows import corrected_rows, marked_rows, row_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +29,8 @@ class UpdateSettings:
     """The objective and how it is cut."""
 
     mini_batch_groups: int
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float = 3.0
+    surrogate: SurrogateSettings = field(default_factory=SurrogateSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     aggregation: losses.Aggregation = "token-mean"
     loss_scale: float | None = None
     entropy_coeff: float = 0.0
@@ -43,7 +46,7 @@ class UpdateSettings:
     @property
     def needs_every_row(self) -> bool:
         """Rows without advantage have no gradient unless a KL or entropy term reaches them."""
-        return self.kl_coef != 0 or self.entropy_coeff != 0
+        return self.kl_coef != 0 or self.entropy_coeff != 0 or self.surrogate.mode == "kl_cov"
 
 
 @dataclass
@@ -83,6 +86,11 @@ class UpdateMetrics:
         return means
 
 
+class CorrectedBatch(NamedTuple):
+    batch: TrainBatch
+    metrics: dict[str, float]
+
+
 def update_policy(
     policy: Policy,
     batch: TrainBatch,
@@ -95,15 +103,30 @@ def update_policy(
     """Run all mini-batches of one training step and return its metrics."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
+    told: dict[str, float] = {}
+    if settings.correction.active:
+        batch, told = _corrected(policy, batch, settings)
     with policy.training():
         for epoch in range(settings.epochs):
             order = _order(batch.num_groups, settings.shuffle_seed, step, epoch)
             for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
-                _mini_batch(policy, batch, members, settings, reference, metrics, fresh=epoch == number == 0)
+                fresh = epoch == number == 0 and not settings.correction.active  # which has measured it already
+                _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
                 progress()
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
-    return {**metrics.result(), "actor/lr": rate}
+    return {**metrics.result(), **told, "actor/lr": rate}
+
+
+def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
+    """The batch with the trainer's own log-probabilities as the old ones, and what its tokens count for."""
+
+    def forward(packed: PackedRows) -> Tensor:
+        return _logprobs(policy, packed, settings).logp_M
+
+    logp_M = row_logprobs(batch.rows, forward, policy.device, settings.max_tokens, settings.max_rows)
+    rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
+    return CorrectedBatch(replace(batch, rows=rows), metrics)
 
 
 def _order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
@@ -129,7 +152,10 @@ def _mini_batch(
         batch.tokens_N[list(members)], settings.aggregation, settings.loss_scale
     )
     weights_N = weights_N.to(policy.device)
-    rows = [r for r in batch.rows if r.episode in chosen and (settings.needs_every_row or r.advantage != 0)]
+    rows = [r for r in batch.rows if r.episode in chosen]
+    if settings.surrogate.marks_tokens:
+        rows = marked_rows(rows, settings.surrogate)
+    rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total = torch.zeros(())
     for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
         packed = pack(part, policy.device)
@@ -141,6 +167,14 @@ def _mini_batch(
     metrics.losses.append(total)
 
 
+def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> TokenLogprobs:
+    found = token_logprobs(policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0)
+    if not (settings.deterministic and policy.device.type == "cuda"):
+        return found
+    exact_M = exact_logprobs(exact_decoder(policy.model), packed, settings.temperature)
+    return found._replace(logp_M=with_value(found.logp_M, exact_M))
+
+
 def _loss(
     policy: Policy,
     packed: PackedRows,
@@ -150,22 +184,12 @@ def _loss(
     metrics: UpdateMetrics,
     fresh: bool,
 ) -> Tensor:
-    logp_M, entropy_M = token_logprobs(
-        policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0
-    )
-    if settings.deterministic and policy.device.type == "cuda":
-        logp_M = with_value(logp_M, exact_logprobs(exact_decoder(policy.model), packed, settings.temperature))
+    logp_M, entropy_M = _logprobs(policy, packed, settings)
     if fresh:
         metrics.add_mismatch(logp_M, packed.old_logp_M)
-    surrogate = losses.clipped_policy_loss(
-        logp_M,
-        packed.old_logp_M,
-        packed.advantages_M,
-        low=settings.clip_low,
-        high=settings.clip_high,
-        dual=settings.clip_dual,
-    )
-    loss_M = surrogate.loss_M
+    tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
+    surrogate = policy_loss(tokens, settings.surrogate)
+    loss_M = surrogate.loss_M * packed.weights_M
     if settings.entropy_coeff:
         loss_M = loss_M - settings.entropy_coeff * entropy_M
     if reference is not None:

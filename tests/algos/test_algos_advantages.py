@@ -61,3 +61,54 @@ def test_the_statistics_are_those_of_each_episodes_own_group() -> None:
     assert found.mean_N.tolist() == [2, 5, 2]
     assert found.std_N.tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2)])
     assert found.size_N.tolist() == [2, 1, 2]
+
+
+def estimate(name: str, rewards: list[float], groups: list[int], tokens: list[int], by_std: bool = True) -> list[float]:
+    function = advantages.ESTIMATORS[name]
+    found = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(tokens), by_std)
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "by_std", "expected"),
+    [
+        # Two groups: rewards 3, 1, 2 (mean 2, deviation 1) and 4, 4, each of other lengths.
+        ("grpo", True, [1, -1, 0, 0, 0]),
+        ("grpo_vectorized", True, [1, -1, 0, 0, 0]),
+        ("grpo", False, [1, -1, 0, 0, 0]),
+        ("rloo", True, [3 - 1.5, 1 - 2.5, 2 - 2, 0, 0]),  # less the mean of the other two
+        ("rloo_vectorized", True, [1.5, -1.5, 0, 0, 0]),
+        ("opo", True, [3 - 1.75, 1 - 1.75, 2 - 1.75, 0, 0]),  # the mean by tokens: (3*2 + 1*4 + 2*2) / 8 = 1.75
+        ("gpg", True, [2.5, -2.5, 0, 0, 0]),  # two of five carry a signal: scaled by 5/2
+        ("grpo_passk", True, [1, 0, 0, 0, 0]),  # 3 beats 2 by 1, deviation 1; the second group is tied
+        ("grpo_passk", False, [1, 0, 0, 0, 0]),
+        ("reinforce_plus_plus_baseline", True, [1, -1, 0, 0, 0]),
+    ],
+)
+def test_each_estimator_by_hand(name: str, by_std: bool, expected: list[float]) -> None:
+    found = estimate(name, [3, 1, 2, 4, 4], [0, 0, 0, 1, 1], [2, 4, 2, 5, 1], by_std)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_passk_divides_the_margin_by_the_deviation() -> None:
+    # 5, 1, 0: mean 2, squares 9 + 1 + 4 = 14, variance 7; the margin is 4.
+    assert estimate("grpo_passk", [5, 1, 0], [0, 0, 0], [1, 1, 1]) == pytest.approx([4 / math.sqrt(7), 0, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [*advantages.ESTIMATORS])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7, 1e9 + 0.1])
+def test_equal_rewards_teach_nothing_by_any_estimator(name: str, reward: float) -> None:
+    assert estimate(name, [reward] * 7, [0] * 7, [1, 2, 3, 4, 5, 6, 7]) == [0.0] * 7
+
+
+@pytest.mark.parametrize("name", ["rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_has_nothing_to_learn_from(name: str) -> None:
+    assert estimate(name, [5.0, 1.0, 2.0], [0, 1, 1], [1, 1, 1])[0] == 0
+
+
+def test_whitening_makes_mean_zero_and_variance_one_over_tokens() -> None:
+    # 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, variance 14/3.
+    found = advantages.whiten(torch.tensor([1.0, 2.0, 3.0, 6.0])).tolist()
+    assert found == pytest.approx([x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)], abs=1e-6)
+    assert advantages.whiten(torch.full((5,), 0.1)).tolist() == [0.0] * 5
+    assert advantages.whiten(torch.tensor([3.0])).tolist() == [0.0]

@@ -6,6 +6,7 @@ import pytest
 
 from rally.config import Config, ConfigError, load_config
 
+C = "algorithm.rollout_correction"
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
@@ -127,7 +128,7 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ((f"{R}.n=1",), "leaves GRPO nothing to compare"),
+        ((f"{R}.n=1",), "leaves grpo nothing to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
         ((f"{R}.max_model_len=512",), "leaves no room after data.max_prompt_length=512"),
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
@@ -143,6 +144,26 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
         (("data.curriculum={by: field, explore: 0.1}",), "explore=0.1 has no effect with data.curriculum.by=field"),
         (("data.curriculum.field=level",), "has no effect with data.curriculum.by=null"),
         ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
+        ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves rloo nothing to compare"),
+        ((f"{A}.policy_loss.loss_mode=gspo",), f"set {A}.loss_agg_mode=seq-mean-token-mean"),
+        ((f"{A}.tau_pos=2",), f"has no effect with {A}.policy_loss.loss_mode=vanilla"),
+        ((f"{A}.policy_loss={{loss_mode: kl_cov, clip_cov_lb: 2}}",), "clip_cov_lb has no effect with"),
+        (("algorithm.gamma=0.9",), "has no effect with grpo over whole episodes; set algorithm.turn_rewards"),
+        (
+            ("algorithm={adv_estimator: gigpo, turn_rewards: turn_baseline}",),
+            "does not go with gigpo",
+        ),
+        (("algorithm={adv_estimator: rloo, norm_adv_by_std_in_grpo: false}",), "has no effect with rloo"),
+        (("algorithm.gigpo.step_advantage_w=2",), "unless algorithm.adv_estimator=gigpo"),
+        (("algorithm.kl_penalty=k3",), "kl_penalty has no effect without algorithm.use_kl_in_reward=true"),
+        (("algorithm.kl_ctrl.kl_coef=0.1",), "kl_coef has no effect without algorithm.use_kl_in_reward=true"),
+        ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
+        ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),
+        ((f"{C}.rollout_rs=token_k1",), "go together; set both or neither"),
+        ((f"{C}.rollout_rs_threshold=2",), "go together; set both or neither"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=wide"), "must be a number, or two as in 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=3.0_2.0"), "must be a number, or two as in 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold='2,3'"), "for all tests or for each"),
         ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
         ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
         ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "each name a loop"),
@@ -155,6 +176,19 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
 )
 def test_contradictions(lines: tuple[str, ...], words: str) -> None:
     assert words in told(*lines)
+
+
+def test_bounds_of_rejection() -> None:
+    tests = f"{C}.rollout_rs='token_k1, seq_mean_k3'"
+    both = load(tests, f"{C}.rollout_rs_threshold='0.5_4, 0.1'").algorithm.rollout_correction.rejections
+    assert [(r.test, r.lowest) for r in both] == [("token_k1", 0.5), ("seq_mean_k3", 10.0)]
+    assert [r.highest for r in both] == [4.0, 0.1]
+    [one, other] = load(tests, f"{C}.rollout_rs_threshold=2").algorithm.rollout_correction.rejections
+    assert one[1:] == other[1:] == (0.5, 2.0)
+
+
+def test_both_kls_are_allowed_where_asked_for() -> None:
+    load(f"{A}.use_kl_loss=true", "algorithm={use_kl_in_reward: true, allow_both_kl: true}")
 
 
 def test_sampling_in_validation_needs_only_a_temperature() -> None:

@@ -13,6 +13,7 @@ from train_cases import Gradients, KeepingPolicy, difference, episode, segment, 
 from transformers import PreTrainedModel
 
 from rally.algos import losses
+from rally.algos.surrogates import SurrogateSettings
 from rally.engines.embedded import EngineCore, attention
 from rally.train import forward
 from rally.train.batch import TrainBatch, build_batch
@@ -50,7 +51,7 @@ def padded_gradient(episodes: list[Episode], settings: UpdateSettings) -> Gradie
             zip(s.response_ids, s.response_mask, s.response_logprobs, strict=True), start=len(s.prompt_ids)
         ):
             if sampled:
-                now, advantage = logp[row, at - 1, token], batch.advantages_N[i]
+                now, advantage = logp[row, at - 1, token], torch.tensor(batch.rows[row].advantages[0])
                 ratio = torch.exp(now - old)
                 worst = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
                 total = total + weights[i] * (torch.minimum(worst, -advantage * 3.0) if advantage < 0 else worst)
@@ -74,7 +75,7 @@ def test_packed_logprobs_equal_an_ordinary_forward_of_each_row(family: str) -> N
 def test_a_row_does_not_see_its_neighbours(sizes: list[tuple[int, int]], seed: int) -> None:
     rng, model = random.Random(seed), make_model(seed=1)
     attention.install(model)
-    rows = [Row.of(segment(rng, "s" * n, prompt), i, 1.0) for i, (prompt, n) in enumerate(sizes)]
+    rows = [Row.of(segment(rng, "s" * n, prompt), i) for i, (prompt, n) in enumerate(sizes)]
     together = forward.token_logprobs(model, pack(rows, CPU)).logp_M
     alone = torch.cat([forward.token_logprobs(model, pack([row], CPU)).logp_M for row in rows])
     assert float((together - alone).detach().abs().max()) <= 1e-5
@@ -153,8 +154,8 @@ def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens() -> None:
     rng, model = random.Random(2), make_model()
     patterns = ["s", "ooso", "ssoos"]  # by length, as they are packed
     segments = [segment(rng, pattern, prompt=4) for pattern in patterns]
-    batch = build_batch([episode(f"a{i}", "a", float(i), s) for i, s in enumerate(segments)], by_std=False)
-    batch = replace(batch, rows=[replace(row, advantage=1.0) for row in batch.rows])
+    batch = build_batch([episode(f"a{i}", "a", float(i), s) for i, s in enumerate(segments)])
+    batch = replace(batch, rows=[replace(row, advantages=(1.0,) * len(row.sampled)) for row in batch.rows])
     hidden: list[torch.Tensor] = []
 
     def keep(_module: object, _inputs: object, output: object) -> None:
@@ -163,7 +164,7 @@ def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens() -> None:
 
     policy = KeepingPolicy(model)
     model.base_model.register_forward_hook(keep)
-    update_policy(policy, batch, update_settings(clip_low=1e9, clip_high=1e9))
+    update_policy(policy, batch, update_settings(surrogate=SurrogateSettings(low=1e9, high=1e9)))
     [states] = hidden
     reached = [i for i, g in enumerate(states.grad[0].abs().sum(-1).tolist()) if g > 0]
     expected, start = [], 0
@@ -182,7 +183,7 @@ def test_the_entropy_is_that_of_the_distribution() -> None:
     model = make_model()
     plain = copy.deepcopy(model)
     attention.install(model)
-    row = Row.of(segment(random.Random(0), "s"), 0, 1.0)
+    row = Row.of(segment(random.Random(0), "s"), 0)
     found = forward.token_logprobs(model, pack([row], CPU), temperature=2.0).entropy_M
     with torch.no_grad():
         logits = plain(input_ids=torch.tensor([row.ids[:-1]])).logits[0, -1] / 2.0
@@ -217,7 +218,7 @@ def sampled_by_engine(model: PreTrainedModel, temperature: float) -> list[Segmen
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_engine_and_trainer_agree_on_the_policy_at_any_temperature(temperature: float) -> None:
     model = make_model()
-    rows = [Row.of(s, i, 1.0) for i, s in enumerate(sampled_by_engine(model, temperature))]
+    rows = [Row.of(s, i) for i, s in enumerate(sampled_by_engine(model, temperature))]
     packed = pack(rows, CPU)
     found = forward.token_logprobs(model, packed, temperature).logp_M
     assert float((found - packed.old_logp_M).detach().abs().max()) <= 1e-5
@@ -282,4 +283,4 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used() -> None:
 def test_unequal_segment_rows_belong_to_their_episode() -> None:
     rows = build_batch(uneven_episodes()).rows
     assert [row.episode for row in rows] == [0, 1, 2, 3, 3, 4, 5, 6]
-    assert rows[3].advantage == rows[4].advantage
+    assert {*rows[3].advantages} == {*rows[4].advantages} and len({*rows[3].advantages}) == 1

@@ -70,7 +70,7 @@ def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rise(pupil: Path, out: Path, seed: int) -> float:
+def rise(pupil: Path, out: Path, seed: int, *overrides: str) -> float:
     """Mean reward of the last three steps less that of the first two."""
     tree: dict[str, Any] = {
         "data": {
@@ -87,7 +87,7 @@ def rise(pupil: Path, out: Path, seed: int) -> float:
         "reward": {"num_workers": 1},
         "trainer": {"default_local_dir": str(out), "total_training_steps": STEPS, "seed": seed},
     }
-    train(load_config(base=tree), Paper().console)
+    train(load_config(base=tree, overrides=list(overrides)), Paper().console)
     rewards = [row.metrics["critic/rewards/mean"] for row in RunFolder(out).read_metrics()]
     assert len(rewards) == STEPS and 0.05 < rewards[0] < 0.6, f"the start must leave room: {rewards}"
     return fmean(rewards[-3:]) - fmean(rewards[:2])
@@ -98,14 +98,31 @@ def test_training_raises_the_reward(pupil: Path, tmp_path: Path, seed: int) -> N
     assert rise(pupil, tmp_path, seed) > 0.25
 
 
-def shuffled_batch(episodes: Sequence[Episode], **options: bool) -> TrainBatch:
+MODE, WEIGHTS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.adv_estimator=rloo", f"{MODE}=cispo"),
+        ("algorithm.adv_estimator=reinforce_plus_plus", f"{MODE}=sapo"),
+        ("algorithm.turn_rewards=returns", "algorithm.gamma=0.9", "algorithm.rollout_correction.rollout_is=token"),
+        ("algorithm.adv_estimator=gigpo", f"{MODE}=gspo", f"{WEIGHTS}=seq-mean-token-mean"),
+    ],
+    ids=lambda overrides: overrides[0].rpartition("=")[2],
+)
+def test_other_methods_raise_the_reward_too(pupil: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert rise(pupil, tmp_path, 1, *overrides) > 0.2
+
+
+def shuffled_batch(episodes: Sequence[Episode], *options: Any) -> TrainBatch:
     """The same rewards in each group, given to other episodes of it."""
     rng, mixed = random.Random(len(episodes)), []
     for _, group in itertools.groupby(episodes, key=lambda e: e.group):
         members = list(group)
         rewards = rng.sample([e.reward for e in members], len(members))
         mixed += [replace(e, reward=reward) for e, reward in zip(members, rewards, strict=True)]
-    return build_batch(mixed, **options)
+    return build_batch(mixed, *options)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def row(*ids: int, sampled: int, episode: int = 0) -> Row:
     """The last `sampled` tokens are sampled."""
     at = tuple(range(len(ids) - sampled, len(ids)))
-    return Row(ids=ids, sampled=at, logprobs=(-1.0,) * sampled, episode=episode, advantage=1.0)
+    return Row(ids=ids, sampled=at, logprobs=(-1.0,) * sampled, episode=episode, advantages=(1.0,) * sampled)
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[Row]:
@@ -168,10 +168,10 @@ def test_every_token_is_there_once_and_every_row_can_be_read_back(
 
 def test_a_row_that_is_there_twice_is_computed_once() -> None:
     one = row(1, 2, 3, 4, sampled=2)
-    once, twice = pack([one], CPU), pack([one, replace(one, episode=1, advantage=-2.0)], CPU)
+    once, twice = pack([one], CPU), pack([one, replace(one, episode=1, advantages=(-2.0, -3.0))], CPU)
     assert twice.ids_T.tolist() == once.ids_T.tolist() == [1, 2, 3]
     assert twice.predict_U.tolist() == [1, 2] and twice.pair_M.tolist() == [0, 1, 0, 1]
-    assert twice.advantages_M.tolist() == [1, 1, -2, -2] and twice.episode_M.tolist() == [0, 0, 1, 1]
+    assert twice.advantages_M.tolist() == [1, 1, -2, -3] and twice.episode_M.tolist() == [0, 0, 1, 1]
 
 
 def test_rows_without_anything_in_common_are_not_copied() -> None:

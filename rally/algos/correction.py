@@ -1,0 +1,70 @@
+"""Off-policy correction: how much a token counts whose sampler was not quite the policy that is trained.
+
+Shapes: M sampled tokens of R rows; a row is what "sequence" means here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rally.algos.losses import kl_estimate
+
+LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+REJECTIONS = tuple(
+    f"{level}_{kind}" for level in LEVELS for kind in ("k1", "k2", "k3") if (level, kind) != ("seq_max", "k1")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """`level`: weights of importance, cut off at `threshold`. `rejections`: tests with (lowest, highest) that tokens
+    must pass to count at all."""
+
+    level: Literal["token", "sequence"] | None = None
+    threshold: float = 2.0
+    rejections: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def active(self) -> bool:
+        return self.level is not None or bool(self.rejections)
+
+
+def truncated_weights(
+    logp_M: Tensor, rollout_logp_M: Tensor, row_M: Tensor, level: Literal["token", "sequence"], threshold: float
+) -> Tensor:
+    """min(policy / sampler, threshold), of each token or of its whole row."""
+    difference = logp_M - rollout_logp_M
+    if level == "sequence":
+        difference = _over_rows(difference, row_M, "sum")
+    return torch.exp(difference.clamp(-20, 20)).clamp(max=threshold)
+
+
+def kept_tokens(
+    logp_M: Tensor, rollout_logp_M: Tensor, row_M: Tensor, test: str, lowest: float, highest: float
+) -> Tensor:
+    """Tokens whose divergence from the sampler passes the test, such as seq_mean_k3.
+
+    For k1 the bounds are those of the ratio policy / sampler (its product for seq_sum, its geometric mean for
+    seq_mean); for k2 and k3, which are never negative, only `highest` counts and bounds the estimate itself.
+    """
+    level, _, kind = test.rpartition("_")
+    if kind == "k1":
+        found = logp_M - rollout_logp_M
+        low, high = torch.tensor([lowest, highest], dtype=torch.float64).log().tolist()
+    else:
+        found = kl_estimate(rollout_logp_M, logp_M, kind)
+        low, high = -torch.inf, highest
+    if level != "token":
+        found = _over_rows(found, row_M, level.removeprefix("seq_"))
+    return torch.logical_and(found >= low, found <= high)
+
+
+def _over_rows(values_M: Tensor, row_M: Tensor, how: str) -> Tensor:
+    rows = int(row_M.max()) + 1 if row_M.numel() else 0
+    reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[how]
+    out = torch.zeros(rows, dtype=values_M.dtype, device=values_M.device)
+    return out.scatter_reduce(0, row_M, values_M, reduce, include_self=False)[row_M]

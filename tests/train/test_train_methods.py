@@ -16,6 +16,7 @@ from rally.algos.correction import CorrectionSettings
 from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, policy_loss
 from rally.engines.embedded import attention
+from rally.rewards.shaping import ON_TURNS
 from rally.track import RunFolder
 from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.forward import token_logprobs
@@ -285,3 +286,11 @@ def test_the_keys_reach_the_run(home: Path, tmp_path: Path) -> None:
     assert first["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert second["engine/weight_version"] == first["engine/weight_version"] + 1
     assert 0.05 < second["actor/pg_clipfrac"] < 0.15, "kl_cov marks a tenth of the tokens"
+
+
+def test_what_is_recorded_on_turns_and_in_the_reward_counts_once() -> None:
+    """Shaping adds to the reward and to the turn; an estimator that adds up turns must not take both."""
+    made = [replace(e, reward=1.0 + 0.5 * i, group="g") for i, e in enumerate(uneven_episodes()[:2])]
+    shaped = [replace(e, reward_info={ON_TURNS: 0.5 * i}) for i, e in enumerate(made)]
+    assert build_batch(shaped).rewards_N.tolist() == [1.0, 1.5]
+    assert build_batch(shaped, CreditSettings(turn_rewards="returns")).rewards_N.tolist() == [1.0, 1.0]

@@ -9,16 +9,12 @@ Shapes: T tokens, C channels in, F features out.
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 
 class _Tile(NamedTuple):
@@ -39,7 +35,7 @@ _GROUP = 8  # rows of tiles that walk the features together and share them in L2
 def linear(
     x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x @ weight.T + bias, the bias added in fp32 before the one rounding. No gradient: see `invariant_mode`."""
+    """x @ weight.T + bias, the bias added in fp32 before the one rounding. No gradient."""
     tokens, channels = x_TC.shape
     features = weight_FC.shape[0]
     assert weight_FC.shape == (features, channels) and x_TC.dtype == weight_FC.dtype
@@ -124,53 +120,3 @@ def _place(row_tiles: tl.tensor, column_tiles: tl.tensor, GROUP: tl.constexpr) -
     height = tl.minimum(row_tiles - first, GROUP)
     within = program % (GROUP * column_tiles)
     return first + within % height, within // height
-
-
-class _InvariantLinear(torch.autograd.Function):
-    """`linear` forward; backward two plain products, whose batch is the optimizer's own affair."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TC, weight_FC)
-        return linear(x_TC, weight_FC, bias_F)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x_TC, weight_FC = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            grad_TF @ weight_FC if wants_x else None,
-            grad_TF.T @ x_TC if wants_weight else None,
-            grad_TF.sum(0) if wants_bias else None,
-        )
-
-
-_plain_linear = F.linear
-
-
-@contextmanager
-def invariant_mode() -> Iterator[None]:
-    """Inside, every `torch.nn.functional.linear` of bf16 CUDA tensors (nn.Linear's too) is `linear`, with gradients.
-
-    The function itself is replaced, for every thread, because the second forward of a checkpoint runs in autograd's
-    threads, where no mode of this thread holds. A checkpointed backward therefore belongs inside too.
-    """
-    before = F.linear
-    F.linear = _invariant
-    try:
-        yield
-    finally:
-        F.linear = before
-
-
-def _invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not _ours(input, weight):
-        return _plain_linear(input, weight, bias)
-    x_TC = input.reshape(-1, input.shape[-1]).contiguous()
-    out_TF: Tensor = _InvariantLinear.apply(x_TC, weight, bias)  # type: ignore[no-untyped-call]
-    return out_TF.view(*input.shape[:-1], weight.shape[0])
-
-
-def _ours(input: Tensor, weight: Tensor) -> bool:
-    assert not torch.is_autocast_enabled("cuda"), "autocast would choose the dtype after us"
-    return input.is_cuda and input.dtype == weight.dtype == torch.bfloat16

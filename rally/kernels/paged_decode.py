@@ -41,11 +41,6 @@ def tuning(head_size: int) -> Tuning:
     return Tuning(block=64 if head_size <= 128 else 32, warps=4, stages=3)
 
 
-def decode_workspace(batch: int, heads: int, head_size: int, max_length: int, device: torch.device) -> Tensor:
-    """Room for the partial results of `paged_decode`; one made for a larger batch or length serves smaller ones."""
-    return torch.empty(batch * heads * _splits(max_length, SPLIT) * (head_size + 1), device=device)
-
-
 def paged_decode(
     q_BHD: Tensor,
     keys: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import torch
 from rich.text import Text
 
 from rally.config import Config
@@ -64,6 +65,8 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
 def _show_memory(config: Config, console: RunConsole) -> None:
     model = parts.model_of(config)
     settings = parts.engine_settings_of(config)
+    full = model.dtype == torch.float32  # otherwise the optimizer holds float32 masters beside its two moments
+    count = sum(p.numel() for p in model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     reference = weights if config.actor.use_kl_loss and config.actor.kl_loss_coef else 0
     plan = plan_memory(model, settings)
@@ -71,8 +74,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
         "memory plan",
         [
             ["weights", _size(weights)],
-            ["gradients", _size(weights)],
-            ["optimizer", _size(2 * weights)],
+            ["gradients, float32", _size(4 * count)],
+            ["optimizer, float32", _size((8 if full else 12) * count)],
             ["reference policy", _size(reference)],
             ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
             ["one step of the engine", _size(plan.step_bytes)],

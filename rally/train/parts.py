@@ -34,11 +34,7 @@ from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.policy import OptimizerSettings
 from rally.train.rollout import FailurePolicy
 from rally.train.update import UpdateSettings
-from rally.types import RallyError, SamplingParams
-
-
-class SetupError(RallyError):
-    """The parts of a run do not fit together."""
+from rally.types import SamplingParams
 
 
 def model_of(config: Config, path: str | None = None) -> PreTrainedModel:

@@ -278,14 +278,13 @@ def test_tiles_hold_every_token_once(group: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a CUDA device")
 def test_a_captured_graph_follows_the_lengths() -> None:
-    from rally.kernels.paged_decode import decode_workspace, paged_decode
+    from rally.kernels.paged_decode import paged_decode
 
     case, longest = CASES[2], [900, 2000, 40]
     made = make_history(longest, case)
     q, out = make_queries(3, case, made.keys)
     lengths = torch.tensor(longest, dtype=torch.int32, device=DEVICE)
     settings = options(case) | {"max_length": 2000}
-    settings["workspace"] = decode_workspace(3, q.shape[1], case.head_size, 2000, DEVICE)
     paged_decode(q, made.keys, made.values, made.table, lengths, out, **settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

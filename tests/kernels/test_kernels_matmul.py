@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import gpu, interpreted, randn, replayed
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from rally.kernels import reference
 
@@ -49,46 +48,6 @@ def test_interpreted_walks_many_tiles_and_each_once() -> None:
     torch.testing.assert_close(linear(x, weight, bias), reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
-@interpreted
-def test_interpreted_mode_gives_the_gradients_of_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rally.kernels import matmul
-
-    monkeypatch.setattr(matmul, "_ours", lambda input, weight: True)
-    check_checkpointed(monkeypatch, "cpu", torch.float32, rtol=1e-6)
-
-
-@interpreted
-def test_interpreted_mode_leaves_other_tensors_alone() -> None:
-    from rally.kernels.matmul import invariant_mode
-
-    plain = F.linear
-    layer, x = nn.Linear(8, 4), randn(2, 8, dtype=torch.float32)
-    with invariant_mode():
-        assert F.linear is not plain
-        assert torch.equal(layer(x), plain(x, layer.weight, layer.bias))
-    assert F.linear is plain
-
-
-def check_checkpointed(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, rtol: float) -> None:
-    """Both forwards of a checkpoint go through the kernel, and the gradients are those of the plain layer."""
-    from rally.kernels import matmul
-
-    calls: list[int] = []
-    real = matmul.linear
-    monkeypatch.setattr(matmul, "linear", lambda *args: calls.append(1) or real(*args))
-    layer = nn.Linear(64, 96, device=device, dtype=dtype)
-    x = randn(2, 35, 64, dtype=dtype, device=device).requires_grad_()
-    wanted = [x, layer.weight, layer.bias]
-    theirs = torch.autograd.grad(layer(x).float().square().sum(), wanted)
-    with matmul.invariant_mode():
-        y = checkpoint(layer, x, use_reentrant=False)
-        ours = torch.autograd.grad(y.float().square().sum(), wanted)
-    assert len(calls) == 2
-    assert torch.equal(y, real(x.detach().view(70, 64), layer.weight, layer.bias).view(2, 35, 96))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine - other).norm() <= rtol * other.norm()
-
-
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 3, 256, 1000])
@@ -110,17 +69,6 @@ def test_compiled_row_does_not_depend_on_the_others(channels: int, features: int
         assert torch.equal(linear(x[:tokens], weight, bias), whole[:tokens])
     for i in (0, 1, 77, 500, 999):
         assert torch.equal(linear(x[i : i + 1], weight, bias), whole[i : i + 1])
-
-
-@gpu
-def test_compiled_mode_serves_modules_with_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rally.kernels.matmul import invariant_mode, linear
-
-    layer = nn.Linear(1536, 2048, device="cuda", dtype=torch.bfloat16)
-    x = randn(2, 300, 1536, dtype=torch.bfloat16, device="cuda")
-    with invariant_mode(), torch.no_grad():
-        assert torch.equal(layer(x), linear(x.view(600, 1536), layer.weight, layer.bias).view(2, 300, 2048))
-    check_checkpointed(monkeypatch, "cuda", torch.bfloat16, rtol=0.01)
 
 
 @gpu

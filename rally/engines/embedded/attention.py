@@ -10,6 +10,7 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,11 +96,15 @@ def packed_hidden(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, co
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of hidden states, with the final scaling some families have; rollout and training both call this."""
+def head_logits(model: PreTrainedModel, hidden: Tensor, product: Callable[..., Tensor] | None = None) -> Tensor:
+    """Logits of hidden states, with the final scaling some families have; rollout and training both call this.
+    `product` takes the place of a plain head's (hidden, weight, bias)."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
-    logits = _head(head, hidden)
+    if product is not None and isinstance(head, nn.Linear):
+        logits = product(hidden, head.weight, head.bias)
+    else:
+        logits = _head(head, hidden)
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded import attention
+from rally.engines.embedded.fast_runner import FastRunner
+from rally.engines.embedded.fused import FAMILIES, fusable
 from rally.engines.embedded.kernels import has_triton
 from rally.engines.embedded.memory import kv_shape, plan_memory
 from rally.engines.embedded.pages import KVStore, PagePool
@@ -53,6 +55,8 @@ class EngineCore:
     ) -> None:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings.max_model_len)
+        paged = self._paged(model)
+        refuse_unsupported(model, paged=paged)
         attention.install(model)
         shape = kv_shape(model)
         pages = num_pages or plan_memory(model, self.settings).pages
@@ -66,8 +70,6 @@ class EngineCore:
             device=model.device,
             lend=self.settings.lend_memory and model.device.type == "cuda",
         )
-        paged = self._paged(model)
-        refuse_unsupported(model, paged=paged)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
         self.index = PrefixIndex(self.pool, self.settings.page_size)
@@ -107,9 +109,6 @@ class EngineCore:
         return paged
 
     def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
-        from rally.engines.embedded.fast_runner import FastRunner
-        from rally.engines.embedded.fused import FAMILIES, fusable
-
         settings = self.settings
         if settings.deterministic and (settings.eager or not fusable(model)):
             raise EngineError(
@@ -180,10 +179,8 @@ class EngineCore:
         launched = _Launched(samplers, self.slots.serial[samplers], self.runner.launch(plan))
         self.steps += 1
         for chunk in plan.chunks:
-            request = self.slots.requests[chunk.slot]
-            assert request is not None
             done = chunk.start + chunk.tokens
-            self.scheduler.remember(request, done - done % self.settings.page_size)
+            self.scheduler.remember(self._request(chunk.slot), done - done % self.settings.page_size)
         return launched
 
     def _read_back(self, launched: _Launched) -> list[Request]:

@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.attention import Scores, head_logits, packed_hidden
 from rally.engines.embedded.fused import FusedDecoder, fusable
-from rally.engines.embedded.inputs import Inputs, Place, Sizes, fill
+from rally.engines.embedded.inputs import Inputs, Padding, Sizes, fill
 from rally.engines.embedded.kernels import Kernels, kernels_for
 from rally.engines.embedded.pages import KVStore
+from rally.engines.embedded.runner import Done
 from rally.engines.embedded.sampler import Draw, Sampled, sample
 from rally.engines.embedded.scheduler import Plan
 from rally.engines.embedded.slots import Slots
@@ -32,7 +33,6 @@ GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
 LONG = 4096  # histories from here on are split when few requests run
 FEW_PROGRAMS = 132  # attention programs; as many as the multiprocessors of a large GPU
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
-"""A step's host buffers are used again only after the step has been read back."""
 
 
 class KernelAttention:
@@ -92,15 +92,6 @@ class _InFlight:
         return Sampled(ids.astype(np.int64), values, values)
 
 
-class _Read(NamedTuple):
-    """A step that was sampled by torch and has been read back already."""
-
-    sampled: Sampled
-
-    def result(self) -> Sampled:
-        return self.sampled
-
-
 class _Bucket(NamedTuple):
     """What decides which graph runs a plan, if one does: its padded sizes, and the bound of histories to be split."""
 
@@ -130,12 +121,13 @@ class FastRunner:
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused() if fusable(model) and not eager else None
+        self._addresses = self._find_weights()
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
         count, width = slots.table_SP.shape
-        self.pad = Place(trash=store.num_pages * store.page_size, no_slot=count)
+        self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
-        room = bucket(max_tokens)
+        room = bucket(max(max_tokens, count))  # every running request may decode, whatever prefills are allowed
         rows = max(count, GRAPH_CHUNKS)
         most = Sizes(room, count, rows, room + rows + count, count, width, count).offsets()["end"]
         self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -150,16 +142,22 @@ class FastRunner:
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def weights_changed(self) -> None:
-        """Called when a new weight version begins; parameters that were moved, not written, are found again here."""
-        if self.fused is not None and not self.fused.intact:
-            self.fused = self._fused()
+        """Called when a new weight version begins. Parameters that were moved, not written, are found again here:
+        packed products and graphs would go on with the memory they had."""
+        if self._addresses != self._find_weights():
+            if self.fused is not None:
+                self.fused = self._fused()
+            self._addresses = self._find_weights()
             self._captured.clear()
 
     def _fused(self) -> FusedDecoder:
         return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
 
+    def _find_weights(self) -> list[int]:
+        return [p.data_ptr() for p in self.model.parameters()]
+
     @torch.no_grad()
-    def launch(self, plan: Plan) -> _InFlight | _Read:
+    def launch(self, plan: Plan) -> _InFlight | Done:
         self._turn = (self._turn + 1) % HOST_BUFFERS
         sizes, split, graph = self._bucket(plan)
         host = self.host[self._turn]
@@ -167,7 +165,7 @@ class FastRunner:
             host.numpy(), sizes, plan, self.slots, page_size=self.store.page_size, group=self.group, padding=self.pad
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
-        inputs = self._inputs(sizes)
+        inputs = self._inputs(sizes) if graph else Inputs.of(self.buffer, sizes)
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
@@ -180,6 +178,7 @@ class FastRunner:
         return self._read_back(len(samplers))
 
     def _inputs(self, sizes: Sizes) -> Inputs:
+        """Kept for the sizes of graphs, which are few."""
         if sizes not in self._views:
             self._views[sizes] = Inputs.of(self.buffer, sizes)
         return self._views[sizes]
@@ -244,14 +243,14 @@ class FastRunner:
                 run()
             self._captured[key] = graph_
 
-    def _sample_by_torch(self, inputs: Inputs, plan: Plan) -> _Read:
+    def _sample_by_torch(self, inputs: Inputs, plan: Plan) -> Done:
         samplers = plan.samplers
         rows = inputs.last[: len(samplers)].long()
         logits = self._logits(self.hidden[rows])
         sampled = sample(logits, Draw.of(self.slots, samplers))
         places = torch.from_numpy(samplers).to(self.device)
         self.last_ids[places] = torch.from_numpy(sampled.ids).to(self.device)
-        return _Read(sampled)
+        return Done(sampled)
 
     def _read_back(self, samples: int) -> _InFlight:
         words = self.back[self._turn]

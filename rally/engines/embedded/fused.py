@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention import head_logits
 from rally.engines.embedded.kernels import Kernels
+from rally.engines.embedded.memory import kv_shape
+from rally.engines.embedded.support import power_of_two
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -42,7 +45,6 @@ class Packed:
     """Linear layers of one input as one product; their parameters are views into it."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
         self.weight = self._pack([layer.weight for layer in layers])
         self.bias = self._pack([layer.bias for layer in layers]) if layers[0].bias is not None else None
@@ -56,11 +58,6 @@ class Packed:
         for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = view
         return whole
-
-    @property
-    def intact(self) -> bool:
-        """Whether the module still uses these tensors; whoever replaces a parameter's storage breaks the tie."""
-        return self.layers[0].weight.data_ptr() == self.weight.data_ptr()
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
@@ -107,16 +104,12 @@ class FusedDecoder:
         self.linear = kernels.invariant_linear if invariant else F.linear
         self.model, self.invariant = model, invariant
         self.base = cast(Any, model.base_model)
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.heads = config.num_attention_heads
+        _, self.kv_heads, self.head_dim = kv_shape(model)
         self.eps: float = config.rms_norm_eps
         self.offset = config.model_type.startswith("gemma")
         self.activation = ACTIVATIONS[_activation(model)]
         self.layers = [_layer(module, model) for module in self.base.layers]
-
-    @property
-    def intact(self) -> bool:
-        return all(layer.qkv.intact and layer.gate_up.intact for layer in self.layers)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, attention: PagedReader) -> Tensor:
         """Last hidden states [T, C], normed."""
@@ -133,10 +126,8 @@ class FusedDecoder:
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """float32 logits [T, V]."""
-        head = self.model.get_output_embeddings()
-        if self.invariant and isinstance(head, nn.Linear):
-            return self.kernels.invariant_linear(hidden_TC, head.weight, head.bias, torch.float32)
-        return head_logits(self.model, hidden_TC).float()
+        product = partial(self.kernels.invariant_linear, out_dtype=torch.float32) if self.invariant else None
+        return head_logits(self.model, hidden_TC, product).float()
 
     def _rotary(self, x_TC: Tensor, positions_T: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         named = {} if kind is None else {"layer_type": kind}
@@ -223,8 +214,7 @@ def fusable(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES or _activation(model) not in ACTIVATIONS:
         return False
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_dim & (head_dim - 1) or head_dim < 16 or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
+    if not power_of_two(kv_shape(model).size) or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
         return False
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     linears = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]

@@ -7,7 +7,6 @@ to be sampled, P the width of the page table. Sizes may be padded up to a bucket
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -36,7 +35,6 @@ class Sizes(NamedTuple):
     pages: int
     seats: int
 
-    @cache  # noqa: B019 - there are as many sizes as graphs
     def fields(self) -> dict[str, tuple[int, ...]]:
         t, s = self.tokens, self.samples
         return {
@@ -54,7 +52,6 @@ class Sizes(NamedTuple):
             "tiles": (self.tiles, 4),
         }
 
-    @cache  # noqa: B019
     def offsets(self) -> dict[str, int]:
         """Where each field begins, in 4-byte words, at a multiple of 16 bytes. What sampling needs comes first and is
         given all its seats, so that it is in the same place whatever else a step holds."""
@@ -95,7 +92,7 @@ class Inputs:
         return cls(sizes, **views)
 
 
-class Place(NamedTuple):
+class Padding(NamedTuple):
     """What padding points to: a place in the KV store that nobody reads, and a slot that nobody has."""
 
     trash: int
@@ -103,17 +100,24 @@ class Place(NamedTuple):
 
 
 def fill(
-    words: npt.NDArray[np.int32], sizes: Sizes, plan: Plan, slots: Slots, *, page_size: int, group: int, padding: Place
+    words: npt.NDArray[np.int32],
+    sizes: Sizes,
+    plan: Plan,
+    slots: Slots,
+    *,
+    page_size: int,
+    group: int,
+    padding: Padding,
 ) -> int:
     """Write the plan into a host buffer; returns how many words were written."""
-    offsets = sizes.offsets()
+    shapes, offsets = sizes.fields(), sizes.offsets()
     words[: offsets["end"]] = 0
 
     def put(name: str, values: npt.NDArray[np.generic], *, pad: int | None = None) -> None:
         at = offsets[name]
         words[at : at + values.size] = values.reshape(-1)
         if pad is not None:
-            words[at + values.size : at + prod(sizes.fields()[name])] = pad
+            words[at + values.size : at + prod(shapes[name])] = pad
 
     if plan.copies:
         source, target = np.array(plan.copies, np.int32).T

@@ -1,7 +1,7 @@
 """Runs one step of planned work through the trainer's own module and samples a token per finished chunk.
 
 This is the plain way, for any device: compute at once, read the result back at once. The fast way on a GPU
-(gpu_runner.py) does the same and is tested against it.
+(fast_runner.py) does the same and is tested against it.
 """
 
 from __future__ import annotations

@@ -179,8 +179,7 @@ class Scheduler:
     def _shared_pages(self, request: Request, cached: Match) -> bool:
         whole = cached.tokens // self.page_size
         missing = self._pages_for(len(request.ids)) - whole
-        room = len(self.running) if self.running else 0  # so that those who run can grow before anyone is preempted
-        pages = self._take(missing, keep=room)
+        pages = self._take(missing, keep=len(self.running))  # those who run can grow before anyone is preempted
         if pages is None:
             return False
         self.pool.share(cached.pages[:whole])

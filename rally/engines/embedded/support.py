@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.engines.embedded.memory import kv_shape
 
 GATHER_ONLY = "rollout.attention_backend=gather runs it in plain torch"
 NOT_AT_ALL = "use another model, or a server engine"
@@ -12,16 +13,20 @@ NOT_AT_ALL = "use another model, or a server engine"
 
 def refuse_unsupported(model: PreTrainedModel, *, paged: bool) -> None:
     """Raise for attention that the backend does not compute."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
     if what := _unknown(model):
         raise EngineError(f"{name} uses {what}, which the embedded engine does not know; {NOT_AT_ALL}")
     if not paged:
         return
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if what := _variant(model):
         raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {GATHER_ONLY}")
-    if size < 16 or size & (size - 1):
+    if not power_of_two(size := kv_shape(model).size):
         raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {GATHER_ONLY}")
+
+
+def power_of_two(size: int) -> bool:
+    """Whether the kernels have a head of this size: a power of two, and large enough for a tensor core."""
+    return size >= 16 and size & (size - 1) == 0
 
 
 def _variant(model: PreTrainedModel) -> str | None:

@@ -13,13 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.interactions.gsm8k import Gsm8kInteraction
 from rally.tools.importing import import_class
+from rally.tools.loader import read_yaml
 from rally.types import RallyError
 
 BUILT_IN: dict[str, type[BaseInteraction]] = {"gsm8k": Gsm8kInteraction}
@@ -42,10 +39,9 @@ def load_interactions(source: str | Path | Mapping[str, Any]) -> list[BaseIntera
 
 def _read(path: Path) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InteractionError(f"the interaction config {path} cannot be read ({reason}); check the file") from None
+        return read_yaml(path, "the interaction config")
+    except RallyError as error:
+        raise InteractionError(str(error)) from None
 
 
 def _interaction(entry: Any, folder: Path, where: str) -> BaseInteraction:

@@ -59,7 +59,7 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
         where, content, folder = "the tool config", source, Path.cwd()
     else:
         path = Path(source).expanduser()
-        where, content, folder = str(path), _read(path), path.resolve().parent
+        where, content, folder = str(path), read_yaml(path, "the tool config"), path.resolve().parent
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ToolConfigError(f"{where} must hold a list under the key `tools`")
@@ -85,9 +85,10 @@ def check_names(tools: list[Any], where: str) -> None:
         raise ToolConfigError(f"{where}: two tools are called {twice!r}; give each its own name")
 
 
-def _read(path: Path) -> Any:
+def read_yaml(path: Path, what: str) -> Any:
+    """The content of a YAML file, resolved; `what` is what a sentence calls the file."""
     if not path.is_file():
-        raise ToolConfigError(f"the tool config {path} does not exist")
+        raise ToolConfigError(f"{what} {path} does not exist")
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except yaml.MarkedYAMLError as error:
@@ -95,7 +96,7 @@ def _read(path: Path) -> Any:
         raise ToolConfigError(f"{path}{line}: this is not valid YAML ({error.problem})") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ToolConfigError(f"the tool config {path} cannot be read ({reason})") from None
+        raise ToolConfigError(f"{what} {path} cannot be read ({reason})") from None
 
 
 def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:

@@ -65,13 +65,6 @@ def test_a_step_is_launched_before_the_last_is_read_back():
     assert core.step() == [] and not core.busy, "the step in flight is read back and belongs to nobody"
 
 
-def test_more_requests_may_decode_than_a_step_may_prefill():
-    model = make_model()
-    _, requests = run(model, max_num_batched_tokens=4, max_num_seqs=16)
-    for request in requests:
-        assert request.logprobs == pytest.approx(full_logprobs(model, request.ids, request.prompt_len, 0.8), abs=1e-5)
-
-
 def test_deterministic_logits_have_the_models_final_scaling():
     model = make_model("gemma3")
     model.config.final_logit_softcapping = 3.0

@@ -127,7 +127,7 @@ class FastRunner:
         count, width = slots.table_SP.shape
         self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
-        room = bucket(max(max_tokens, count))  # every running request may decode, whatever prefills are allowed
+        room = bucket(max_tokens)
         rows = max(count, GRAPH_CHUNKS)
         most = Sizes(room, count, rows, room + rows + count, count, width, count).offsets()["end"]
         self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)

@@ -159,7 +159,9 @@ def _progress(console: Console) -> Progress:
 
 def text_table(title: str, rows: Sequence[Sequence[str]]) -> Table:
     """A table whose first column names what the others say; every cell is shown as text."""
-    table = Table(title=Text(one_line(title), style="bold"), title_justify="left", show_header=False, box=SIMPLE)
+    name = Text(one_line(title), style="bold")
+    # A title is wrapped to the width of its table, so the table is at least as wide.
+    table = Table(title=name, title_justify="left", show_header=False, box=SIMPLE, min_width=name.cell_len)
     for _ in range(max(map(len, rows), default=0)):
         table.add_column(overflow="fold")  # a path or a name that is cut short is of no use
     for row in rows:

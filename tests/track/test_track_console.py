@@ -140,3 +140,9 @@ def test_sinks_send_metrics_where_they_are_told(tmp_path: Path) -> None:
 def test_a_sink_that_cannot_be_honoured_is_an_error(tmp_path: Path, name: str, sentence: str) -> None:
     with pytest.raises(RallyError, match=re.escape(sentence)):
         build_sinks(["console", name], RunFolder(tmp_path), run_console()[0], total_steps=1)
+
+
+def test_the_title_of_a_narrow_table_stays_on_one_line() -> None:
+    file = io.StringIO()
+    RunConsole(Console(file=file, width=80)).table("success on 200 held-out problems", [["a", "1"]])
+    assert "success on 200 held-out problems" in file.getvalue()

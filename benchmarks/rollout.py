@@ -136,9 +136,8 @@ async def time_engine(
     print(f"{name}{at_once}: started in {time.perf_counter() - began:.1f} s", flush=True)
     timings = []
     for workload in workloads:
-        for number, warm_up in enumerate(engine.warm_ups(workload), start=1):
-            warmed = await engine.play(warm_up, seed=-number)
-            print(f"  {workload.name}: warmed up in {warmed.seconds:.1f} s", flush=True)
+        warmed = await engine.play(workload, seed=-1)  # kernels are compiled and graphs captured for all its sizes
+        print(f"  {workload.name}: warmed up in {warmed.seconds:.1f} s", flush=True)
         timings.append(await time_workload(engine, workload, running, options.repeat))
         print(f"  {' | '.join(cells(timings[-1]))}", flush=True)
     if options.profile and isinstance(engine, Embedded):

@@ -150,10 +150,6 @@ class Contestant(ABC):
     @abstractmethod
     async def play(self, workload: Workload, seed: int) -> Played: ...
 
-    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
-        """What to play before `workload` is timed."""
-        return workload.warm_ups()
-
     @property
     def steps(self) -> int | None:
         """Forwards so far, if the engine tells."""
@@ -178,12 +174,18 @@ class Conversing(Contestant):
 
 class Embedded(Conversing):
     name = "embedded"
+    deterministic = False
 
     def __init__(self, shape: Shape, longest: int, running: int) -> None:
         from rally.engines.embedded import EmbeddedEngine, EngineSettings
 
         super().__init__(shape)
-        settings = EngineSettings(max_model_len=longest + ROOM, max_num_seqs=running, memory_share=MEMORY_SHARE)
+        settings = EngineSettings(
+            max_model_len=longest + ROOM,
+            max_num_seqs=running,
+            memory_share=MEMORY_SHARE,
+            deterministic=self.deterministic,
+        )
         self.engine = EmbeddedEngine(random_model(shape), settings)
         gc.collect()
         gc.freeze()  # as `rally train` does
@@ -199,6 +201,13 @@ class Embedded(Conversing):
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+class Deterministic(Embedded):
+    """The same engine with batch-invariant kernels: what their exactness costs."""
+
+    name = "deterministic"
+    deterministic = True
 
 
 class Logprobs(LogitsProcessor):
@@ -227,9 +236,6 @@ class HuggingFace(Contestant):
         super().__init__(shape)
         self.model = random_model(shape)
         self.model.generation_config.eos_token_id = None
-
-    def warm_ups(self, workload: Workload) -> Sequence[Workload]:
-        return [workload]  # another number or length of rows would be compiled anew when it is timed
 
     async def play(self, workload: Workload, seed: int) -> Played:
         ids = torch.tensor([s.prompt for s in scripts(workload, self.vocabulary, seed)], device=device())
@@ -348,7 +354,7 @@ class SGLang(OtherProcess):
         await super().close()
 
 
-ENGINES: dict[str, Any] = {engine.name: engine for engine in (Embedded, HuggingFace, Vllm, SGLang)}
+ENGINES: dict[str, Any] = {engine.name: engine for engine in (Embedded, Deterministic, HuggingFace, Vllm, SGLang)}
 
 
 def missing(name: str) -> str | None:

@@ -68,12 +68,6 @@ class Workload:
             tool_seconds=self.tool_seconds / factor,
         )
 
-    def warm_ups(self) -> tuple[Workload, Workload]:
-        """What to run before timing: a few conversations to their end, and all of them for a moment."""
-        few = dataclasses.replace(self, conversations=min(self.conversations, 2 * GROUP), tool_seconds=0.05)
-        brief = dataclasses.replace(self, turns=min(self.turns, 2), new=min(self.new, 16), tool_seconds=0.05)
-        return few, brief
-
 
 class Reply(NamedTuple):
     """One turn as an engine returned it; `cached` prompt tokens were not computed again."""

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rally.kernels.tiles import SPLIT
+
 LOG2_E = math.log2(math.e)
-SPLIT = 512  # tokens of history that one program reads
 MERGED = 8  # splits that the merging kernel reads at once
 
 

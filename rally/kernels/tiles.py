@@ -1,4 +1,4 @@
-"""Chunks are cut into tiles: what one program of the extend kernel takes."""
+"""How work is cut: the tiles that one program of the extend kernel takes, and the splits of the decode kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+SPLIT = 256  # tokens of history that one program of the decode kernel reads
 BLOCK_M = 64  # rows of a tile: tokens times the heads of a group; 128 is a little faster for one very long prompt
 
 

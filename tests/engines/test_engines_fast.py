@@ -45,8 +45,8 @@ def rows(requests: list[Request]) -> list[Row]:
     ]
 
 
-def test_long_histories_of_few_requests_are_split_and_agree(monkeypatch):
-    monkeypatch.setattr(fast_runner, "LONG", 32)
+def test_histories_of_few_requests_are_split_and_agree(monkeypatch):
+    monkeypatch.setattr(fast_runner, "SPLIT", 32)
     model = make_model()
     _, requests = run(model)
     for request in requests:

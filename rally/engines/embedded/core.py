@@ -32,6 +32,9 @@ from rally.engines.embedded.support import refuse_unsupported
 from rally.types import FinishReason, SamplingParams
 
 
+PATIENCE = 2  # steps
+
+
 def _check_length(model: PreTrainedModel, wanted: int) -> None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most and wanted > most:
@@ -80,6 +83,7 @@ class EngineCore:
             self.slots,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             share_pages=paged,
+            patience=PATIENCE if paged else 0,
             eos_ids=frozenset(eos_ids),
         )
         self.model, self.store = model, store

@@ -26,12 +26,12 @@ from rally.engines.embedded.runner import Done
 from rally.engines.embedded.sampler import Draw, Sampled, sample
 from rally.engines.embedded.scheduler import Plan
 from rally.engines.embedded.slots import Slots
-from rally.kernels.tiles import extend_tokens
+from rally.kernels.tiles import SPLIT, extend_tokens
 
 GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
 GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
-LONG = 4096  # histories from here on are split when few requests run
 FEW_PROGRAMS = 132  # attention programs; as many as the multiprocessors of a large GPU
+SPLIT_BOUND = 2048  # the least bound of histories that are split: a graph belongs to a bound, and most runs need one
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 
 
@@ -39,8 +39,8 @@ class KernelAttention:
     """The context of one fast step: keys and values go to their places, then one kernel reads the pages.
 
     The kernel takes decoding tokens and chunks alike, and what it gives a token depends on the token's history alone. A
-    few requests with long histories, all decoding, would leave most of a GPU idle: their histories are split
-    (`split_up_to` bounds their length).
+    few requests, all decoding, would leave most of a GPU idle: their histories are split (`split_up_to` bounds their
+    length).
     """
 
     def __init__(self, store: KVStore, inputs: Inputs, kernels: Kernels, split_up_to: int) -> None:
@@ -205,7 +205,7 @@ class FastRunner:
         if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
             return 0
         longest = int(self.slots.computed[plan.decodes].max())
-        return 1 << (longest - 1).bit_length() if longest >= LONG else 0
+        return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
     def _body(self, inputs: Inputs, split: int) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)

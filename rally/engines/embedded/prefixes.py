@@ -61,6 +61,9 @@ class Match(NamedTuple):
     place: Place | None = None
 
 
+_Leaf = tuple[int, int, _Node]  # when it was last used, a serial number, the leaf
+
+
 class PrefixIndex:
     """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
 
@@ -70,6 +73,8 @@ class PrefixIndex:
         self._step = page_size * WIDTH
         self._roots: dict[int, _Node] = {}
         self._clock = itertools.count(1)
+        self._nodes = 0
+        self._leaves: list[_Leaf] = []  # a heap; what has changed since it was pushed is passed over
 
     def match(self, version: int, tokens: bytes) -> Match:
         """The longest known prefix of `tokens`."""
@@ -86,10 +91,23 @@ class PrefixIndex:
             node, at = child, at + step
         shared, nearest = self._within_page(node, tokens[at : at + step])
         place = Place(node, at // step)
+        self._used(node if nearest is None else nearest, stamp)
         if nearest is None:
             return Match(pages, at // WIDTH, place)
-        nearest.stamp = stamp
         return Match([*pages, nearest.page], at // WIDTH + shared, place)
+
+    def _used(self, node: _Node, stamp: int) -> None:
+        """Note that a node was used; only leaves can be evicted, so only they are queued."""
+        node.stamp = stamp
+        if node.parent is not None and not node.children:
+            heapq.heappush(self._leaves, (stamp, next(self._clock), node))
+            if len(self._leaves) > 64 + 2 * self._nodes:  # mostly entries that have been overtaken
+                self._queue_leaves()
+
+    def _queue_leaves(self) -> None:
+        nodes = itertools.chain.from_iterable(map(self._below, self._roots.values()))
+        self._leaves = [(node.stamp, next(self._clock), node) for node in nodes if not node.children]
+        heapq.heapify(self._leaves)
 
     def _within_page(self, node: _Node, rest: bytes) -> tuple[int, _Node | None]:
         """The child that begins most like `rest`; where very many branch off, looking costs more than it saves."""
@@ -117,31 +135,41 @@ class PrefixIndex:
                 if node.children is _NO_CHILDREN:
                     node.children = {}
                 child = node.children[key] = _Node(key, pages[number], node)
+                self._nodes += 1
                 self.pool.share((pages[number],))
             child.stamp = stamp
             node = child
             if len(key) == step:
                 place = Place(node, number + 1)
+        self._used(node, stamp)
         return place
 
     def evict(self, count: int) -> int:
-        """Free pages that nobody but the index holds, least recently used leaves first: `count` of them if there are so
-        many, and at least a small share of the pool, because looking for them costs more than freeing them."""
-        count = max(count, self.pool.num_pages // 64)
-        leaves = [(n.stamp, id(n), n) for n in self._nodes() if not n.children and self.pool.references(n.page) == 1]
-        heapq.heapify(leaves)
+        """Free up to `count` pages that nobody but the index holds, least recently used leaves first; says how many."""
+        held: list[_Leaf] = []
         freed = 0
-        while leaves and freed < count:
-            _, _, node = heapq.heappop(leaves)
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.tokens]
-            self.pool.release((node.page,))
-            node.page = DROPPED
-            freed += 1
-            if parent.parent is not None and not parent.children and self.pool.references(parent.page) == 1:
-                heapq.heappush(leaves, (parent.stamp, id(parent), parent))
+        while self._leaves and freed < count:
+            entry = heapq.heappop(self._leaves)
+            stamp, _, node = entry
+            if node.page == DROPPED or node.children or node.stamp != stamp:
+                continue
+            if self.pool.references(node.page) > 1:
+                held.append(entry)
+            else:
+                self._drop(node)
+                freed += 1
+        for entry in held:
+            heapq.heappush(self._leaves, entry)
         return freed
+
+    def _drop(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens]
+        self._nodes -= 1
+        self.pool.release((leaf.page,))
+        leaf.page = DROPPED
+        self._used(parent, parent.stamp)
 
     def forget(self, keep_version: int | None = None) -> None:
         """Drop what was computed under any version but `keep_version`; pages still held by requests live on there."""
@@ -151,13 +179,11 @@ class PrefixIndex:
             self.pool.release(node.page for node in dropped)
             for node in (root, *dropped):
                 node.page = DROPPED
+            self._nodes -= len(dropped)
+        self._queue_leaves()
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._nodes())
-
-    def _nodes(self) -> Iterator[_Node]:
-        for root in self._roots.values():
-            yield from self._below(root)
+        return self._nodes
 
     def _below(self, root: _Node) -> Iterator[_Node]:
         stack = list(root.children.values())

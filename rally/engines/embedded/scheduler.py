@@ -20,6 +20,10 @@ from rally.engines.embedded.request import Request
 from rally.engines.embedded.slots import Ints, Slots
 
 
+BUSY = 64  # decodes of a step that is worth keeping free of chunks
+ENOUGH = 4  # requests that share such a step's extra cost
+
+
 class Chunk(NamedTuple):
     """Run tokens [start, start + tokens) of the request in `slot`; `samples` if they reach its last known token."""
 
@@ -53,7 +57,7 @@ class Scheduler:
 
     Where the attention kernel reads scattered pages (`share_pages`), a request shares the pages of a cached prefix and
     takes new ones as it grows. Where it does not, a request owns a consecutive run for all it may ever need, into which
-    the prefix is copied.
+    the prefix is copied. With `patience`, a few requests wait so many steps for others to be taken in with them.
     """
 
     def __init__(
@@ -64,18 +68,21 @@ class Scheduler:
         *,
         max_num_batched_tokens: int,
         share_pages: bool,
+        patience: int = 0,
         eos_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.pool, self.index, self.slots = pool, index, slots
         self.page_size = index.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.share_pages = share_pages
+        self.patience = patience
         self.eos_ids = eos_ids
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.version = 0
         self.preemptions = 0
         self._copies: list[tuple[int, int]] = []
+        self._held = 0  # steps for which waiting requests were held back
 
     @property
     def busy(self) -> bool:
@@ -103,12 +110,19 @@ class Scheduler:
         unfinished = (r for r in self.running if left[r.slot] > 1) if (left > 1).any() else ()
         for request in unfinished:
             budget = self._plan_chunk(request, budget, chunks)
-        if self.waiting:
+        if self.waiting and not self._hold_back(len(decodes), chunks):
             self._admit(budget, chunks)
         copies, self._copies = self._copies, []
         plan = Plan(decodes=decodes, chunks=chunks, copies=copies)
         self._advance(plan)
         return plan
+
+    def _hold_back(self, decodes: int, chunks: list[Chunk]) -> bool:
+        """Whether a few new requests wait for others, `patience` steps at most: on a GPU a step that carries any chunk
+        takes a quarter longer than one of decodes alone, and a step costs everybody."""
+        alone = decodes >= BUSY and not chunks and len(self.waiting) < ENOUGH
+        self._held = self._held + 1 if alone and self._held < self.patience else 0
+        return self._held > 0
 
     def _advance(self, plan: Plan) -> None:
         """Count the planned tokens as computed, and those to be sampled as planned."""

@@ -31,7 +31,6 @@ from rally.engines.embedded.slots import Ints, Slots
 from rally.engines.embedded.support import refuse_unsupported
 from rally.types import FinishReason, SamplingParams
 
-
 PATIENCE = 2  # steps
 
 

@@ -19,7 +19,6 @@ from rally.engines.embedded.prefixes import WIDTH, Match, PrefixIndex, token_byt
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.slots import Ints, Slots
 
-
 BUSY = 64  # decodes of a step that is worth keeping free of chunks
 ENOUGH = 4  # requests that share such a step's extra cost
 

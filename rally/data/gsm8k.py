@@ -20,14 +20,20 @@ Flavor = Literal["tool", "interaction", "agent_loop"]
 Tool = Literal["calc_gsm8k_reward", "calculator"]
 Split = Literal["train", "test"]
 
-CALCULATOR_SCHEMA: dict[str, Any] = {
+CALCULATOR_SCHEMA: dict[str, Any] = {  # that of the built-in tool: what is taught is what a rollout shows
     "type": "function",
     "function": {
         "name": "calculator",
-        "description": "Evaluate an arithmetic expression.",
+        "description": "Evaluates an arithmetic expression exactly and returns its value.",
         "parameters": {
             "type": "object",
-            "properties": {"expression": {"type": "string", "description": "For example 12*(3+4)."}},
+            "properties": {
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers, + - * / // % ** ( ), and sqrt, abs, round, min, max, floor, ceil, log, ln, "
+                    "log2, log10, exp, sin, cos, tan, factorial, gcd, comb; e.g. 12*(3+4)/7",
+                }
+            },
             "required": ["expression"],
         },
     },
@@ -132,16 +138,16 @@ def _downloaded(split: Split) -> Iterable[Row]:
 
 
 def _solution(item: _Item) -> Iterator[Message]:
-    """The solution line by line, each calculation asked of the tool before the line that states its result."""
-    said: list[str] = []
-    for line in item.answer.splitlines():
-        for expression, result in _ANNOTATION.findall(line):
-            call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
-            yield {"role": "assistant", "content": "\n".join(said), "tool_calls": [call]}
-            yield {"role": "tool", "content": _number(result), "name": "calculator"}
-            said = []
-        said.append(f"#### {item.ground_truth}" if _ANSWER.match(line) else _ANNOTATION.sub("", line))
-    yield {"role": "assistant", "content": "\n".join(said)}
+    """The solution as it is written, up to each note; there the tool is asked, and its result begins what follows."""
+    text = _ANSWER.sub("", item.answer).rstrip()
+    at = 0
+    for note in _ANNOTATION.finditer(text):
+        expression, result = note.groups()
+        call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+        yield {"role": "assistant", "content": text[at : note.start()].strip(), "tool_calls": [call]}
+        yield {"role": "tool", "content": _number(result), "name": "calculator"}
+        at = note.end()
+    yield {"role": "assistant", "content": f"{text[at:].strip()}\n#### {item.ground_truth}".strip()}
 
 
 def _exact(expression: str, result: str) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from rally.data import DataError, gsm8k, load_conversations, load_tasks, write_rows
 from rally.data.commands import write_gsm8k, write_gsm8k_sft
+from rally.tools import load_tools
 
 QUESTION = {"question": "How many?", "answer": "It is 48/2 = <<48/2=24>>24.\nThen <<24*50=1200>>1,200.\n#### 1,200"}
 
@@ -58,12 +59,17 @@ def test_a_solution_is_told_with_the_calculator(folder: Path) -> None:
     said = [(m["role"], m["content"], *_expressions(m)) for m in row["messages"][1:]]
     assert said == [
         ("user", "How many?"),
-        ("assistant", "", "48/2"),
+        ("assistant", "It is 48/2 =", "48/2"),
         ("tool", "24"),
-        ("assistant", "It is 48/2 = 24.", "24*50"),
+        ("assistant", "24.\nThen", "24*50"),
         ("tool", "1200"),
-        ("assistant", "Then 1,200.\n#### 1200"),
+        ("assistant", "1,200.\n#### 1200"),
     ]
+
+
+def test_what_is_taught_shows_the_tool_as_a_rollout_does() -> None:
+    [tool] = load_tools({"tools": [{"name": "calculator"}]})
+    assert tool.tool_schema == gsm8k.CALCULATOR_SCHEMA
 
 
 def _expressions(message: dict[str, Any]) -> list[str]:

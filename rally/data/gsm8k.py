@@ -30,8 +30,8 @@ CALCULATOR_SCHEMA: dict[str, Any] = {  # that of the built-in tool: what is taug
             "properties": {
                 "expression": {
                     "type": "string",
-                    "description": "Numbers, + - * / // % ** ( ), and sqrt, abs, round, min, max, floor, ceil, log, ln, "
-                    "log2, log10, exp, sin, cos, tan, factorial, gcd, comb; e.g. 12*(3+4)/7",
+                    "description": "Numbers, + - * / // % ** ( ), and sqrt, abs, round, min, max, floor, ceil, log, "
+                    "ln, log2, log10, exp, sin, cos, tan, factorial, gcd, comb; e.g. 12*(3+4)/7",
                 }
             },
             "required": ["expression"],

@@ -87,8 +87,9 @@ def _scored(hit: Found) -> bytes:
 def _bearer(token: str) -> Callable[..., None]:
     expected = f"Bearer {token}".encode()
 
+    # Headers are bytes that Starlette reads as Latin-1; a token is UTF-8.
     def check(authorization: Annotated[str, Header()] = "") -> None:
-        if not hmac.compare_digest(authorization.encode(), expected):
+        if not hmac.compare_digest(authorization.encode("latin-1"), expected):
             raise HTTPException(401, "this server wants its token", headers={"WWW-Authenticate": "Bearer"})
 
     return check

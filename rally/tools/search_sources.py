@@ -88,7 +88,7 @@ class Service:
         if client is None:
             httpx, token = _httpx(), os.environ.get(self._token_env)
             client = httpx.AsyncClient(
-                headers={"Authorization": f"Bearer {token}"} if token else {},
+                headers={"Authorization": f"Bearer {token}".encode()} if token else {},
                 timeout=None,  # the caller's deadline counts the waiting too
                 limits=httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections),
                 verify=self._url.startswith("https:"),  # reading the certificates takes half a second

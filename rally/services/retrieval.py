@@ -12,13 +12,15 @@ null, 0 or absent is the server's own. A document is the line of the corpus, who
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, HTTPException, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rally.retrieval import Batcher, Found, Overloaded, RetrievalError, SearchIndex
 
@@ -31,31 +33,45 @@ class RetrieveRequest(BaseModel):
     return_scores: bool = False
 
 
-def create_app(index: SearchIndex, topk: int = 3, token: str | None = None) -> FastAPI:
+def create_app(index: SearchIndex, topk: int = 3, token: str | None = None) -> Starlette:
     """The server as an ASGI application; with a token, `/retrieve` wants it as `Authorization: Bearer TOKEN`."""
-    batcher = Batcher(index)
+    service = _Service(index, topk, token)
+    routes = [Route("/retrieve", service.retrieve, methods=["POST"]), Route("/health", service.health)]
+    return Starlette(routes=routes, lifespan=service.lifespan)
+
+
+class _Service:
+    def __init__(self, index: SearchIndex, topk: int, token: str | None) -> None:
+        self._index = index
+        self._topk = topk
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._batcher = Batcher(index)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        batcher.close()
+        self._batcher.close()
 
-    app = FastAPI(title="Rally retrieval", lifespan=lifespan)
-    guards = [] if token is None else [Depends(_bearer(token))]
-
-    @app.post("/retrieve", dependencies=guards)
-    async def retrieve(request: RetrieveRequest) -> Response:
+    async def retrieve(self, request: Request) -> Response:
+        if not self._may_ask(request):
+            return _refusal(401, "this server wants its token", {"WWW-Authenticate": "Bearer"})
         try:
-            found = await batcher.search(request.queries, request.topk or topk)
+            wanted = RetrieveRequest.model_validate_json(await request.body())
+            found = await self._batcher.search(wanted.queries, wanted.topk or self._topk)
+        except ValidationError as error:
+            return _refusal(422, error.errors(include_url=False, include_context=False, include_input=False))
         except Overloaded as error:
-            raise HTTPException(503, str(error), headers={"Retry-After": "1"}) from None
-        return Response(answer(found, request.return_scores), media_type="application/json")
+            return _refusal(503, str(error), {"Retry-After": "1"})
+        return Response(answer(found, wanted.return_scores), media_type="application/json")
 
-    @app.get("/health")
-    async def health() -> dict[str, str | int]:
-        return {"status": "ok", "kind": index.kind, "passages": len(index), "topk": topk}
+    async def health(self, request: Request) -> Response:
+        facts = {"status": "ok", "kind": self._index.kind, "passages": len(self._index), "topk": self._topk}
+        return JSONResponse(facts)
 
-    return app
+    def _may_ask(self, request: Request) -> bool:
+        # Headers are bytes that Starlette reads as Latin-1; a token is UTF-8.
+        said = request.headers.get("Authorization", "").encode("latin-1")
+        return self._expected is None or hmac.compare_digest(said, self._expected)
 
 
 def answer(found: Sequence[Sequence[Found]], scores: bool) -> bytes:
@@ -84,12 +100,5 @@ def _scored(hit: Found) -> bytes:
     return b'{"document":%b,"score":%b}' % (hit.raw, repr(hit.score).encode())
 
 
-def _bearer(token: str) -> Callable[..., None]:
-    expected = f"Bearer {token}".encode()
-
-    # Headers are bytes that Starlette reads as Latin-1; a token is UTF-8.
-    def check(authorization: Annotated[str, Header()] = "") -> None:
-        if not hmac.compare_digest(authorization.encode("latin-1"), expected):
-            raise HTTPException(401, "this server wants its token", headers={"WWW-Authenticate": "Bearer"})
-
-    return check
+def _refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"detail": detail}, status, headers)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from search_cases import CORPUS, save_encoder, write_corpus
 from transformers import AutoModel, AutoTokenizer
 
-from rally.retrieval import IndexSpec, RetrievalError, build_index, open_index
+from rally.retrieval import IndexSpec, RetrievalError, build_index, dense, open_index
 from rally.retrieval.encoder import Encoder, pool
 from rally.retrieval.recipe import Recipe, recipe_for
 
@@ -99,6 +100,19 @@ def test_hnsw_and_hybrid_over_the_same_passages(tmp_path: Path) -> None:
         found = open_index(tmp_path / kind).search(queries, 3)
         assert [hits[0].document["id"] for hits in found] == [row["id"] for row in rows[:40]]
         assert {len(hits) for hits in found} == {3}
+
+
+def test_the_search_by_torch_finds_what_faiss_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "CHUNK", 7)  # several chunks, the last one shorter than topk
+    rng = np.random.default_rng(0)
+    vectors_NH, queries_QH = (rng.standard_normal((n, 16)).astype(np.float32) for n in (30, 5))
+    index = faiss.IndexFlatIP(16)
+    index.add(vectors_NH)
+    for topk in (1, 4, 30):
+        spec = dense.OnCpu(index, "flat").nearest(queries_QH, topk)
+        found = dense.OnGpu(index, "cpu").nearest(queries_QH, topk)
+        np.testing.assert_array_equal(found.numbers_QK, spec.numbers_QK)
+        np.testing.assert_allclose(found.scores_QK, spec.scores_QK, atol=2e-2)
 
 
 def test_an_encoder_that_cannot_be_used_is_said(tmp_path: Path) -> None:

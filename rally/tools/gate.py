@@ -48,5 +48,8 @@ class Gate:
     async def _token(self, lane: _Lane, loop: asyncio.AbstractEventLoop) -> None:
         lane.full_at = max(lane.full_at, loop.time()) + self._gap
         early = lane.full_at - max(1.0, self._gap) - loop.time()
-        if early > 0:
+        try:
             await asyncio.sleep(early)
+        except asyncio.CancelledError:
+            lane.full_at -= self._gap  # who gave up waiting used no token
+            raise

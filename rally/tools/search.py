@@ -107,6 +107,9 @@ class SearchTool(BaseTool[Any]):
         except TimeoutError:
             problems.append(f"no answer within {self._settings.default_timeout:g} seconds")
             raise SearchError(f"the search failed ({'; '.join(dict.fromkeys(problems))}); search again later") from None
+        except SearchError as error:
+            problems.append(str(error))
+            raise
         finally:
             self._tell(problems)
         metrics = {

@@ -49,12 +49,13 @@ class Service:
         _httpx()
 
     async def search(self, queries: Sequence[str], topk: int, problems: list[str]) -> Contents:
+        asked_for = 0.0
         for pause in _pauses():
+            await asyncio.sleep(max(pause, asked_for))
             response = await self._ask({"queries": list(queries), "topk": topk, "return_scores": True}, problems)
             if response is not None and response.status_code not in PASSING:
                 return self._read(response, len(queries))
             asked_for = 0.0 if response is None else _retry_after(response)
-            await asyncio.sleep(max(pause, asked_for))
         raise SearchError(f"the search service failed {MAX_ATTEMPTS} times ({problems[-1]}); search again later")
 
     async def _ask(self, body: Mapping[str, Any], problems: list[str]) -> httpx.Response | None:
@@ -119,8 +120,9 @@ class InProcess:
 
 
 def _pauses() -> Iterator[float]:
-    """Doubling, and shaken, so that clients that failed together do not come back together."""
-    for attempt in range(MAX_ATTEMPTS):
+    """None before the first attempt, then doubling, and shaken, so that who failed together comes back apart."""
+    yield 0.0
+    for attempt in range(MAX_ATTEMPTS - 1):
         yield min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
 
 

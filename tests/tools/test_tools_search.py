@@ -99,7 +99,7 @@ async def test_a_server_killed_and_restarted_in_mid_use(index: Path) -> None:
         server.kill()
 
 
-async def test_what_may_pass_is_asked_again_and_what_will_not_fails_at_once() -> None:
+async def test_what_may_pass_is_asked_again_and_what_will_not_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
     answers = [(503, {}), (0, {}), (200, {"result": [[{"contents": "T\nx"}]]}), (404, {}), (200, {"result": []})]
     seen = []
 
@@ -118,6 +118,7 @@ async def test_what_may_pass_is_asked_again_and_what_will_not_fails_at_once() ->
         assert "refused the request (HTTP 404)" in (refused.response.text or "")
         assert "does not answer as Search-R1's /retrieve does" in (foreign.response.text or "")
         assert len(seen) == 5
+        assert [record.message.count("HTTP 404") for record in caplog.records].count(1) == 1, "the log is told, once"
 
 
 async def test_a_service_that_is_not_there_is_told_within_the_deadline() -> None:
@@ -177,6 +178,22 @@ async def test_a_gate_lets_a_burst_through_and_then_a_steady_rate() -> None:
     took = time.perf_counter() - started
     assert sum(waited < 0.04 for waited in waits) >= 15, "a second's worth is there from the start"
     assert took > 0.45, "the other ten come at twenty a second"
+
+
+async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
+    gate = Gate(slots=100, per_second=1)
+
+    async def enter() -> None:
+        async with gate.passage():
+            pass
+
+    await enter()
+    impatient = [asyncio.create_task(enter()) for _ in range(50)]
+    await asyncio.sleep(0.05)
+    for task in impatient:
+        task.cancel()
+    await asyncio.gather(*impatient, return_exceptions=True)
+    await asyncio.wait_for(enter(), timeout=20)
 
 
 def test_a_tool_serves_one_event_loop_after_another(index: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from rally import __version__
+from rally.serve_cli import app as serve_app
 from rally.types import RallyError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(serve_app, name="serve")
 
 Words = Annotated[
     list[str] | None,
@@ -151,6 +153,30 @@ def gsm8k(
     if sft:
         written += commands.write_gsm8k_sft(out, source, _progress(console))
     _tell(written, console)
+
+
+@data_app.command()
+def index(
+    corpus: Annotated[Path, typer.Argument(help="JSON lines with `contents`, or with `title` and `text`.")],
+    out: Out,
+    kind: Annotated[Literal["bm25", "dense", "hybrid"], typer.Option(help="By words, by vectors, or both.")] = "bm25",
+    encoder: Annotated[str | None, typer.Option(help="For vectors: a folder, or a name such as BAAI/bge-m3.")] = None,
+    vectors: Annotated[Literal["flat", "hnsw"], typer.Option(help="Exact, or faster and approximate.")] = "flat",
+    device: Annotated[str, typer.Option(help="Where the encoder runs: cpu, cuda.")] = "cpu",
+    pooling: Annotated[str | None, typer.Option(help="mean, cls, last or max, if not the encoder's own.")] = None,
+    query_prefix: Annotated[str | None, typer.Option(help="Before queries, if not the encoder's own.")] = None,
+    passage_prefix: Annotated[str | None, typer.Option(help="Before passages, if not the encoder's own.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens the encoder reads of a text.", min=1)] = None,
+) -> None:
+    """Make a corpus searchable, for `rally serve retrieval` and the tool `search`."""
+    from rally.retrieval import IndexSpec, build_index
+
+    said = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
+    recipe = {**said, "max_length": max_length}
+    spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe)
+    console = _console()
+    built = build_index(corpus, out, spec, _progress(console))
+    console.table("written", [[str(built.path), f"{built.passages:,} passages"], *built.facts()])
 
 
 @app.command()

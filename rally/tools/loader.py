@@ -28,20 +28,26 @@ from rally.tools.gsm8k import Gsm8kTool
 from rally.tools.importing import import_class, import_file
 from rally.tools.plain import PlainTool
 from rally.tools.schema import ToolConfigError
+from rally.tools.search import SearchTool
 from rally.types import RallyError
 
-BUILT_IN: dict[str, type[BaseTool[Any]]] = {"calculator": Calculator, "calc_gsm8k_reward": Gsm8kTool}
+BUILT_IN: dict[str, type[BaseTool[Any]]] = {
+    "calculator": Calculator,
+    "calc_gsm8k_reward": Gsm8kTool,
+    "search": SearchTool,
+}
 
 SAME_AS_BUILT_IN = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "calc_gsm8k_reward",
+    "verl.tools.search_tool.SearchTool": "search",
     "verl.tools.calculator.Calculator": "calculator",
     "verl.tools.calculator_tool.CalculatorTool": "calculator",
     "Calculator": "calculator",
     "Gsm8kTool": "calc_gsm8k_reward",
+    "SearchTool": "search",
 }
 
 NOT_BUILT = {
-    "verl.tools.search_tool.SearchTool": "the search tool",
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "the code sandbox tool",
     "verl.tools.geo3k_tool.Geo3kTool": "the geometry tool",
     "verl.tools.image_zoom_in_tool.ImageZoomInTool": "the image zoom tool",

@@ -220,7 +220,7 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tool: []", "must hold a list under the key `tools`"),
         ("tools: []", "must hold a list under the key `tools`"),
         ("tools: [3]", "tool 1: an entry must be a mapping"),
-        ("tools: [{name: search}]", r"tool 1: 'search' is not built in \(these are: calculator, calc_gsm8k_reward\)"),
+        ("tools: [{name: browser}]", r"tool 1: 'browser' is not built in \(these are: calculator, calc_gsm8k_reward, "),
         ("tools: [{class: x}]", "tool 1: unknown key 'class'"),
         ("tools: [{class_name: nowhere.Tool}]", "tool 1: there is no module 'nowhere', neither installed nor below"),
         ("tools: [{class_name: Tool}]", "must be written as package.module.Class"),
@@ -240,7 +240,18 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tools: [{name: calculator, config: {type: remote}}]", "config.type must be native, not 'remote'"),
         ("tools: [calculator, calculator]", "two tools are called 'calculator'"),
         ("tools: [{class_name: a.B, config: {type: mcp}}]", "not built yet: tools from MCP servers"),
-        ("tools: [{class_name: verl.tools.search_tool.SearchTool}]", "not built yet: the search tool"),
+        (
+            "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
+            "needs one of retrieval_service_url .* index_path",
+        ),
+        (
+            "tools: [{name: search, config: {url: x}}]",
+            "config of the search tool: 'url': Extra inputs are not permitted",
+        ),
+        (
+            "tools: [{name: search, config: {index_path: none}}]",
+            "there is no index at none; build one with: rally data",
+        ),
         (
             "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]",
             "not built yet: the code sandbox tool",

@@ -1,0 +1,18 @@
+"""Guarantees: a corpus becomes a whole index, and a query becomes passages of it, best first, never invented."""
+
+from rally.retrieval.batching import Batcher, Overloaded
+from rally.retrieval.errors import RetrievalError
+from rally.retrieval.index import Built, Found, IndexSpec, Kind, SearchIndex, build_index, open_index
+
+__all__ = [
+    "Batcher",
+    "Built",
+    "Found",
+    "IndexSpec",
+    "Kind",
+    "Overloaded",
+    "RetrievalError",
+    "SearchIndex",
+    "build_index",
+    "open_index",
+]

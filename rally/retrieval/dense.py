@@ -1,0 +1,107 @@
+"""Passages by the inner product of vectors: exact (flat) or approximate (HNSW), and never a passage that is not there.
+
+On the CPU faiss searches, over a memory-mapped file. On a GPU a flat index is a matrix of half precision in its memory,
+searched by torch, so that no other build of faiss is needed. Shapes: N passages, Q queries, K hits, H vector width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from rally.retrieval.encoder import Encoder
+from rally.retrieval.errors import RetrievalError, require
+from rally.retrieval.hits import Hit, best_first
+
+Vectors = Literal["flat", "hnsw"]
+
+NEIGHBOURS, BUILD_BREADTH, SEARCH_BREADTH = 32, 128, 128
+"""Of HNSW: links per passage, and how many candidates are kept while building and while searching."""
+CHUNK = 1_000_000
+"""Rows of the matrix that a GPU scores at once: 21 million passages and 64 queries would be 2.7 GB of scores."""
+
+Floats = np.ndarray[Any, Any]
+
+
+class Nearest(NamedTuple):
+    """`numbers_QK` is -1 where there is no K-th passage."""
+
+    scores_QK: Floats
+    numbers_QK: Floats
+
+
+def write_vectors(path: Path, chunks: Iterable[Floats], width: int, kind: Vectors) -> None:
+    faiss = require("faiss", "faiss-cpu")
+    if kind == "flat":
+        index = faiss.IndexFlatIP(width)
+    else:
+        index = faiss.IndexHNSWFlat(width, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = BUILD_BREADTH
+    for chunk_NH in chunks:
+        index.add(chunk_NH)
+    faiss.write_index(index, str(path))
+
+
+class Dense:
+    def __init__(self, path: Path, encoder: Encoder, kind: Vectors, device: str) -> None:
+        faiss = require("faiss", "faiss-cpu")
+        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY)
+        if index.d != encoder.width:
+            raise RetrievalError(
+                f"the vectors in {path} are {index.d} wide and the encoder's {encoder.width}; build the index again"
+            )
+        self._encoder = encoder
+        on_gpu = kind == "flat" and device != "cpu"
+        self._vectors: OnGpu | OnCpu = OnGpu(index, device) if on_gpu else OnCpu(index, kind)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        if not queries:
+            return []
+        scores_QK, numbers_QK = self._vectors.nearest(self._encoder.queries(queries).vectors, topk)
+        return [
+            best_first([Hit(int(n), float(s)) for n, s in zip(numbers_K, scores_K, strict=True) if n >= 0])
+            for numbers_K, scores_K in zip(numbers_QK, scores_QK, strict=True)
+        ]
+
+
+class OnCpu:
+    def __init__(self, index: Any, kind: Vectors) -> None:
+        self._index = index
+        self._kind = kind
+
+    def nearest(self, queries_QH: Floats, topk: int) -> Nearest:
+        if self._kind == "flat":
+            return Nearest(*self._index.search(queries_QH, topk))
+        breadth = require("faiss", "faiss-cpu").SearchParametersHNSW(efSearch=max(SEARCH_BREADTH, topk))
+        return Nearest(*self._index.search(queries_QH, topk, params=breadth))
+
+
+class OnGpu:
+    """Scores are products of half precision, so passages whose scores agree to three digits may change places."""
+
+    def __init__(self, index: Any, device: str) -> None:
+        import torch
+
+        starts = range(0, index.ntotal, CHUNK)
+        read = (torch.from_numpy(index.reconstruct_n(n, min(CHUNK, index.ntotal - n))) for n in starts)
+        self._chunks = [chunk_NH.to(device, torch.float16) for chunk_NH in read]
+        self._device = device
+
+    def nearest(self, queries_QH: Floats, topk: int) -> Nearest:
+        import torch
+
+        queries = torch.from_numpy(queries_QH).to(self._device, torch.float16)
+        best: list[torch.Tensor] = []
+        numbers: list[torch.Tensor] = []
+        first = 0
+        for chunk_NH in self._chunks:
+            found = (queries @ chunk_NH.T).topk(min(topk, len(chunk_NH)), dim=1)
+            best.append(found.values.float())
+            numbers.append(found.indices + first)
+            first += len(chunk_NH)
+        scores_QM, numbers_QM = torch.cat(best, dim=1), torch.cat(numbers, dim=1)
+        top = scores_QM.topk(min(topk, scores_QM.shape[1]), dim=1)
+        return Nearest(top.values.cpu().numpy(), numbers_QM.gather(1, top.indices).cpu().numpy())

@@ -1,0 +1,24 @@
+"""A search gives each query its hits, best first: at most `topk`, none that is not there, in an order that repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Hit(NamedTuple):
+    """A passage by its number, and how well it fits; scores compare within one query."""
+
+    number: int
+    score: float
+
+
+class Ranker(Protocol):
+    """One way to find passages. `search` may be called from several threads."""
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]: ...
+
+
+def best_first(hits: Sequence[Hit]) -> list[Hit]:
+    """By score; of equals, the passage that stands first in the corpus."""
+    return sorted(hits, key=lambda hit: (-hit.score, hit.number))

@@ -1,0 +1,1 @@
+"""HTTP servers that users can also run alone."""

@@ -1,0 +1,104 @@
+"""A search index over HTTP: Search-R1's `/retrieve`, field for field, for many clients at once.
+
+    POST /retrieve  {"queries": [text, ...], "topk": number or null, "return_scores": bool}
+      -> {"result": [[{"document": {...}, "score": number}, ...], ...]}     with return_scores: true
+      -> {"result": [[{...}, ...], ...]}                                   without
+    GET  /health    {"status": "ok", "kind": "bm25", "passages": 4947, "topk": 3}
+
+One list per query, in order, best passage first; a query that fewer than `topk` passages fit gets fewer. `topk` that is
+null, 0 or absent is the server's own. A document is the line of the corpus, whole, and always has `contents`.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rally.retrieval import Batcher, Found, Overloaded, RetrievalError, SearchIndex
+
+MAX_TOPK = 1000
+
+
+class RetrieveRequest(BaseModel):
+    queries: list[str]
+    topk: int | None = Field(default=None, ge=0, le=MAX_TOPK)
+    return_scores: bool = False
+
+
+def create_app(index: SearchIndex, topk: int = 3, token: str | None = None) -> Starlette:
+    """The server as an ASGI application; with a token, `/retrieve` wants it as `Authorization: Bearer TOKEN`."""
+    service = _Service(index, topk, token)
+    routes = [Route("/retrieve", service.retrieve, methods=["POST"]), Route("/health", service.health)]
+    return Starlette(routes=routes, lifespan=service.lifespan)
+
+
+class _Service:
+    def __init__(self, index: SearchIndex, topk: int, token: str | None) -> None:
+        self._index = index
+        self._topk = topk
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._batcher = Batcher(index)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self._batcher.close()
+
+    async def retrieve(self, request: Request) -> Response:
+        if not self._may_ask(request):
+            return _refusal(401, "this server wants its token", {"WWW-Authenticate": "Bearer"})
+        try:
+            wanted = RetrieveRequest.model_validate_json(await request.body())
+            found = await self._batcher.search(wanted.queries, wanted.topk or self._topk)
+        except ValidationError as error:
+            return _refusal(422, error.errors(include_url=False, include_context=False, include_input=False))
+        except Overloaded as error:
+            return _refusal(503, str(error), {"Retry-After": "1"})
+        return Response(answer(found, wanted.return_scores), media_type="application/json")
+
+    async def health(self, request: Request) -> Response:
+        facts = {"status": "ok", "kind": self._index.kind, "passages": len(self._index), "topk": self._topk}
+        return JSONResponse(facts)
+
+    def _may_ask(self, request: Request) -> bool:
+        # Headers are bytes that Starlette reads as Latin-1; a token is UTF-8.
+        said = request.headers.get("Authorization", "").encode("latin-1")
+        return self._expected is None or hmac.compare_digest(said, self._expected)
+
+
+def answer(found: Sequence[Sequence[Found]], scores: bool) -> bytes:
+    """The body of an answer. Passages are JSON already, so they are joined and never parsed."""
+    lists = [b",".join(_scored(hit) if scores else hit.raw for hit in hits) for hits in found]
+    return b'{"result":[' + b",".join(b"[" + hits + b"]" for hits in lists) + b"]}"
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Without a token, only this machine may ask."""
+    if token is None and not _is_loopback(host):
+        raise RetrievalError(
+            f"{host} can be reached from other machines; set RALLY_RETRIEVAL_TOKEN to a secret that clients must send, "
+            "or serve on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _scored(hit: Found) -> bytes:
+    return b'{"document":%b,"score":%b}' % (hit.raw, repr(hit.score).encode())
+
+
+def _refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"detail": detail}, status, headers)

@@ -19,18 +19,19 @@ from rally.types import Message, RallyError
 
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 THOUGHT = "a first thought"
+_CALLED = "lookup"
 _CONTEXT, _SHOWN = 30, 120
 _PIECE = re.compile(r"<[^<>\s]+>|\w+|\W")
 
 
 def _assistant(content: str, call: bool = False) -> Message:
-    function = {"name": "lookup", "arguments": {"query": "x"}}
+    function = {"name": _CALLED, "arguments": {"query": "x"}}
     calls: dict[str, Any] = {"tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
     return {"role": "assistant", "content": content, **(calls if call else {})}
 
 
 _NEXT: Message = {"role": "user", "content": "next question"}
-_TOOL: Message = {"role": "tool", "name": "lookup", "tool_call_id": "call_0", "content": "42"}
+_TOOL: Message = {"role": "tool", "name": _CALLED, "tool_call_id": "call_0", "content": "42"}
 _THINKING = f"<think>\n{THOUGHT}\n</think>\n\n"
 
 CASES: dict[str, list[Message]] = {
@@ -58,8 +59,21 @@ class TemplateReport:
     append_only: bool
     thinking_kept: bool
     tool_delta_exact: bool
+    tools_shown: bool
+    calls_shown: bool
     end_of_turn: str
     differences: tuple[Difference, ...]
+
+    @property
+    def hidden(self) -> str:
+        """What the template leaves out without a word, as a sentence; empty if nothing."""
+        left_out = [] if self.tools_shown else ["the list of tools, so the policy is never told of them"]
+        left_out += [] if self.calls_shown else ["the assistant's tool calls, so they cannot be taught"]
+        if not left_out:
+            return ""
+        return (
+            f"The chat template leaves out {' and '.join(left_out)}; give one that knows tools (custom_chat_template)."
+        )
 
     @property
     def words(self) -> str:
@@ -70,7 +84,8 @@ class TemplateReport:
             ("renders" if self.tool_delta_exact else "does not render", "tool answers as they are appended"),
         )
         head = "The chat template " + ", ".join(" ".join(a) for a in answers) + f"; turns end with {self.end_of_turn}."
-        return "\n".join([head, *(f"{d.case}:\n{diff_words(d.expected_text, d.got_text)}" for d in self.differences)])
+        heads = [head, self.hidden] if self.hidden else [head]
+        return "\n".join([*heads, *(f"{d.case}:\n{diff_words(d.expected_text, d.got_text)}" for d in self.differences)])
 
 
 def probe(turns: Turns) -> TemplateReport:
@@ -91,6 +106,8 @@ def probe(turns: Turns) -> TemplateReport:
         append_only=not differences,
         thinking_kept=kept,
         tool_delta_exact=exact,
+        tools_shown=not turns.template.tools or turns.template.knows_tools,
+        calls_shown=_CALLED in turns.template.text([QUESTION, _assistant("", call=True)], False),
         end_of_turn=turns.end.text,
         differences=tuple(differences),
     )

@@ -42,6 +42,11 @@ class Template:
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.escaper = Escaper(tokenizer)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template can show a list of tools at all; it may still be told not to."""
+        return "tools" in str(self.source or self.tokenizer.chat_template)
+
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         return self.raw_text([self.normal(m) for m in messages], generation_prompt)
 

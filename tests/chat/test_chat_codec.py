@@ -132,6 +132,15 @@ def test_a_template_that_refuses_tools_says_so() -> None:
         codec.encode_delta([ANSWER])
 
 
+def test_what_a_template_leaves_out_is_said(codecs: dict[str, ChatCodec]) -> None:
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": {}}}
+    assert all(codec.with_tools([tool]).probe().hidden == "" for codec in codecs.values())
+    unaware = NO_TOOL_ROLE.replace("m.role == 'tool'", "false").replace("no tools here", "")
+    plain = ChatCodec(tiny_tokenizer(), tools=[tool], chat_template=unaware)
+    assert "leaves out the list of tools" in plain.probe().words
+    assert "the assistant's tool calls, so they cannot be taught" in plain.probe().words
+
+
 def test_a_template_that_prints_no_calls_still_appends_tool_answers() -> None:
     codec = ChatCodec(tiny_tokenizer(), chat_template=NO_TOOL_ROLE.replace("m.role == 'tool'", "false"))
     assert "tool\n36" in codec.decode(codec.encode_delta([ANSWER]))

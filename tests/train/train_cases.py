@@ -2,6 +2,7 @@
 
 import io
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rally.config import Config, load_config
 from rally.data import arithmetic, write_rows
 from rally.engines.embedded import attention
 from rally.track import RunConsole
+from rally.train.guards import Tried
 from rally.train.policy import OptimizerSettings, Policy
 from rally.types import Episode, Segment, StopReason, Task
 
@@ -63,9 +65,9 @@ class KeepingPolicy(Policy):
         super().__init__(model, OptimizerSettings(lr=0.0, weight_decay=0.0), 1, gradient_checkpointing)
         self.kept: list[Gradients] = []
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
         self.kept.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-        return super().optimizer_step()
+        return super().optimizer_step(tried)
 
 
 def difference(a: Gradients, b: Gradients) -> float:

@@ -23,7 +23,7 @@ from train_cases import (
 )
 from transformers import PreTrainedModel
 
-from rally.algos import losses
+from rally.algos import credit, losses, surrogates
 from rally.algos.correction import CorrectionSettings
 from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, policy_loss
@@ -256,3 +256,23 @@ def test_what_is_recorded_on_turns_and_in_the_reward_counts_once() -> None:
     shaped = [replace(e, reward_info={ON_TURNS: 0.5 * i}) for i, e in enumerate(made)]
     assert build_batch(shaped).rewards_N.tolist() == [1.0, 1.5]
     assert build_batch(shaped, CreditSettings(turn_rewards="returns")).rewards_N.tolist() == [1.0, 1.0]
+
+
+class LookedUp(dict[str, Any]):
+    """A registry that can be asked for a name, and by nothing else."""
+
+    def refuse(self, *_: object) -> Any:
+        raise AssertionError("a step went through all methods there are")
+
+    __iter__ = __len__ = keys = values = items = refuse
+
+
+def test_a_step_looks_its_method_up_and_goes_through_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the time of an update cannot grow with the number of methods."""
+    monkeypatch.setattr(credit, "ESTIMATORS", LookedUp(credit.ESTIMATORS))
+    monkeypatch.setattr(surrogates, "SURROGATES", LookedUp(surrogates.SURROGATES))
+    with pytest.raises(AssertionError, match="went through all methods"):
+        list(surrogates.SURROGATES)
+    for mode in ("vanilla", "clip_cov"):
+        batch = build_batch(uneven_episodes(), CreditSettings(estimator="rloo", turn_rewards="returns"))
+        assert update_policy(KeepingPolicy(calm_model()), batch, settings_of(mode))["actor/grad_norm"] > 0

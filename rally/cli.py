@@ -38,6 +38,10 @@ Words = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
+Check = Annotated[
+    bool,
+    typer.Option("--check", help="Prove that every conversation teaches what would be sampled; 1 if one does not."),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")]
 Source = Annotated[Path | None, typer.Option(help="A folder with train.jsonl and test.jsonl; downloaded if not given.")]
 T = TypeVar("T")
@@ -85,7 +89,7 @@ def train(words: Words = None, dry_run: DryRun = False) -> None:
 
 
 @app.command()
-def sft(words: Words = None, dry_run: DryRun = False) -> None:
+def sft(words: Words = None, dry_run: DryRun = False, check: Check = False) -> None:
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
@@ -93,13 +97,14 @@ def sft(words: Words = None, dry_run: DryRun = False) -> None:
     config = load_sft_config(path, overrides)
     config.require_training()
     console = _console()
-    from rally.train.sft_run import sft as run
-    from rally.train.sft_run import show
+    from rally.train import sft_run
 
+    if check:
+        raise typer.Exit(0 if sft_run.check(config, console) else 1)
     if dry_run:
-        show(config, console)
+        sft_run.show(config, console)
         return
-    outcome = run(config, console)
+    outcome = sft_run.sft(config, console)
     console.note(f"done: {outcome.steps} steps, checkpoints in {outcome.folder / 'checkpoints'}")
 
 

@@ -52,19 +52,23 @@ class Turns:
     @cached_property
     def opening(self) -> str:
         """The generation prompt: what the template puts before an assistant turn."""
-        before, after = self.template.text([QUESTION], False), self.template.text([QUESTION], True)
+        before, after = self.template.text([QUESTION], False), self._asked
         if not after.startswith(before):
             raise TemplateError(
                 "the chat template's generation prompt changes the text before it; use another template"
             )
         return after[len(before) :]
 
+    @cached_property
+    def _asked(self) -> str:
+        return self.template.text([QUESTION], True)
+
     def prompt(self, messages: Sequence[Message]) -> str:
         return self.template.text(messages, True)
 
     def reply(self, message: Message) -> str:
         """The turn as the policy would have sampled it, end-of-turn token included."""
-        start = self.template.text([QUESTION], True)
+        start = self._asked
         whole = self.template.text([QUESTION, message], False)
         body, end, _ = whole[len(start) :].rpartition(self.end.text)
         if not whole.startswith(start) or not end:

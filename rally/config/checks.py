@@ -10,7 +10,7 @@ from rally.config.base import look_up, missing_file
 from rally.config.errors import shown
 from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
-from rally.config.sft import SFT_SPELLINGS, SftConfig
+from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -222,6 +222,20 @@ def sft_files(config: SftConfig) -> Iterator[str]:
         yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio both set the warm-up; keep one of them."
 
 
+def sft_columns(config: SftConfig) -> Iterator[str]:
+    data = config.data
+    if (data.prompt_key is None) != (data.response_key is None):
+        yield "data.prompt_key and data.response_key together say where question and answer are; set both."
+    for name in ("prompt", "response"):
+        inner = look_up(config, f"data.{name}_dict_keys")
+        if inner and look_up(config, f"data.{name}_key") is None:
+            yield f"data.{name}_dict_keys={shown(inner)} has no effect without data.{name}_key; leave it out."
+    written = config.first_written(MESSAGES)
+    if data.prompt_key is not None and written is not None:
+        told = f"data.messages_key={shown(written)} and data.prompt_key={shown(data.prompt_key)}"
+        yield f"{told} both say where conversations are; keep one of them."
+
+
 def resume(config: Config | SftConfig) -> Iterator[str]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and path is None:
@@ -287,4 +301,10 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     resume,
     machine,
 )
-SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (spelled_once, sft_files, resume, machine)
+SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
+    spelled_once,
+    sft_columns,
+    sft_files,
+    resume,
+    machine,
+)

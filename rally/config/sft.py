@@ -73,11 +73,15 @@ class SftData(Section):
     balance_dp_token: Annotated[bool, Only(False, because="there is one device")] = False
     use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
 
-    ignore_input_ids_mismatch: bool = False
     prompt_key: str | None = None
+    """With response_key: rows hold one question and one answer instead of messages."""
     response_key: str | None = None
     prompt_dict_keys: Texts = ()
+    """Keys to follow inside the column prompt_key, to the question."""
     response_dict_keys: Texts = ()
+    """Keys to follow inside the column response_key, to the answer."""
+
+    ignore_input_ids_mismatch: bool = False
     chat_template: str | None = None
     custom_cls: CustomClass = CustomClass()
     image_key: str = "images"
@@ -146,6 +150,16 @@ class SftConfig(Root):
     def messages_key(self) -> str:
         """The column of conversations."""
         return self.first_written(MESSAGES) or "messages"
+
+    @property
+    def question_path(self) -> tuple[str, ...]:
+        """Where a row holds its question, if rows are questions and answers."""
+        return (self.data.prompt_key, *self.data.prompt_dict_keys) if self.data.prompt_key else ()
+
+    @property
+    def answer_path(self) -> tuple[str, ...]:
+        """Where a row holds its answer, if rows are questions and answers."""
+        return (self.data.response_key, *self.data.response_dict_keys) if self.data.response_key else ()
 
     @property
     def tools_key(self) -> str:

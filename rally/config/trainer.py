@@ -5,9 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rally.config.base import AsList, Count, Int, Limit, Natural, NonNegative, Only, PathText, Section
+from rally.config.base import AsList, Count, Int, Limit, Natural, NonNegative, Only, PathText, Positive, Section, Share
 
 Logger = Literal["console", "file", "tensorboard", "mlflow", "wandb", "swanlab", "vemlp_wandb", "clearml", "trackio"]
+
+
+class GradientGuards(Section):
+    """When a gradient stops the run, before a step is taken from it."""
+
+    grad_norm_factor: Positive | None = 1000.0
+    """How many times the median of the last 64 gradient norms, and the norm it is clipped to, a norm may be."""
+    max_grad_norm: Positive | None = None
+    """What a gradient norm may be at all, before clipping."""
+
+
+class Guards(GradientGuards):
+    """What is warned about."""
+
+    patience: Count = 5
+    """Steps that are looked at together."""
+    entropy_share: Share = 0.05
+    """Warn when the entropy is below this share of what it was in the first steps; 0 is never."""
+    tool_share: Share = 0.1
+    """Warn when tool calls an episode are below this share of what they once were; 0 is never."""
+    clipped_share: Share = 0.5
+    """Warn when more than this share of the episodes is cut by the response budget; 1 is never."""
 
 
 class RunConfig(Section):
@@ -29,6 +51,7 @@ class RunConfig(Section):
     """Steps between validations; -1 is never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     resume_from_path: PathText | None = None
+    guards: GradientGuards = GradientGuards()
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
     """On a machine without a GPU, 1 is the CPU."""
@@ -42,6 +65,7 @@ class RunConfig(Section):
 
 
 class TrainerConfig(RunConfig):
+    guards: Guards = Guards()
     val_before_train: bool = True
     val_only: bool = False
     max_actor_ckpt_to_keep: Count | None = None

@@ -180,10 +180,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 SFT_UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("data.prompt_key", "leave it out and write conversations into data.messages_key"),
-    Unbuilt("data.response_key", "leave it out and write conversations into data.messages_key"),
-    Unbuilt("data.prompt_dict_keys", "leave it out and write conversations into data.messages_key"),
-    Unbuilt("data.response_dict_keys", "leave it out and write conversations into data.messages_key"),
     Unbuilt("data.ignore_input_ids_mismatch", "leave it out, conversations are encoded as they would be sampled"),
     Unbuilt("data.chat_template", "leave it out and set model.custom_chat_template"),
     Unbuilt("data.custom_cls", "leave it out and write rows with a script"),

@@ -5,7 +5,7 @@ from rally.data.read import DataError, RowSet
 from rally.data.rows import TaskSet, load_tasks
 from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
 from rally.data.samplers import RowSampler, SamplerSettings, draw, learned, load_sampler_class, restore
-from rally.data.sft import Conversation, load_conversations
+from rally.data.sft import Conversation, QuestionAnswer, load_conversations
 from rally.data.write import write_rows
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "DataError",
     "EasyToHard",
     "EasyToHardOptions",
+    "QuestionAnswer",
     "RowSampler",
     "RowSet",
     "SamplerSettings",

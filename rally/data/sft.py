@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rally.data.messages import check_messages, decoded, shown
 from rally.data.read import DataError, Files, Place, Row, RowSet
@@ -18,6 +18,14 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     enable_thinking: bool | None = None
+    where: str = field(default="", compare=False)  # its file and row, for what is said about it
+
+
+class QuestionAnswer(NamedTuple):
+    """Where a row without messages holds a question and its answer: a column, and the keys to follow inside it."""
+
+    question: tuple[str, ...]
+    answer: tuple[str, ...]
 
 
 def load_conversations(
@@ -25,28 +33,57 @@ def load_conversations(
     messages_key: str = "messages",
     tools_key: str = "tools",
     enable_thinking_key: str = "enable_thinking",
+    *,
+    pair: QuestionAnswer | None = None,
 ) -> RowSet[Conversation]:
-    """The conversations of Parquet, JSONL or JSON files, in the order of the files, every one of them validated."""
-    build = partial(
-        _conversation, messages_key=messages_key, tools_key=tools_key, enable_thinking_key=enable_thinking_key
-    )
+    """The conversations of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+
+    With `pair` rows hold one question and one answer instead of messages.
+    """
+    read = partial(_pair, pair=pair) if pair else partial(_messages, field=messages_key)
+
+    def build(place: Place, row: Row) -> Conversation:
+        messages = read(row)
+        thinking = row.get(enable_thinking_key)
+        if not isinstance(thinking, bool | None):
+            raise DataError(f"{enable_thinking_key} is {shown(thinking)}; it must be true, false or absent")
+        tools = _tools(row.get(tools_key), tools_key)
+        return Conversation(tuple(messages), tools, thinking, f"{place.name}, row {place.number}")
+
     conversations = RowSet(files, build)
     conversations.validate()
     return conversations
 
 
-def _conversation(
-    _place: Place, row: Row, *, messages_key: str, tools_key: str, enable_thinking_key: str
-) -> Conversation:
-    if messages_key not in row:
-        raise DataError(f"{messages_key} is missing (the row has {', '.join(row)}); it must be a list of messages")
-    messages = check_messages(row[messages_key], messages_key)
+def _messages(row: Row, field: str) -> list[Message]:
+    if field not in row:
+        raise DataError(f"{field} is missing (the row has {', '.join(row)}); it must be a list of messages")
+    messages = check_messages(row[field], field)
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{messages_key} has no message from the assistant; there must be one to learn from")
-    thinking = row.get(enable_thinking_key)
-    if not isinstance(thinking, bool | None):
-        raise DataError(f"{enable_thinking_key} is {shown(thinking)}; it must be true, false or absent")
-    return Conversation(tuple(messages), _tools(row.get(tools_key), tools_key), thinking)
+        raise DataError(f"{field} has no message from the assistant; there must be one to learn from")
+    return messages
+
+
+def _pair(row: Row, pair: QuestionAnswer) -> list[Message]:
+    """A question in words, or as the messages before the answer; the answer is always words."""
+    question, answer = _inside(row, pair.question), _inside(row, pair.answer)
+    if not isinstance(answer, str):
+        raise DataError(f"{'.'.join(pair.answer)} is {shown(answer)}; it must be a string, the answer to learn")
+    told: list[Message] = [{"role": "user", "content": question}]
+    if not isinstance(question, str):
+        told = check_messages(question, ".".join(pair.question))
+    return [*told, {"role": "assistant", "content": answer}]
+
+
+def _inside(row: Row, path: tuple[str, ...]) -> Any:
+    value: Any = row
+    for depth, key in enumerate(path):
+        value = decoded(value)
+        if not isinstance(value, dict) or key not in value:
+            has = f" ({'.'.join(path[:depth]) or 'the row'} has {', '.join(value)})" if isinstance(value, dict) else ""
+            raise DataError(f"{'.'.join(path[: depth + 1])} is missing{has}; name the columns of question and answer")
+        value = value[key]
+    return value
 
 
 def _tools(value: Any, field: str) -> tuple[dict[str, Any], ...] | None:
@@ -55,6 +92,7 @@ def _tools(value: Any, field: str) -> tuple[dict[str, Any], ...] | None:
     tools = decoded(value)
     if not isinstance(tools, list):
         raise DataError(f"{field} is {shown(tools)}; it must be a list of tool schemas")
+    tools = [decoded(tool) for tool in tools]
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

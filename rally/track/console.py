@@ -35,6 +35,7 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, what users call it, form
     ("actor/ppo_kl", "kl", "{:.5f}"),
     ("train/loss", "loss", "{:.4f}"),
     ("val/loss", "val_loss", "{:.4f}"),
+    ("train/tokens_per_s", "tokens/s", "{:.0f}"),
     ("timing_s/gen", "gen", "{:.2f}s"),
     ("timing_s/update_actor", "update_actor", "{:.2f}s"),
     ("perf/samples_per_s", "samples/s", "{:.1f}"),

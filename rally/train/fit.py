@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, ro
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint import CheckpointStore
 from rally.train.forward import token_logprobs
+from rally.train.guards import keeping_diverged
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, row_logprobs
 from rally.train.update import UpdateSettings, update_policy
+from rally.train.watch import WatchSettings, findings, watched
 from rally.types import Episode, SamplingParams
 
 
@@ -49,6 +52,7 @@ class FitSettings:
     val_before_train: bool = True
     val_batch_size: int | None = None
     mismatch_alarm: float = 0.01
+    watch: WatchSettings = field(default_factory=WatchSettings)
     show_validation: int = 0  # conversations printed after a validation
 
 
@@ -75,6 +79,7 @@ class Trainer:
     reference: PreTrainedModel | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
 
     async def fit(self) -> dict[str, float]:
         """Train from `start_step` to the last step; returns the last validation's metrics."""
@@ -131,6 +136,7 @@ class Trainer:
         with (
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
             self.engine.updating(),
+            keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
         ):
             penalties_M = self._reward_kl(episodes)
             batch = build_batch(episodes, self.settings.credit, penalties_M)
@@ -228,15 +234,17 @@ class Trainer:
                 f"rollout and trainer disagree about the policy (k3 = {mismatch:.2g}, over rollout.mismatch_alarm="
                 f"{self.settings.mismatch_alarm}); advantages are computed for another policy than the one trained",
             )
-        if metrics.get("groups/live_share") == 0:
-            self.console.warn_once(
-                "no_signal",
-                "no episode did better or worse than its group, so this step taught nothing; look at the rewards",
-            )
+        self.history.append(watched(metrics))
+        for finding in findings(self.history, self.settings.watch):
+            self.console.warn_once(*finding)
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
         if differing:
             self.console.warn_once("tokens", str(differing[0].extra["tokenization_difference"]))
+
+
+def _source(episode: Episode) -> dict[str, Any]:
+    return {"id": episode.id, "group": episode.group, "task": episode.task.id, "reward": episode.reward}
 
 
 def _due(step: int, every: int) -> bool:

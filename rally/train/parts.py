@@ -14,6 +14,7 @@ from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.trainer import GradientGuards
 from rally.data import (
     EasyToHard,
     EasyToHardOptions,
@@ -30,10 +31,12 @@ from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
+from rally.train.guards import GradientLimits
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.policy import OptimizerSettings
 from rally.train.rollout import FailurePolicy
 from rally.train.update import UpdateSettings
+from rally.train.watch import WatchSettings
 from rally.types import SamplingParams
 
 
@@ -268,6 +271,21 @@ def optimizer_settings_of(config: Config) -> OptimizerSettings:
         warmup_ratio=optim.lr_warmup_steps_ratio,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
+        limits=gradient_limits_of(config.trainer.guards),
+    )
+
+
+def gradient_limits_of(guards: GradientGuards) -> GradientLimits:
+    return GradientLimits(factor=guards.grad_norm_factor, highest=guards.max_grad_norm)
+
+
+def watch_settings_of(config: Config) -> WatchSettings:
+    guards = config.trainer.guards
+    return WatchSettings(
+        patience=guards.patience,
+        entropy_share=guards.entropy_share,
+        tool_share=guards.tool_share,
+        clipped_share=guards.clipped_share,
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
-from rally.types import RallyError
-
-
-class DivergedError(RallyError):
-    """Training has produced numbers that are not finite."""
+from rally.train.guards import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,7 @@ class OptimizerSettings:
     warmup_ratio: float = 0.0
     min_lr_ratio: float = 0.0
     num_cycles: float = 0.5
+    limits: GradientLimits = field(default_factory=GradientLimits)
 
 
 class Policy:
@@ -59,6 +57,7 @@ class Policy:
             self.masters.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings, total_steps))
+        self._norms: deque[float] = deque(maxlen=WINDOW)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.eval()
@@ -79,19 +78,19 @@ class Policy:
             for hook in hooks:
                 hook.remove()
 
-    def optimizer_step(self) -> float:
-        """Clip, step, clear; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
+    def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
+        """Clip, step, clear; returns the gradient norm before clipping. A gradient over the limits, computed from
+        `tried`, changes nothing."""
         limit = self.settings.grad_clip or math.inf
         norm = float(nn.utils.clip_grad_norm_(list(self.masters.values()), limit))
-        if math.isfinite(norm):
+        problem = gradient_problem(norm, self._norms, self.settings.grad_clip, self.settings.limits)
+        if problem is None:
             self.optimizer.step()
             self._round()
+            self._norms.append(norm)
         self.optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(norm):
-            raise DivergedError(
-                f"the gradient norm is {norm}, so the step was not applied; lower the learning rate, or look at the "
-                "rewards and the data of this step"
-            )
+        if problem is not None:
+            raise DivergedError(problem, tried)
         return norm
 
     @torch.no_grad()
@@ -112,6 +111,7 @@ class Policy:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "masters": masters,
+            "grad_norms": list(self._norms),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -124,6 +124,7 @@ class Policy:
         with torch.no_grad():
             for name, master in state.get("masters", {}).items():
                 self.masters[name].copy_(master)
+        self._norms.extend(state.get("grad_norms", ()))
         self._round()
 
 

@@ -27,6 +27,7 @@ from rally.train.fit import FitSettings, Trainer, run
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
+from rally.train.watch import watched
 from rally.types import RallyError
 
 
@@ -173,6 +174,7 @@ def _trainer(
         reference=parts.reference_of(config) if steps else None,
         extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
         start_step=checkpoint.step if checkpoint else 0,
+        history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
 
 
@@ -220,6 +222,7 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         val_before_train=trainer.val_before_train or steps == 0,
         val_batch_size=data.val_batch_size,
         mismatch_alarm=config.rollout.mismatch_alarm,
+        watch=parts.watch_settings_of(config),
         show_validation=trainer.log_val_generations,
     )
 

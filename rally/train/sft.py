@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from rally.chat import ChatCodec
 from rally.data import batch_indices
 from rally.train.forward import token_logprobs
+from rally.train.guards import Tried
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import Policy
 from rally.types import Message, RallyError
@@ -35,10 +36,20 @@ class SftSettings:
     max_rows: int | None = None
 
 
-def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:
-    """One conversation as a training row; one that is too long follows `truncation`."""
+class EncodedRow(NamedTuple):
+    """A conversation to learn from; `cut`: data.truncation took some of it."""
+
+    row: Row
+    cut: bool
+
+
+def encode_row(
+    codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "", number: int = 0
+) -> EncodedRow:
+    """One conversation as a training row, `number` in its set; one that is too long follows `truncation`."""
     ids, mask = codec.encode_conversation(messages)
-    if len(ids) > settings.max_length:
+    cut = len(ids) > settings.max_length
+    if cut:
         if settings.truncation == "error":
             raise SftError(
                 f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}; raise "
@@ -47,7 +58,12 @@ def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: Sf
         keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
         ids, mask = ids[keep], mask[keep]
     sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
-    return Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=0)
+    return EncodedRow(Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number), cut)
+
+
+def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:
+    """The row alone, for conversations that were not read from a file."""
+    return encode_row(codec, messages, settings, label).row
 
 
 def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:
@@ -55,14 +71,14 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     tokens = sum(len(row.sampled) for row in rows)
     if tokens == 0:
         raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
-    total = torch.zeros((), device=policy.device)
+    total, tried = torch.zeros((), device=policy.device), []
     with policy.training():
         for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
-            logp_M = token_logprobs(policy.model, pack(part, policy.device)).logp_M
-            loss = -logp_M.sum() / tokens
-            loss.backward()
-            total += loss.detach()
-        norm = policy.optimizer_step()
+            loss_M = -token_logprobs(policy.model, pack(part, policy.device)).logp_M / tokens
+            loss_M.sum().backward()
+            total += loss_M.detach().sum()
+            tried.append(Tried(part, loss_M.detach()))
+        norm = policy.optimizer_step(tried)
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
     return {"train/loss": float(total), "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}

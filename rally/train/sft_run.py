@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from rich.text import Text
@@ -12,16 +15,43 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
 from rally.config import SftConfig
-from rally.data import load_conversations, total_steps
+from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.engines.embedded import attention
 from rally.track import MetricSink, RunConsole, RunFolder, build_sinks
 from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
+from rally.train.guards import keeping_diverged
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.packing import Row
+from rally.train.parts import gradient_limits_of
 from rally.train.policy import OptimizerSettings, Policy, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
-from rally.train.sft import SftSettings, conversation_row, sft_batches, sft_loss, sft_step
+from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
+from rally.train.sft_check import check_conversations, tell
+from rally.types import RallyError
+
+
+class Encoded(NamedTuple):
+    """Conversations as rows, numbered; `sources` say where each comes from, `cut` how many data.truncation cut."""
+
+    rows: list[Row]
+    sources: list[dict[str, str]]
+    cut: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRun:
+    """The parts of a run."""
+
+    config: SftConfig
+    settings: SftSettings
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    store: CheckpointStore
+    sinks: Sequence[MetricSink]
+    train: Encoded
+    val: Encoded
+    console: RunConsole
 
 
 def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
@@ -30,9 +60,9 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     config.require_training()
     tokenizer = tokenizer_of(config)
     settings = sft_settings_of(config)
-    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
+    train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
-    by_epochs = total_steps(len(rows), settings.batch_size, config.trainer.total_epochs)
+    by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
     folder = RunFolder(config.run_dir).create()
     folder.save_config(config.to_yaml())
@@ -45,10 +75,37 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     policy = _policy(config, steps, start)
     rewind(folder, store, start, console)
-    sinks = build_sinks(config.trainer.logger, folder, console, steps)
-    first = start.step + 1 if start else 1
-    metrics = _train(config, settings, policy, tokenizer, store, sinks, rows, val, range(first, steps + 1), console)
-    return Outcome(config.run_dir, steps, metrics)
+    run = SftRun(
+        config=config,
+        settings=settings,
+        policy=policy,
+        tokenizer=tokenizer,
+        store=store,
+        sinks=build_sinks(config.trainer.logger, folder, console, steps),
+        train=train,
+        val=val,
+        console=console,
+    )
+    return Outcome(config.run_dir, steps, _train(run, range(start.step + 1 if start else 1, steps + 1)))
+
+
+def check(config: SftConfig, console: RunConsole) -> bool:
+    """Whether every conversation teaches exactly what an episode would sample; says how many do, and the first that
+    does not."""
+    config.require_training()
+    data, codec_for = config.data, codecs_of(config, tokenizer_of(config))
+    fine = True
+    for name, files, most in (
+        ("data.train_files", data.train_files, data.train_max_samples),
+        ("data.val_files", data.val_files, data.val_max_samples),
+    ):
+        if files:
+            chosen = conversations_of(config, files, most)
+            with console.phase("checking", len(chosen)) as phase:
+                found = check_conversations(chosen, codec_for, data.max_length, phase.advance)
+            tell(found, name, sft_settings_of(config), console)
+            fine = fine and not found.different and not (found.over_long and data.truncation == "error")
+    return fine
 
 
 def show(config: SftConfig, console: RunConsole) -> None:
@@ -56,7 +113,7 @@ def show(config: SftConfig, console: RunConsole) -> None:
     config.require_training()
     tokenizer = tokenizer_of(config)
     codec = codec_of(config, tokenizer)
-    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console).rows
     console.note(config.to_yaml().rstrip())
     first, supervised = rows[0], set(rows[0].sampled)
     console.banner("first conversation", {"tokens": str(len(first.ids)), "supervised": str(len(supervised))})
@@ -101,28 +158,50 @@ def sft_settings_of(config: SftConfig) -> SftSettings:
     )
 
 
-def read_rows(
-    config: SftConfig, files: Sequence[str], most: int, tokenizer: PreTrainedTokenizerBase, console: RunConsole
-) -> list[Row]:
-    """The conversations of `files`, checked and encoded, each with its own tools and its own enable_thinking."""
-    if not files:
-        return []
+def conversations_of(config: SftConfig, files: Sequence[str], most: int) -> RowSet[Conversation]:
+    """The first `most` conversations of `files`, or with -1 all, checked."""
     conversations = load_conversations(
         list(files),
         messages_key=config.messages_key,
         tools_key=config.tools_key,
         enable_thinking_key=config.enable_thinking_key,
+        pair=QuestionAnswer(config.question_path, config.answer_path) if config.question_path else None,
     )
-    chosen = conversations if most < 0 else conversations.select(range(min(most, len(conversations))))
-    settings, rows = sft_settings_of(config), []
+    return conversations if most < 0 else conversations.select(range(min(most, len(conversations))))
+
+
+def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[Conversation], ChatCodec]:
+    """The codec of a conversation: with its own tools and its own enable_thinking."""
     codecs = functools.cache(functools.partial(codec_of, config, tokenizer))
+
+    def codec_for(one: Conversation) -> ChatCodec:
+        codec = codecs(one.enable_thinking)
+        return codec.with_tools(one.tools) if one.tools else codec
+
+    return codec_for
+
+
+def read_rows(
+    config: SftConfig, files: Sequence[str], most: int, tokenizer: PreTrainedTokenizerBase, console: RunConsole
+) -> Encoded:
+    """The conversations of `files`, checked and encoded."""
+    if not files:
+        return Encoded([], [])
+    chosen, codec_for = conversations_of(config, files, most), codecs_of(config, tokenizer)
+    settings, encoded = sft_settings_of(config), []
     with console.phase("encoding", len(chosen)) as phase:
-        for i, one in enumerate(chosen):
-            codec = codecs(one.enable_thinking)
-            own = codec.with_tools(one.tools) if one.tools else codec
-            rows.append(conversation_row(own, one.messages, settings, label=str(i)))
+        for number, one in enumerate(chosen):
+            try:
+                encoded.append(encode_row(codec_for(one), one.messages, settings, str(number), number))
+            except RallyError as error:
+                raise SftError(f"{one.where}: {error}; rally sft --check looks at all rows") from error
             phase.advance()
-    return rows
+    rows, cut = [one.row for one in encoded], sum(one.cut for one in encoded)
+    if cut:
+        empty = sum(not row.sampled for row in rows)
+        told = f"{cut} of {len(rows)} conversations were cut to data.max_length={settings.max_length} tokens"
+        console.warn_once(f"cut {files}", f"{told}, and {empty} have nothing left to learn; raise data.max_length")
+    return Encoded(rows, [{"conversation": one.where} for one in chosen], cut)
 
 
 def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
@@ -146,6 +225,7 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
             warmup_steps=optim.lr_warmup_steps,
             warmup_ratio=optim.lr_warmup_steps_ratio,
             min_lr_ratio=optim.min_lr_ratio,
+            limits=gradient_limits_of(config.trainer.guards),
         ),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
@@ -155,31 +235,33 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
     return policy
 
 
-def _train(
-    config: SftConfig,
-    settings: SftSettings,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    store: CheckpointStore,
-    sinks: Sequence[MetricSink],
-    rows: Sequence[Row],
-    val: Sequence[Row],
-    steps: range,
-    console: RunConsole,
-) -> dict[str, float]:
-    trainer = config.trainer
+def _train(run: SftRun, steps: range) -> dict[str, float]:
+    config, trainer = run.config, run.config.trainer
     seed = trainer.seed if config.data.seed is None else config.data.seed
-    last: dict[str, float] = {}
-    with console.phase("sft", len(steps)) as phase:
-        for step, batch in sft_batches(rows, settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
+    rows, last = run.train.rows, {}
+    with run.console.phase("sft", len(steps)) as phase:
+        for step, batch in sft_batches(rows, run.settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
             torch.manual_seed(step_seed(seed, step))
-            last = sft_step(policy, batch, settings)
+            with keeping_diverged(config.run_dir, step, run.train.sources):
+                last = _timed_step(run, step, batch)
             final = step == steps.stop - 1
-            if val and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
-                last["val/loss"] = sft_loss(policy, val, settings)
-            for sink in sinks:
+            if run.val.rows and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
+                last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
+            for sink in run.sinks:
                 sink.log(step, last)
             if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
-                store.save(step, policy, tokenizer)
+                run.store.save(step, run.policy, run.tokenizer)
             phase.advance()
     return last
+
+
+def _timed_step(run: SftRun, step: int, batch: Sequence[Row]) -> dict[str, float]:
+    began = time.perf_counter()
+    metrics = sft_step(run.policy, batch, run.settings)
+    seconds = time.perf_counter() - began
+    return metrics | {
+        "train/tokens_per_s": sum(len(row.ids) for row in batch) / seconds,
+        "train/truncated_share": run.train.cut / len(run.train.rows),
+        "training/epoch": float((step - 1) // steps_per_epoch(len(run.train.rows), run.settings.batch_size)),
+        "timing_s/step": seconds,
+    }

@@ -19,6 +19,7 @@ from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
 from rally.train.batch import TrainBatch
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
 from rally.train.forward import TokenLogprobs, token_logprobs
+from rally.train.guards import Tried
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
 from rally.train.rows import corrected_rows, marked_rows, row_logprobs
@@ -156,14 +157,15 @@ def _mini_batch(
     if settings.surrogate.marks_tokens:
         rows = marked_rows(rows, settings.surrogate)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
-    total = torch.zeros(())
+    total, tried = torch.zeros(()), []
     for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
         packed = pack(part, policy.device)
-        loss = _loss(policy, packed, weights_N, settings, reference, metrics, fresh)
-        loss.backward()
-        total = total + loss.detach()
+        loss_M = _loss(policy, packed, weights_N, settings, reference, metrics, fresh)
+        loss_M.sum().backward()
+        total = total + loss_M.detach().sum()
+        tried.append(Tried(part, loss_M.detach()))
     if rows:
-        metrics.grad_norms.append(policy.optimizer_step())
+        metrics.grad_norms.append(policy.optimizer_step(tried))
     metrics.losses.append(total)
 
 
@@ -184,6 +186,7 @@ def _loss(
     metrics: UpdateMetrics,
     fresh: bool,
 ) -> Tensor:
+    """What each sampled token adds to the loss of its mini-batch."""
     logp_M, entropy_M = _logprobs(policy, packed, settings)
     if fresh:
         metrics.add_mismatch(logp_M, packed.old_logp_M)
@@ -205,4 +208,4 @@ def _loss(
         pg_clipfrac=surrogate.clipped_M,
         pg_clipfrac_lower=surrogate.clipped_lower_M,
     )
-    return (loss_M * weights_N[packed.episode_M]).sum()
+    return loss_M * weights_N[packed.episode_M]

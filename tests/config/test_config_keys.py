@@ -116,8 +116,8 @@ def test_every_key_of_the_field_is_known(section: str) -> None:
 
 
 def free_of_extras() -> list[str]:
-    """Known keys whose misspelling cannot pass as a key that is handed on to a user's class."""
-    return [key for key in KNOWN if not key.startswith(f"{R}.agent_loop_config.")]
+    """Known keys whose misspelling cannot pass as a key that is handed on to a user's class or function."""
+    return [key for key in KNOWN if not key.startswith((f"{R}.agent_loop_config.", "reward_model.reward_kwargs."))]
 
 
 @st.composite

@@ -202,6 +202,12 @@ def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
         ("trainer.test_freq=5", "needs rows to validate on"),
         ("optim={lr_warmup_steps: 3, lr_warmup_steps_ratio: 0.1}", "both set the warm-up"),
         ("model={path: a, partial_pretrain: b}", "spellings of one setting but differ"),
+        (
+            "data.prompt_key=question",
+            "data.prompt_key and data.response_key together say where question and answer are",
+        ),
+        ("data.response_dict_keys=answer", "has no effect without data.response_key; leave it out"),
+        ("data={prompt_key: q, response_key: a, messages_key: m}", "both say where conversations are; keep one"),
     ],
 )
 def test_mistakes_in_a_supervised_run(line: str, words: str) -> None:

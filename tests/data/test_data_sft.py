@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rally.data import Conversation, DataError, load_conversations, write_rows
+from rally.data import Conversation, DataError, QuestionAnswer, load_conversations, write_rows
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -50,6 +50,43 @@ def test_argument_and_tool_texts_are_parsed(tmp_path: Path) -> None:
     function = conversation.messages[1]["tool_calls"][0]["function"]
     assert function["arguments"] == {"a": None}, "a null in JSON text was written on purpose"
     assert conversation.tools == (schema("calc", "a"),)
+
+
+def test_tools_may_be_a_list_of_texts(tmp_path: Path) -> None:
+    write_rows([{"messages": [USER, ANSWER], "tools": [json.dumps(schema("calc", "a"))]}], tmp_path / "a.parquet")
+    [conversation] = load_conversations(tmp_path / "a.parquet")
+    assert conversation.tools == (schema("calc", "a"),) and conversation.where == "a, row 0"
+
+
+def test_a_question_and_an_answer_are_a_conversation(tmp_path: Path) -> None:
+    plain = {"question": "Hi", "answer": "Hello"}
+    nested = {"extra_info": {"asked": {"text": "Hi"}, "reply": "Hello"}}
+    talk = {"prompt": [{"role": "system", "content": "Be kind."}, USER], "answer": "Hello"}
+    for row, pair, expected in (
+        (plain, QuestionAnswer(("question",), ("answer",)), (USER, ANSWER)),
+        (nested, QuestionAnswer(("extra_info", "asked", "text"), ("extra_info", "reply")), (USER, ANSWER)),
+        (talk, QuestionAnswer(("prompt",), ("answer",)), ({"role": "system", "content": "Be kind."}, USER, ANSWER)),
+    ):
+        write_rows([row], tmp_path / "a.parquet")
+        [conversation] = load_conversations(tmp_path / "a.parquet", pair=pair)
+        assert conversation.messages == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"asked": "Hi"}, "info is missing (the row has asked); name the columns of question and answer"),
+        ({"info": {"q": "Hi", "b": "x"}}, "info.a is missing (info has q, b)"),
+        ({"info": "Hi"}, "info.q is missing; name the columns"),
+        ({"info": {"q": "Hi", "a": [1]}}, "info.a is [1]; it must be a string, the answer to learn"),
+        ({"info": {"q": 3, "a": "x"}}, "info.q is 3; it must be a list of messages"),
+    ],
+)
+def test_a_pair_that_is_not_there_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+    write_rows([row], tmp_path / "a.jsonl")
+    with pytest.raises(DataError) as raised:
+        load_conversations(tmp_path / "a.jsonl", pair=QuestionAnswer(("info", "q"), ("info", "a")))
+    assert sentence in str(raised.value)
 
 
 def test_other_keys_may_be_named(tmp_path: Path) -> None:

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import VOCABULARY, full_logprobs, make_model
-from train_cases import Gradients, KeepingPolicy, difference, episode, segment, size, small_policy, uneven_episodes
+from train_cases import (
+    Gradients,
+    KeepingPolicy,
+    assert_equal,
+    calm_model,
+    difference,
+    episode,
+    segment,
+    small_policy,
+    uneven_episodes,
+)
 from transformers import PreTrainedModel
 
 from rally.algos import losses
@@ -30,7 +40,7 @@ def update_settings(**changes: object) -> UpdateSettings:
 
 
 def gradient(episodes: list[Episode], settings: UpdateSettings, *, checkpointing: bool = False) -> Gradients:
-    policy = KeepingPolicy(make_model(), checkpointing)
+    policy = KeepingPolicy(calm_model(), checkpointing)
     update_policy(policy, build_batch(episodes), settings)
     [kept] = policy.kept
     return kept
@@ -38,7 +48,7 @@ def gradient(episodes: list[Episode], settings: UpdateSettings, *, checkpointing
 
 def padded_gradient(episodes: list[Episode], settings: UpdateSettings) -> Gradients:
     """The specification: one ordinary padded forward over every segment, the loss written out token by token."""
-    model, batch = make_model(), build_batch(episodes)
+    model, batch = calm_model(), build_batch(episodes)
     pairs = [(i, s) for i, e in enumerate(episodes) for s in e.segments]
     width = max(len(s.ids) for _, s in pairs)
     ids = torch.tensor([[*s.ids, *[0] * (width - len(s.ids))] for _, s in pairs])
@@ -85,7 +95,7 @@ def test_a_row_does_not_see_its_neighbours(sizes: list[tuple[int, int]], seed: i
 def test_the_gradient_equals_the_padded_reference(mode: losses.Aggregation) -> None:
     chosen = update_settings(aggregation=mode, temperature=0.9)
     expected = padded_gradient(uneven_episodes(), chosen)
-    assert difference(gradient(uneven_episodes(), chosen), expected) <= 5e-6 * size(expected)
+    assert_equal(gradient(uneven_episodes(), chosen), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,7 +103,7 @@ def test_the_gradient_equals_the_padded_reference(mode: losses.Aggregation) -> N
 def test_one_micro_batch_equals_many(mode: losses.Aggregation, cut: dict[str, int]) -> None:
     whole = gradient(uneven_episodes(), update_settings(aggregation=mode))
     parts = gradient(uneven_episodes(), update_settings(aggregation=mode, **cut))
-    assert difference(whole, parts) <= 1e-6 * size(whole)
+    assert_equal(parts, whole)
 
 
 def test_the_cut_was_real() -> None:
@@ -202,7 +212,7 @@ def test_an_episode_of_several_segments_is_normalised_as_one(mode: losses.Aggreg
     assert batch.tokens_N.tolist() == [7, 5] and len(batch.rows) == 4
     chosen = update_settings(aggregation=mode)
     expected = padded_gradient(episodes, chosen)
-    assert difference(gradient(episodes, chosen), expected) <= 5e-6 * size(expected)
+    assert_equal(gradient(episodes, chosen), expected)
 
 
 def sampled_by_engine(model: PreTrainedModel, temperature: float) -> list[Segment]:
@@ -261,10 +271,10 @@ def test_shuffled_mini_batches_depend_on_seed_and_step_alone() -> None:
 
 
 def test_a_reference_adds_its_kl_and_nothing_at_the_start() -> None:
-    reference = make_model()
+    reference = calm_model()
     attention.install(reference)
     chosen = update_settings(kl_coef=0.5)
-    policy = KeepingPolicy(make_model())
+    policy = KeepingPolicy(calm_model())
     metrics = update_policy(policy, build_batch(uneven_episodes()), chosen, reference=reference)
     assert metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
     assert difference(policy.kept[0], gradient(uneven_episodes(), update_settings())) <= 1e-6

@@ -218,3 +218,70 @@ def test_the_dry_run_shows_what_is_learned(sft_home: Path, tmp_path: Path, paper
     show(config(sft_home, tmp_path / "none"), paper.console)
     assert "supervised" in paper.text and "####" in paper.text and "nothing was trained" in paper.text
     assert not (tmp_path / "none").exists()
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    return [row.metrics for row in RunFolder(folder).read_metrics()]
+
+
+def test_what_a_step_tells(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
+    sft(config(sft_home, tmp_path), paper.console)
+    told = metrics_of(tmp_path)
+    assert all(step["train/tokens_per_s"] > 0 and step["train/truncated_share"] == 0 for step in told)
+    assert [step["training/epoch"] for step in told] == [0, 0, 0, 1, 1, 1]
+    assert all(
+        {"train/loss", "train/lr", "train/grad_norm", "train/tokens", "timing_s/step"} <= step.keys() for step in told
+    )
+    assert "tokens/s=" in paper.text
+
+
+def test_what_truncation_cuts_is_counted(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
+    keys = ["data.max_length=30", "data.truncation=right", "data.val_files=null", "trainer.test_freq=-1"]
+    sft(config(sft_home, tmp_path, *keys, "trainer.total_training_steps=1"), paper.console)
+    [told] = metrics_of(tmp_path)
+    cut = round(told["train/truncated_share"] * 24)
+    assert 0 < cut <= 24 and f"{cut} of 24 conversations were cut to data.max_length=30 tokens" in paper.text
+
+
+def test_a_row_that_cannot_be_encoded_is_named(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
+    question = {"role": "user", "content": "?"}
+    write_rows([{"messages": [{"role": "assistant", "content": "Hi"}, question]}], tmp_path / "odd.jsonl")
+    with pytest.raises(
+        SftError, match=r"odd, row 0: a conversation to learn from must begin .* rally sft --check looks"
+    ):
+        sft(config(sft_home, tmp_path / "run", f"data.train_files={tmp_path / 'odd.jsonl'}"), paper.console)
+
+
+def test_questions_and_answers_by_their_columns(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
+    rows = [{"extra_info": {"question": f"What is {i}+0?", "answer": f"#### {i}"}} for i in range(8)]
+    write_rows(rows, tmp_path / "pairs.parquet")
+    columns = (
+        "prompt_key: extra_info, prompt_dict_keys: question, response_key: extra_info, response_dict_keys: [answer]"
+    )
+    given = config(
+        sft_home,
+        tmp_path / "run",
+        f"data={{{columns}, train_files: {tmp_path / 'pairs.parquet'}, val_files: null}}",
+        "trainer.test_freq=-1",
+    )
+    show(given, paper.console)
+    assert "#### 0" in paper.text
+    assert sft(given, paper.console).metrics["train/tokens"] == sum(len(row.sampled) for row in pair_rows(8))
+
+
+def pair_rows(count: int) -> list[Row]:
+    codec = ChatCodec(tiny_tokenizer(), "hermes")
+    asked = [{"role": "user", "content": f"What is {i}+0?"} for i in range(count)]
+    return [
+        conversation_row(codec, [question, {"role": "assistant", "content": f"#### {i}"}], SETTINGS)
+        for i, question in enumerate(asked)
+    ]
+
+
+def test_a_diverged_step_keeps_its_conversations(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
+    keys = ["trainer.guards.max_grad_norm=1e-9", "data.train_batch_size=4"]
+    with pytest.raises(DivergedError, match=r"diverged/step_000001\.safetensors"):
+        sft(config(sft_home, tmp_path, *keys), paper.console)
+    told = json.loads((tmp_path / "diverged" / "step_000001.json").read_text())
+    assert len(told["sources"]) == 4
+    assert all(source["conversation"] == f"train, row {i}" for i, source in told["sources"].items())

@@ -1,7 +1,10 @@
 """What the tests of this room train on: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
 
 import io
+import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,20 @@ from rally.config import Config, load_config
 from rally.data import arithmetic, write_rows
 from rally.engines.embedded import attention
 from rally.track import RunConsole
+from rally.train.guards import Tried
 from rally.train.policy import OptimizerSettings, Policy
-from rally.types import Episode, Segment, StopReason, Task
+from rally.types import (
+    Episode,
+    Generation,
+    Segment,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResponse,
+    ToolResult,
+    ToolStatus,
+    Turn,
+)
 
 TASK = Task(id="row-0", data_source="rally/arithmetic", prompt=({"role": "user", "content": "What is 2+3?"},))
 EASY = arithmetic.ArithmeticSpec(a=(1, 9), b=(1, 9), c=(1, 9), forms=("{a}+{b}*{c}",))
@@ -52,6 +67,43 @@ def uneven_episodes(seed: int = 0) -> list[Episode]:
     ]
 
 
+def told_episode(name: str, reward: float, pattern: str, earned: list[float | None], texts: list[str]) -> Episode:
+    """Turns as a loop records them: runs of sampled tokens, each followed by what a tool said and gave for it."""
+    one, turns, at = segment(random.Random(name), pattern), [], 0
+    runs = pattern.replace("so", "s|o").replace("os", "o|s").split("|")
+    calls = iter(zip(earned, texts, strict=True))
+    for run in runs:
+        where = {"start": at, "end": at + len(run)}
+        turns.append(Turn(role="assistant", text="", **where) if run[0] == "s" else _tool_turn(*next(calls), **where))
+        at += len(run)
+    return episode(name, "g", reward, one, turns=tuple(turns))
+
+
+def _tool_turn(reward: float | None, text: str, **where: int) -> Turn:
+    call = ToolCall(name="search", raw=text)
+    result = ToolResult(call=call, status=ToolStatus.OK, response=ToolResponse(text=text), reward=reward)
+    return Turn(role="tool", text=text, tool_results=(result,), reward=reward, **where)
+
+
+def observed_otherwise(one: Episode, seed: int) -> Episode:
+    """The same turns; what was observed between them has other content and another length. Spans that were equal are
+    equal still: whether two episodes saw the same is something an estimator may ask."""
+    return replace(one, segments=tuple(_observed_otherwise(old, seed) for old in one.segments))
+
+
+def _observed_otherwise(old: Segment, seed: int) -> Segment:
+    new = Segment(prompt_ids=old.prompt_ids)
+    tokens = zip(old.response_mask, old.response_ids, old.response_logprobs, strict=True)
+    for sampled, run in itertools.groupby(tokens, key=lambda token: token[0]):
+        _, ids, logprobs = zip(*run, strict=True)
+        if sampled:
+            new = new.append_sampled(Generation(ids=ids, logprobs=logprobs, finish="stop"))
+        else:
+            rng = random.Random(f"{seed} {ids}")
+            new = new.append_observed([rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 9))])
+    return new
+
+
 Gradients = dict[str, torch.Tensor]
 
 
@@ -63,9 +115,31 @@ class KeepingPolicy(Policy):
         super().__init__(model, OptimizerSettings(lr=0.0, weight_decay=0.0), 1, gradient_checkpointing)
         self.kept: list[Gradients] = []
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
         self.kept.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-        return super().optimizer_step()
+        return super().optimizer_step(tried)
+
+
+def calm_model(seed: int = 0) -> PreTrainedModel:
+    """A small Qwen2 in which rounding errors do not grow on their way, so that equality can be asked for to 1e-6."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.05,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def assert_equal(a: Gradients, b: Gradients, tolerance: float = 1e-6) -> None:
+    """No entry differs by more than `tolerance`, and by no more than that share of the largest entry."""
+    largest = max(float(gradient.abs().max()) for gradient in b.values())
+    assert difference(a, b) <= tolerance * min(1.0, largest)
 
 
 def difference(a: Gradients, b: Gradients) -> float:

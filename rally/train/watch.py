@@ -1,0 +1,151 @@
+"""What goes wrong slowly is said in words, with what to try: pure functions over the metrics of all steps so far.
+
+A rule reads the history and says nothing or one finding. Means over `patience` steps keep a single odd step from
+raising an alarm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ENTROPY, CALLS, CLIPPED = "actor/entropy", "tool_call_counts/mean", "response_length/clip_ratio"
+LIVE, HIGHEST, LOWEST = "groups/live_share", "critic/rewards/max", "critic/rewards/min"
+WATCHED = (ENTROPY, CALLS, CLIPPED, LIVE, HIGHEST, LOWEST)
+USES_TOOLS = 0.2  # calls an episode from which on a policy counts as one that uses tools
+
+Steps = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """`patience` steps are looked at together. A share of 0 (for clipped_share 1) never raises an alarm."""
+
+    patience: int = 5
+    entropy_share: float = 0.05
+    tool_share: float = 0.1
+    clipped_share: float = 0.5
+
+
+class Finding(NamedTuple):
+    """Something a person should look at; `key` is the same for findings that need to be said only once."""
+
+    key: str
+    text: str
+
+
+def watched(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the rules need of a step; a number that is not finite tells them nothing."""
+    return {name: metrics[name] for name in WATCHED if name in metrics and math.isfinite(metrics[name])}
+
+
+def findings(steps: Steps, settings: WatchSettings) -> list[Finding]:
+    """All that is wrong after these steps of a run, from its first on."""
+    return [found for rule in RULES if (found := rule(steps, settings)) is not None]
+
+
+def constant_reward(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """Every episode since the beginning has earned the same."""
+    value = _only_reward(steps)
+    if value is None or len(steps) < settings.patience:
+        return None
+    told = f"every reward of the first {len(steps)} steps was {value:g}, so nothing can be learned yet; "
+    look = "read some episodes beside their ground truth (episodes/ in the run folder): "
+    cause = (
+        "the task may be too hard for this model (teach it with rally sft, or begin with easier rows), or the reward "
+        "function may look for a form of answer that the prompt does not ask for"
+        if value <= 0
+        else "the reward function may not look at the answer, or the rows may be too easy"
+    )
+    return Finding("constant_reward", told + look + cause)
+
+
+def flat_groups(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """The last steps had no group in which one episode earned more than another."""
+    live = _last(steps, LIVE, settings.patience)
+    if live is None or any(live) or (_only_reward(steps) is not None and len(steps) >= settings.patience):
+        return None
+    best = max((step[HIGHEST] for step in steps if HIGHEST in step), default=math.inf)
+    solved = steps[-1].get(LOWEST) == best
+    cause = (
+        "all of them are solved: take harder rows, or stop here"
+        if solved
+        else "take easier rows, more episodes for a prompt (rollout.n), or data.curriculum.by=success, which looks for "
+        "rows that are solved sometimes"
+    )
+    told = f"for {settings.patience} steps no episode earned more or less than the others of its group"
+    return Finding("flat_groups", f"{told}, so those steps taught nothing; {cause}")
+
+
+def entropy_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """The policy has become much surer of its tokens than it was."""
+    entropies = [step[ENTROPY] for step in steps if ENTROPY in step]
+    if len(entropies) < 2 * settings.patience:
+        return None
+    start, now = (statistics.fmean(part) for part in (entropies[: settings.patience], entropies[-settings.patience :]))
+    if now >= settings.entropy_share * start:
+        return None
+    return Finding(
+        "entropy_collapse",
+        f"the policy's entropy fell from {start:.3g} to {now:.3g}, under trainer.guards.entropy_share="
+        f"{settings.entropy_share:g} of its start: it says nearly the same each time and finds nothing new; unless "
+        "the task is solved, try a lower learning rate, actor.clip_ratio_high=0.28, actor.entropy_coeff=0.001 or "
+        "actor.policy_loss.loss_mode=kl_cov",
+    )
+
+
+def tool_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """The policy called its tools, and nearly does no more."""
+    calls = [step[CALLS] for step in steps if CALLS in step]
+    size = settings.patience
+    if len(calls) < 2 * size:
+        return None
+    means = [statistics.fmean(calls[i : i + size]) for i in range(len(calls) - size + 1)]
+    best, now = max(means), means[-1]
+    if best < USES_TOOLS or now >= settings.tool_share * best:
+        return None
+    return Finding(
+        "tool_collapse",
+        f"the policy has nearly stopped calling tools: {best:.2f} calls an episode at its best, {now:.2f} now, under "
+        f"trainer.guards.tool_share={settings.tool_share:g} of that; look at tool/success_rate and at what the tools "
+        "answer, and try reward_shaping.intermediate_rewards.tool_call_success=0.1, a lower learning rate or "
+        "actor.use_kl_loss=true",
+    )
+
+
+def clipped_responses(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """Most episodes of the last steps were cut by the response budget."""
+    clipped = _last(steps, CLIPPED, settings.patience)
+    if clipped is None or statistics.fmean(clipped) <= settings.clipped_share:
+        return None
+    return Finding(
+        "clipped_responses",
+        f"{statistics.fmean(clipped):.0%} of the episodes of the last {settings.patience} steps were cut by the "
+        f"response budget, over trainer.guards.clipped_share={settings.clipped_share:g}, and are judged without an "
+        "ending; raise data.max_response_length, or make length cost something "
+        "(reward_model.reward_kwargs.overlong_buffer_cfg.enable=true)",
+    )
+
+
+RULES: tuple[Callable[[Steps, WatchSettings], Finding | None], ...] = (
+    constant_reward,
+    flat_groups,
+    entropy_collapse,
+    tool_collapse,
+    clipped_responses,
+)
+
+
+def _last(steps: Steps, name: str, count: int) -> list[float] | None:
+    """The last `count` values of a metric, which the newest step must have."""
+    values = [step[name] for step in steps if name in step]
+    return values[-count:] if len(values) >= count and name in steps[-1] else None
+
+
+def _only_reward(steps: Steps) -> float | None:
+    """The one number that all episodes of all steps have earned, if there is one."""
+    seen = {step[name] for step in steps for name in (HIGHEST, LOWEST) if name in step}
+    return seen.pop() if len(seen) == 1 else None

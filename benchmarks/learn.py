@@ -1,4 +1,4 @@
-"""Guarantees: says for every estimator and every loss whether it improves the demo's agent, from one and the same start.
+"""Guarantees: says for every estimator and every loss whether it improves the demo's agent, all from one start.
 
     OMP_NUM_THREADS=1 python -m benchmarks.learn [--methods grpo cispo dapo] [--steps 10] [--seeds 0 1] [--out FOLDER]
 

@@ -142,7 +142,8 @@ class Trainer:
     def _update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         if not episodes:
             self.console.warn_once("empty", f"step {step}: no group is left to train on")
-            return {}
+            with self.engine.updating():
+                return {}  # but the version is a new one: a run that resumes here has nothing cached either
         groups = len({e.group for e in episodes})
         count = -(-groups // self.update.mini_batch_groups) * self.update.epochs
         torch.manual_seed(step_seed(self.settings.seed, step))

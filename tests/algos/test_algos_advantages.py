@@ -79,7 +79,7 @@ def estimate(name: str, rewards: list[float], groups: list[int], tokens: list[in
         ("rloo", True, [3 - 1.5, 1 - 2.5, 2 - 2, 0, 0]),  # less the mean of the other two
         ("rloo_vectorized", True, [1.5, -1.5, 0, 0, 0]),
         ("opo", True, [3 - 1.75, 1 - 1.75, 2 - 1.75, 0, 0]),  # the mean by tokens: (3*2 + 1*4 + 2*2) / 8 = 1.75
-        ("gpg", True, [2.5, -2.5, 0, 0, 0]),  # two of five carry a signal: scaled by 5/2
+        ("gpg", True, [5 / 3, -5 / 3, 0, 0, 0]),  # three of five are in a group with a signal, the mean one too
         ("grpo_passk", True, [1, 0, 0, 0, 0]),  # 3 beats 2 by 1, deviation 1; the second group is tied
         ("grpo_passk", False, [1, 0, 0, 0, 0]),
         ("reinforce_plus_plus_baseline", True, [1, -1, 0, 0, 0]),

@@ -101,7 +101,7 @@ def methods(demo: DemoModels) -> list[Method]:
         for name in get_args(section.model_fields[field].annotation)
         if _first_name(name, kind)
     ]
-    return [m for m in found if _accepted(demo, m)] + list(WHOLE)
+    return [m for m in found if _built(demo, m)] + list(WHOLE)
 
 
 def _first_name(name: str, kind: str) -> bool:
@@ -111,11 +111,14 @@ def _first_name(name: str, kind: str) -> bool:
     return not names or names[0] == name
 
 
-def _accepted(demo: DemoModels, method: Method) -> bool:
+def _built(demo: DemoModels, method: Method) -> bool:
+    """Any other refusal means that `NEEDS` lacks something, and is not hidden."""
     try:
         configured(demo, method, 0, 1, demo.folder)
-    except ConfigError:
-        return False
+    except ConfigError as refusal:
+        if "is not built yet" in str(refusal):
+            return False
+        raise
     return True
 
 

@@ -202,7 +202,7 @@ def test_a_whole_run_refills_and_is_the_same_to_the_last_bit_however_long_scorin
     home: Path, tmp_path: Path
 ) -> None:
     runs = [tmp_path / name for name in ("whole", "cut")]
-    paper = [filtered_run(home, run, "trainer.total_training_steps=2") for run in runs][0]
+    paper, _ = (filtered_run(home, run, "trainer.total_training_steps=2") for run in runs)
     shutil.rmtree(runs[1] / "checkpoints" / "global_step_2")
     filtered_run(home, runs[1], "trainer.total_training_steps=2")
     first, second = actor(runs[0], 2), actor(runs[1], 2)

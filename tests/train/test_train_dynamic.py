@@ -27,10 +27,15 @@ ROLLOUT = Rollout(runner=None, scorer=None)  # type: ignore[arg-type]  # only it
 
 
 def live_groups(
-    places: int, wanted: int, first: int, most: int | None = None, policy: FailurePolicy = LENIENT
+    places: int,
+    wanted: int,
+    first: int,
+    most: int | None = None,
+    policy: FailurePolicy = LENIENT,
+    baseline: bool = False,
 ) -> LiveGroups:
     def jobs_at(begin: int, count: int) -> list[Job]:
-        return ROLLOUT.jobs([TASK] * count, 2, step=1, first=begin)
+        return ROLLOUT.jobs([TASK] * count, 2, step=1, first=begin, baseline=baseline)
 
     return LiveGroups(FilterSettings(metric="reward", first=first, most=most), wanted, places, jobs_at, policy)
 
@@ -134,6 +139,17 @@ def test_a_failure_that_counts_as_zero_is_judged_as_zero() -> None:
     assert [place(j.group) for j in more] == [1, 1], "both are 0, so the group is dead"
 
 
+def test_a_group_that_differs_from_its_greedy_episode_alone_is_live() -> None:
+    groups = live_groups(2, wanted=1, first=1, baseline=True)
+    jobs = groups.begin()
+    assert [job.baseline for job in jobs] == [False, False, True] and jobs[2].episode_id.endswith("-00000-greedy")
+    done = [replace(ended(job, "dead"), baseline=job.baseline, reward=float(not job.baseline)) for job in jobs]
+    assert groups.after(done) == []
+    result = groups.chosen(settle(done, LENIENT))
+    assert [e.id for e in result.episodes] == [job.episode_id for job in jobs[:2]]
+    assert result.baselines == [done[2]] and result.sampled == result.episodes and len(result.everything) == 3
+
+
 def test_the_metrics_a_group_may_be_judged_by() -> None:
     one = replace(ended(ROLLOUT.jobs([TASK], 1, 1)[0], "dead"), reward=0.75, reward_info={"score": 1.0, "f1": 0.5})
     found = [metric_of(one, name) for name in ("reward", "seq_reward", "seq_final_reward", "score", "acc", "f1")]
@@ -152,7 +168,7 @@ class Waves:
 
     async def run(self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: object) -> list[Episode]:
         self.sizes.append(len(jobs))
-        kinds = ["live" if place(job.group) % 5 == 0 else "dead" for job in jobs]
+        kinds = ["live" if place(job.group) % 3 == 0 else "dead" for job in jobs]
         return [replace(ended(job, kind)) for job, kind in zip(jobs, kinds, strict=True)]
 
     async def score_batch(self, episodes: Sequence[Episode]) -> list[object]:

@@ -237,15 +237,14 @@ def success(engine: EmbeddedEngine, codec: ChatCodec, tasks: TaskSet) -> float:
 
 def report(folder: Path, codec: ChatCodec, console: RunConsole) -> DemoResult:
     """Before and after, three conversations, and where everything is."""
-    run_folder = RunFolder(folder)
-    rows = run_folder.read_metrics()
-    validated = [r for r in rows if any(k.startswith("val-core/") for k in r.metrics)]
-    before, after = (_success_of(r.metrics) for r in (validated[0], validated[-1]))
+    result = before_and_after(folder)
+    before, after = result.before, result.after
     console.table(
         "success on 200 held-out problems",
         [["", "before", "after"], *([name, f"{before[name]:.1%}", f"{after[name]:.1%}"] for name in before)],
     )
-    episodes = run_folder.read_episodes(validated[-1].step, validate=True)
+    run_folder = RunFolder(folder)
+    episodes = run_folder.read_episodes(run_folder.episode_steps(validate=True)[-1], validate=True)
     for episode in episodes[:3]:
         console.show(conversation_text(episode, codec.decode))
     curve = write_curve(folder, title="Rally demo: learning to use a calculator")
@@ -253,7 +252,14 @@ def report(folder: Path, codec: ChatCodec, console: RunConsole) -> DemoResult:
         "where to look",
         [["run folder", str(folder)], ["curve", str(curve.html)], *([["", str(curve.png)]] if curve.png else [])],
     )
-    return DemoResult(folder, before, after)
+    return result
+
+
+def before_and_after(folder: Path) -> DemoResult:
+    """Held-out success at the first and at the last validation of a run."""
+    rows = RunFolder(folder).read_metrics()
+    validated = [r for r in rows if any(k.startswith("val-core/") for k in r.metrics)]
+    return DemoResult(folder, _success_of(validated[0].metrics), _success_of(validated[-1].metrics))
 
 
 def _success_of(metrics: Mapping[str, float]) -> dict[str, float]:

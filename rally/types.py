@@ -75,6 +75,10 @@ class SamplingParams:
         if not self.max_tokens >= 1:
             raise RallyError(f"max_tokens must be at least 1, not {self.max_tokens}")
 
+    def greedy(self) -> SamplingParams:
+        """The likeliest token each time; everything else as it is."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+
     @classmethod
     def of(cls, values: Mapping[str, Any] | SamplingParams) -> SamplingParams:
         """The same from a dictionary, as a user's agent loop writes it; an unknown name is an error."""
@@ -249,7 +253,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One whole exchange. `group` ties together the episodes sampled for one prompt in one step."""
+    """One whole exchange. `group` ties together the episodes sampled for one prompt in one step. A `baseline` is the
+    greedy one that they are compared with: it is recorded and never trained on."""
 
     id: str
     task: Task
@@ -263,6 +268,7 @@ class Episode:
     step: int = 0
     validate: bool = False
     seed: int | None = None
+    baseline: bool = False
     timings: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 

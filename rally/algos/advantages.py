@@ -82,9 +82,10 @@ def opo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def gpg(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Reward less the mean of its group, scaled up by the share of samples that carry no signal."""
-    found = centred(rewards_N, groups_N)
-    return found * (found.numel() / max(1, int(found.count_nonzero())))
+    """Reward less the mean of its group, scaled up by the share of samples whose group carries a signal."""
+    statistics = group_statistics(rewards_N, groups_N)
+    live = int((statistics.std_N > 0).sum())
+    return (_centred(rewards_N, statistics) * (rewards_N.numel() / max(1, live))).float()
 
 
 def grpo_passk(rewards_N: Tensor, groups_N: Tensor, *, by_std: bool = True, epsilon: float = 1e-6) -> Tensor:

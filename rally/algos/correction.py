@@ -21,11 +21,12 @@ REJECTIONS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """`level`: weights of importance, cut off at `threshold`. `rejections`: tests with (lowest, highest) that tokens
-    must pass to count at all."""
+    """`level`: weights of importance, cut off at `threshold` and then, if `normalize`, of mean 1. `rejections`: tests
+    with (lowest, highest) that tokens must pass to count at all."""
 
     level: Literal["token", "sequence"] | None = None
     threshold: float = 2.0
+    normalize: bool = False
     rejections: tuple[tuple[str, float, float], ...] = ()
 
     @property
@@ -41,6 +42,16 @@ def truncated_weights(
     if level == "sequence":
         difference = _over_rows(difference, row_M, "sum")
     return torch.exp(difference.clamp(-20, 20)).clamp(max=threshold)
+
+
+def of_mean_one(weights_M: Tensor, row_M: Tensor, level: Literal["token", "sequence"]) -> Tensor:
+    """Weights divided by their mean over the tokens of the batch or, where a row has one weight, over its rows."""
+    if not weights_M.numel():
+        return weights_M
+    counts_M = torch.ones_like(weights_M)
+    if level == "sequence":
+        counts_M = 1 / _over_rows(counts_M, row_M, "sum")
+    return weights_M / ((weights_M * counts_M).sum() / counts_M.sum())
 
 
 def kept_tokens(

@@ -3,7 +3,7 @@
 What is compared with what is chosen apart from how: whole episodes, turns, turns of one number or turns in one state
 are the samples, and any group-relative estimator turns their rewards into advantages.
 
-Shapes: N episodes, K assistant turns of all of them in order, M sampled tokens in the same order.
+Shapes: N episodes, K assistant turns of all of them in order, M sampled tokens in the same order, C components.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class CreditSettings:
     turn_rewards: TurnRewards = "trajectory"
     gamma: float = 1.0
     step_weight: float = 1.0  # of GiGPO's step advantage beside that of the episode
+    components: tuple[str, ...] = ()  # of the reward, which GDPO compares one by one
+
+    @property
+    def needs_greedy(self) -> bool:
+        return self.estimator == "remax"
 
     @property
     def needs_turns(self) -> bool:
@@ -51,13 +56,16 @@ class Turns(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Episodes in numbers: the reward of each whole episode, and rewards of single tokens (a KL penalty) beside it."""
+    """Episodes in numbers: the reward of each whole episode, and rewards of single tokens (a KL penalty) beside it;
+    what a greedy episode earned on the same prompt, and the components of the reward, for those that compare them."""
 
     rewards_N: Tensor
     groups_N: Tensor
     tokens_N: Tensor
     token_rewards_M: Tensor | None = None
     turns: Turns | None = None
+    baselines_N: Tensor | None = None
+    components_NC: Tensor | None = None
 
 
 def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
@@ -66,6 +74,10 @@ def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
         return whiten(discounted(_token_rewards(scored, settings), scored.tokens_N, settings.gamma))
     if settings.estimator == "gigpo":
         return _gigpo(scored, settings)
+    if settings.estimator == "remax":
+        return _remax(scored, settings)
+    if settings.estimator == "gdpo":
+        return _gdpo(scored, settings)
     if settings.turn_rewards == "trajectory":
         found_N = _estimate(settings, _episode_rewards(scored), scored.groups_N, scored.tokens_N)
         found_M = found_N.repeat_interleave(scored.tokens_N)
@@ -110,6 +122,21 @@ def _gigpo(scored: Scored, settings: CreditSettings) -> Tensor:
     step_K = _with_peers(grpo(turn_returns(scored, settings), peers_K, by_std=settings.by_std), peers_K)
     found_K = whole_N[turns.episode_K] + settings.step_weight * step_K
     return found_K.repeat_interleave(turns.tokens_K)
+
+
+def _remax(scored: Scored, settings: CreditSettings) -> Tensor:
+    """What comes from the token on, less what the greedy episode of the same prompt earned in all."""
+    assert scored.baselines_N is not None, "ReMax needs greedy episodes"
+    returns_M = discounted(_token_rewards(scored, settings), scored.tokens_N, settings.gamma)
+    return (returns_M - scored.baselines_N.repeat_interleave(scored.tokens_N)).float()
+
+
+def _gdpo(scored: Scored, settings: CreditSettings) -> Tensor:
+    """The GRPO advantage of each component of the reward, added up and brought to one scale over the batch's tokens."""
+    assert scored.components_NC is not None, "GDPO needs components"
+    columns = scored.components_NC.unbind(1)
+    total_N = torch.stack([grpo(c_N, scored.groups_N, by_std=settings.by_std) for c_N in columns]).sum(0)
+    return whiten(total_N.repeat_interleave(scored.tokens_N))
 
 
 def _estimate(settings: CreditSettings, rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:

@@ -38,8 +38,10 @@ class RolloutCorrection(Section):
     rollout_rs_threshold: str | None = None
     """The largest divergence, or the lowest and highest ratio as 0.5_2.0 for k1; one for all tests or one for each."""
     bypass_mode: bool = False
+    """The recorded log-probabilities are the old ones, as they are wherever nothing is corrected."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     rollout_is_batch_normalize: bool = False
+    """Divide the weights of rollout_is by their mean over the batch."""
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -66,8 +68,11 @@ class Gigpo(Section):
 
 class FilterGroups(Section):
     enable: bool = False
+    """Set groups aside whose metric is the same for all episodes, and begin other prompts in their place."""
     metric: str = "reward"
+    """reward (or seq_reward, seq_final_reward), score, acc, or any number that the reward function reports."""
     max_num_gen_batches: Natural = 0
+    """A step begins at most this many times data.gen_batch_size prompts. 0: until every row was tried."""
     max_inflight_gen_batches: Count = 1
 
 
@@ -110,6 +115,7 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrection = RolloutCorrection()
     filter_groups: FilterGroups = FilterGroups()
     gdpo_reward_keys: Texts = ()
+    """adv_estimator=gdpo: the numbers of the reward function that are compared one by one."""
 
 
 class CriticOptim(OptimConfig):

@@ -62,7 +62,7 @@ def equal_names(config: Config) -> Iterator[str]:
 def batch(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
-    if n < 2 and estimator != "reinforce_plus_plus" and not config.trainer.val_only:
+    if n < 2 and estimator not in ("reinforce_plus_plus", "remax") and not config.trainer.val_only:
         yield f"{ROLLOUT}.n={n} leaves {estimator} nothing to compare an episode with; set it to 2 or more."
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
@@ -127,19 +127,53 @@ def credit(config: Config) -> Iterator[str]:
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
     if gamma != 1 and turns == "trajectory" and estimator not in ("reinforce_plus_plus", "gigpo", "gae"):
         yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
+    if turns != "trajectory" and estimator in ("remax", "gdpo"):
+        yield f"algorithm.turn_rewards={turns} does not go with {estimator}; leave it out."
     if turns == "turn_baseline" and estimator in ("reinforce_plus_plus", "gigpo"):
         yield f"algorithm.turn_rewards=turn_baseline does not go with {estimator}; set it to returns."
     for key, usual in (("kl_penalty", ("kl",)), ("kl_ctrl.kl_coef", (0.001, 0.0))):
         if not algorithm.use_kl_in_reward and look_up(algorithm, key) not in usual:
             yield f"algorithm.{key} has no effect without algorithm.use_kl_in_reward=true; set that, or leave it out."
-    if not algorithm.norm_adv_by_std_in_grpo and not estimator.startswith(("grpo", "gigpo")):
+    if not algorithm.norm_adv_by_std_in_grpo and not estimator.startswith(("grpo", "gigpo", "gdpo")):
         yield f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {estimator}; leave it out."
     if algorithm.gigpo.step_advantage_w != 1 and estimator != "gigpo":
         yield "algorithm.gigpo.step_advantage_w has no effect unless algorithm.adv_estimator=gigpo; leave it out."
 
 
+def components(config: Config) -> Iterator[str]:
+    keys, chosen = config.algorithm.gdpo_reward_keys, config.algorithm.adv_estimator == "gdpo"
+    if bool(keys) != chosen:
+        yield "algorithm.gdpo_reward_keys and algorithm.adv_estimator=gdpo go together; set both or neither."
+    if chosen and config.algorithm.use_kl_in_reward:
+        yield f"algorithm.use_kl_in_reward has no effect with gdpo; use {ACTOR}.use_kl_loss."
+    shaped = config.reward_shaping != RewardShaping() and config.reward_shaping.enable is not False
+    if chosen and shaped and not any(key.startswith("shaping/") for key in keys):
+        told = "reward_shaping has no effect with gdpo unless its components are among algorithm.gdpo_reward_keys"
+        yield f"{told}; add them, such as shaping/tool_call_success."
+
+
+def filtering(config: Config) -> Iterator[str]:
+    key, chosen, data = "algorithm.filter_groups", config.algorithm.filter_groups, config.data
+    if not chosen.enable:
+        written = [f"{key}.{name}" for name in chosen.model_dump(exclude_defaults=True) if name != "enable"]
+        for name in [*written, *(["data.gen_batch_size"] if data.gen_batch_size is not None else [])]:
+            yield f"{name} has no effect without {key}.enable=true; set that, or leave it out."
+        return
+    if data.gen_batch_size is not None and data.gen_batch_size < data.train_batch_size:
+        told = f"data.gen_batch_size={data.gen_batch_size} is less than data.train_batch_size={data.train_batch_size}"
+        yield f"{told}, which a step trains on; make it as large or leave it out."
+    if config.rollout.n < 2 and config.algorithm.adv_estimator != "remax":
+        yield f"{key} sets groups of one episode aside, all of them; set {ROLLOUT}.n to 2 or more."
+    if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield f"{key}.metric=seq_final_reward holds a KL that is not known in time; use seq_reward."
+
+
 def correction(config: Config) -> Iterator[str]:
     key, given = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if given.bypass_mode and (given.rollout_is is not None or given.tests):
+        yield f"{key}.bypass_mode=true corrects nothing; leave it out, or {key}.rollout_is and rollout_rs."
+    if given.rollout_is_batch_normalize and given.rollout_is is None:
+        yield f"{key}.rollout_is_batch_normalize has no effect without {key}.rollout_is; set it to token or sequence."
     if given.rollout_is is None and given.rollout_is_threshold != 2.0:
         yield f"{key}.rollout_is_threshold has no effect without {key}.rollout_is; set it to token or sequence."
     for test in given.tests:
@@ -293,6 +327,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     loss,
     objective,
     credit,
+    components,
+    filtering,
     correction,
     loop,
     reward,

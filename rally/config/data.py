@@ -50,6 +50,8 @@ class DataConfig(Section):
     """Tokens of the whole response of an episode: sampled, tool and user tokens together."""
     train_batch_size: Count = 32
     """Prompts per step. The ecosystem's 1024 needs a cluster."""
+    gen_batch_size: Count | None = None
+    """Prompts that a step begins with if algorithm.filter_groups is on. None takes train_batch_size."""
     val_batch_size: Count | None = None
     """Prompts validated at a time; None takes the whole file."""
     tool_config_path: PathText | None = None
@@ -79,7 +81,6 @@ class DataConfig(Section):
     dataloader_num_workers: Annotated[Int, Only(0, because="rows are read in the main process")] = 0
 
     filter_overlong_prompts_workers: Count = 1
-    gen_batch_size: Count | None = None
     custom_cls: CustomClass = CustomClass()
     datagen: CustomClass = CustomClass()
     chat_template_func: str | None = None

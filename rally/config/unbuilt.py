@@ -30,7 +30,7 @@ MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
 LOGGERS = ("console", "file")
 ESTIMATORS = (
     *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
@@ -85,11 +85,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("algorithm.kl_ctrl.target_kl", OUT),
     Unbuilt("algorithm.use_pf_ppo", OUT),
     Unbuilt("algorithm.pf_ppo", OUT),
-    Unbuilt("algorithm.rollout_correction.bypass_mode", OUT),
-    Unbuilt("algorithm.rollout_correction.loss_type", "leave it out to use ppo_clip"),
-    Unbuilt("algorithm.rollout_correction.rollout_is_batch_normalize", OUT),
-    Unbuilt("algorithm.filter_groups", OUT),
-    Unbuilt("algorithm.gdpo_reward_keys", OUT),
+    Unbuilt("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
+    Unbuilt("algorithm.filter_groups.max_inflight_gen_batches", "leave it out, prompts begin one by one"),
     Unbuilt("critic", "leave it out, GRPO needs no critic"),
     Unbuilt("trainer.critic_warmup", "leave it out, GRPO needs no critic"),
     Unbuilt("trainer.max_critic_ckpt_to_keep", "leave it out, GRPO needs no critic"),
@@ -165,7 +162,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # data
     Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
     Unbuilt("data.datagen", "leave it out, rows come from files"),
-    Unbuilt("data.gen_batch_size", "leave it out and set data.train_batch_size"),
     Unbuilt("data.filter_overlong_prompts_workers", OUT),
     Unbuilt("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
     Unbuilt("data.cache_dir", "leave it out, files are read where they lie"),

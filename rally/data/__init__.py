@@ -4,7 +4,15 @@ from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes
 from rally.data.read import DataError, RowSet
 from rally.data.rows import TaskSet, load_tasks
 from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
-from rally.data.samplers import RowSampler, SamplerSettings, draw, learned, load_sampler_class, restore
+from rally.data.samplers import (
+    RowSampler,
+    SamplerSettings,
+    draw,
+    draw_further,
+    learned,
+    load_sampler_class,
+    restore,
+)
 from rally.data.sft import Conversation, QuestionAnswer, load_conversations
 from rally.data.write import write_rows
 
@@ -22,6 +30,7 @@ __all__ = [
     "TaskSet",
     "batch_indices",
     "draw",
+    "draw_further",
     "episode_seed",
     "learned",
     "load_conversations",

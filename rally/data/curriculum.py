@@ -52,6 +52,13 @@ class EasyToHard(RowSampler):
         rows: list[int] = self.order[chosen].tolist()
         return rows
 
+    def further(self, step: int) -> Sequence[int]:
+        """The other open rows by chance, then the easiest of those that are not open yet."""
+        count = self.open_rows(step)
+        harder: list[int] = self.order[count:].tolist()
+        opened = set(self.order[:count].tolist())
+        return [row for row in super().further(step) if row in opened] + harder
+
     def open_rows(self, step: int) -> int:
         """How many rows a step draws from; enough for a batch in any case."""
         start = self.options.start_share
@@ -92,13 +99,23 @@ class SolvedSometimes(RowSampler):
         self.last = np.zeros(len(tasks), dtype=np.int64)  # the step a row was last tried at
 
     def batch(self, step: int) -> Sequence[int]:
+        return self._ranked(step)[: self.settings.batch_size]
+
+    def further(self, step: int) -> Sequence[int]:
+        """What is left of the target, then of the others."""
+        return self._ranked(step)[self.settings.batch_size :]
+
+    def _ranked(self, step: int) -> list[int]:
+        """All rows: those of the batch, then those to try after it."""
         order = generator(self.settings.seed, step).permutation(len(self.rate))
         order = order[np.argsort(self.last[order], kind="stable")]  # longest ago first, by chance among equals
         target = self._in_band()[order]
         wanted, others = order[target], order[~target]
         size = self.settings.batch_size
         exploring = min(len(others), max(round(self.options.explore * size), size - len(wanted)))
-        rows: list[int] = np.concatenate([wanted[: size - exploring], others[:exploring]]).tolist()
+        targeted = size - exploring
+        parts = (wanted[:targeted], others[:exploring], wanted[targeted:], others[exploring:])
+        rows: list[int] = np.concatenate(parts).tolist()
         return rows
 
     def update(self, step: int, episodes: Sequence[Episode]) -> Mapping[str, float] | None:

@@ -44,11 +44,11 @@ def episode_seed(seed: int, step: int, row_index: int, sample_index: int) -> int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def generator(seed: int, number: int) -> np.random.Generator:
-    """Random numbers for the epoch or step `number` of a run: the same on every machine."""
+def generator(seed: int, *numbers: int) -> np.random.Generator:
+    """Random numbers for an epoch or step of a run, or for one purpose in it: the same on every machine."""
     if seed < 0:
         raise DataError(f"the data seed is {seed}; it must be 0 or more")
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))
 
 
 def _epoch(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

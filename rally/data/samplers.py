@@ -14,11 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from rally.data.messages import shown
 from rally.data.read import DataError
 from rally.data.rows import TaskSet
-from rally.data.sampler import batch_indices
+from rally.data.sampler import batch_indices, generator
 from rally.types import Episode
+
+_FURTHER = 1  # apart from the random numbers of batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,18 @@ class RowSampler:
             len(self.tasks), settings.batch_size, seed=settings.seed, step=step, shuffle=settings.shuffle
         )
 
+    def further(self, step: int) -> Sequence[int]:
+        """The rows to try after `batch(step)`, in this order, while groups of it teach nothing (filter_groups): all
+        others, in random order or, without shuffling, from the end of the batch on. Asked twice, it answers the same.
+        """
+        batch, settings = self.batch(step), self.settings
+        if settings.shuffle:
+            rows = generator(settings.seed, step, _FURTHER).permutation(len(self.tasks))
+        else:
+            rows = np.roll(np.arange(len(self.tasks)), -(int(batch[-1]) + 1))
+        left: list[int] = rows[~np.isin(rows, batch)].tolist()
+        return left
+
     def update(self, step: int, episodes: Sequence[Episode]) -> Mapping[str, float] | None:
         """Learn from the scored episodes of a step; what is returned is logged as `curriculum/<name>`."""
         return None
@@ -60,7 +76,7 @@ class RowSampler:
 def draw(sampler: RowSampler, step: int, batch_size: int, num_rows: int) -> list[int]:
     """The rows of a step, checked: a user's class may answer anything."""
     rows = [int(row) for row in sampler.batch(step)]
-    bad = [row for row in rows if not 0 <= row < num_rows]
+    bad = _outside(rows, num_rows)
     if len(rows) != batch_size or bad:
         found = f"the row {shown(bad[0])}" if bad else f"{len(rows)} rows"
         raise DataError(
@@ -68,6 +84,21 @@ def draw(sampler: RowSampler, step: int, batch_size: int, num_rows: int) -> list
             f"0 to {num_rows - 1}"
         )
     return rows
+
+
+def draw_further(sampler: RowSampler, step: int, num_rows: int) -> list[int]:
+    """The rows to try after those of the step, checked in the same way."""
+    rows = [int(row) for row in sampler.further(step)]
+    if bad := _outside(rows, num_rows):
+        raise DataError(
+            f"{type(sampler).__name__}.further({step}) returned the row {shown(bad[0])}; it must return row numbers "
+            f"from 0 to {num_rows - 1}"
+        )
+    return rows
+
+
+def _outside(rows: Sequence[int], num_rows: int) -> list[int]:
+    return [row for row in rows if not 0 <= row < num_rows]
 
 
 def learned(sampler: RowSampler) -> dict[str, Any]:

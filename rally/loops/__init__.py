@@ -2,7 +2,7 @@
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register
-from rally.loops.runner import Job, Runner
+from rally.loops.runner import Finish, Job, Runner
 from rally.loops.single_turn import SingleTurnAgentLoop
 from rally.loops.tool_agent import ToolAgentLoop
 
@@ -10,6 +10,7 @@ __all__ = [
     "AgentLoopBase",
     "AgentLoopOutput",
     "EpisodeServer",
+    "Finish",
     "Job",
     "LoopContext",
     "LoopError",

@@ -32,9 +32,11 @@ class Job:
     step: int = 0
     validate: bool = False
     check_tokens: bool = True
+    baseline: bool = False  # greedy, whatever the others are sampled with
 
 
 Finish = Callable[[Episode], Awaitable[Episode]]
+More = Callable[[Episode], Sequence[Job]]
 
 
 @dataclass(kw_only=True)
@@ -52,29 +54,40 @@ class Runner:
     max_retries: int = 0
 
     async def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Finish | None = None
+        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Finish | None = None, more: More | None = None
     ) -> list[Episode]:
         """Hold all exchanges concurrently, in the order of the jobs. `finish` (scoring, progress) is awaited for each
-        as soon as it ends, while others still run."""
+        as soon as it ends, while others still run; then the jobs that `more` returns for it begin."""
 
         engine = self.engine if isinstance(self.engine, WaitsForEveryone) else None
+        tasks: list[asyncio.Task[Episode]] = []
+
+        def begin(jobs: Sequence[Job]) -> None:
+            if engine:
+                for job in jobs:
+                    engine.expect(job.episode_id)
+            tasks.extend(group.create_task(one(job)) for job in jobs)
 
         async def one(job: Job) -> Episode:
             try:
                 episode = await self._episode(job, sampling)
+                if engine and more is None:
+                    engine.dismiss(job.episode_id)  # nobody waits for a score that nothing depends on
+                episode = await finish(episode) if finish else episode
+                if more is not None:
+                    begin(more(episode))
+                return episode
             finally:
                 if engine:
                     engine.dismiss(job.episode_id)
-            return await finish(episode) if finish else episode
 
-        if engine:
-            for job in jobs:
-                engine.expect(job.episode_id)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(job)) for job in jobs]
+            begin(jobs)
         return [task.result() for task in tasks]
 
     async def _episode(self, job: Job, sampling: SamplingParams) -> Episode:
+        if job.baseline:
+            sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
             began = time.perf_counter()
             try:
@@ -91,6 +104,7 @@ class Runner:
             step=job.step,
             validate=job.validate,
             seed=job.seed,
+            baseline=job.baseline,
             extra={"attempts": self.max_retries + 1},
         )
 
@@ -150,6 +164,7 @@ class Runner:
             step=job.step,
             validate=job.validate,
             seed=job.seed,
+            baseline=job.baseline,
             timings=timings,
             extra=extra,
         )

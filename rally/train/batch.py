@@ -12,7 +12,14 @@ from rally.algos.credit import CreditSettings, Scored, token_advantages
 from rally.rewards import outcome
 from rally.train.packing import Row
 from rally.train.turns import turns_of_episodes
-from rally.types import Episode
+from rally.types import Episode, RallyError
+
+GREEDY = "remax/greedy_reward"
+"""Where an episode records what the greedy one of its group earned."""
+
+
+class ComponentError(RallyError):
+    """A reward function that does not report what an estimator needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,8 @@ def build_batch(
         tokens_N=torch.tensor([sum(s.sampled for s in e.segments) for e in episodes]),
         token_rewards_M=token_rewards_M,
         turns=turns_of_episodes(episodes) if settings.needs_turns else None,
+        baselines_N=_reported(episodes, [GREEDY])[:, 0] if settings.needs_greedy else None,
+        components_NC=_reported(episodes, settings.components) if settings.components else None,
     )
     return TrainBatch(
         rows=_with_advantages(rows_of(episodes), token_advantages(scored, settings)),
@@ -78,6 +87,18 @@ def build_batch(
         groups_N=scored.groups_N,
         tokens_N=scored.tokens_N,
     )
+
+
+def _reported(episodes: Sequence[Episode], keys: Sequence[str]) -> Tensor:
+    """Numbers that were recorded with the reward of each episode."""
+    for episode in episodes:
+        for key in keys:
+            if not isinstance(episode.reward_info.get(key), (bool, int, float)):
+                raise ComponentError(
+                    f"the reward of episode {episode.id} came without a number under {key}, which "
+                    "algorithm.gdpo_reward_keys names; let the reward function return it"
+                )
+    return torch.tensor([[float(e.reward_info[key]) for key in keys] for e in episodes], dtype=torch.float64)
 
 
 def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.algos.credit import CreditSettings
 from rally.chat import ChatCodec
-from rally.data import RowSampler, TaskSet, draw, learned, steps_per_epoch
+from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
 from rally.engines.embedded import EmbeddedEngine
+from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint import CheckpointStore
+from rally.train.dynamic import FilterSettings, LiveGroups
 from rally.train.forward import token_logprobs
 from rally.train.guards import keeping_diverged
 from rally.train.parts import ValidationPass
@@ -45,6 +47,7 @@ class FitSettings:
     n: int
     seed: int = 0
     credit: CreditSettings = field(default_factory=CreditSettings)
+    filter: FilterSettings | None = None  # None: every group of the batch is trained on
     reward_kl_coef: float = 0.0  # 0: no KL in the reward
     reward_kl_kind: str = "kl"
     save_freq: int = -1
@@ -107,8 +110,8 @@ class Trainer:
         with _timed(metrics, "step"):
             with _timed(metrics, "gen"):
                 result = await self._collect(step)
-            metrics |= result.metrics() | rollout_metrics(result.everything) | reward_metrics(result.episodes)
-            metrics |= self._learned(step, result.episodes)
+            metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
+            metrics |= self._learned(step, result.scored)
             self._record(step, result.everything, validate=False)
             with _timed(metrics, "update_actor"):
                 metrics |= self._update(step, result.episodes)
@@ -117,10 +120,25 @@ class Trainer:
         return metrics
 
     async def _collect(self, step: int) -> RolloutResult:
-        rows = draw(self.sampler, step, self.settings.batch_size, len(self.train_tasks))
-        jobs = self.rollout.jobs([self.train_tasks[row] for row in rows], self.settings.n, step)
-        with self.console.phase(f"rollout {step}/{self.settings.total_steps}", len(jobs)) as phase:
-            return await self.rollout.collect(jobs, self.sampling, on_done=phase.advance)
+        settings, size = self.settings, self.settings.batch_size
+        rows = draw(self.sampler, step, size, len(self.train_tasks))
+        if settings.filter is not None:
+            rows += draw_further(self.sampler, step, len(self.train_tasks))
+
+        def jobs_at(first: int, count: int) -> list[Job]:
+            tasks = [self.train_tasks[row] for row in rows[first : first + count]]
+            return self.rollout.jobs(tasks, settings.n, step, first=first, baseline=settings.credit.needs_greedy)
+
+        groups = None
+        if settings.filter is not None:
+            groups = LiveGroups(settings.filter, size, len(rows), jobs_at, self.rollout.policy)
+        jobs = jobs_at(0, size) if groups is None else groups.begin()
+        total = len(jobs) if groups is None else None  # with refills nobody knows yet
+        with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
+            result = await self.rollout.collect(jobs, self.sampling, on_done=phase.advance, refill=groups)
+        if groups is not None and groups.missing:
+            self.console.warn_once("missing", f"step {step}: {groups.words}")
+        return result
 
     def _learned(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """The sampler's own numbers, once it has seen how the episodes went."""
@@ -128,8 +146,9 @@ class Trainer:
 
     def _update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         if not episodes:
-            self.console.warn_once("empty", f"step {step}: every group was dropped, nothing to train on")
-            return {}
+            self.console.warn_once("empty", f"step {step}: no group is left to train on")
+            with self.engine.updating():
+                return {}  # but the version is a new one: a run that resumes here has nothing cached either
         groups = len({e.group for e in episodes})
         count = -(-groups // self.update.mini_batch_groups) * self.update.epochs
         torch.manual_seed(step_seed(self.settings.seed, step))

@@ -31,6 +31,7 @@ from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
+from rally.train.dynamic import FilterSettings
 from rally.train.guards import GradientLimits
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.policy import OptimizerSettings
@@ -185,7 +186,7 @@ class ValidationPass:
 def validation_passes(config: Config, train: SamplingParams) -> list[ValidationPass]:
     """Greedy alone by default; where val_kwargs sample, that pass is the main one and greedy runs beside it."""
     kwargs = config.rollout.val_kwargs
-    greedy = replace(train, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    greedy = train.greedy()
     sample = kwargs.temperature > 0 if kwargs.do_sample is None else kwargs.do_sample
     if not sample:
         return [ValidationPass(greedy, 1)]
@@ -237,7 +238,17 @@ def credit_settings_of(config: Config) -> CreditSettings:
         turn_rewards=algorithm.turn_rewards,
         gamma=algorithm.gamma,
         step_weight=algorithm.gigpo.step_advantage_w,
+        components=algorithm.gdpo_reward_keys,
     )
+
+
+def filter_settings_of(config: Config) -> FilterSettings | None:
+    """DAPO's dynamic sampling, if it is on. A generation batch is as large as what a step begins with."""
+    chosen = config.algorithm.filter_groups
+    first = config.data.gen_batch_size or config.data.train_batch_size
+    if not chosen.enable:
+        return None
+    return FilterSettings(metric=chosen.metric, first=first, most=chosen.max_num_gen_batches * first or None)
 
 
 def correction_settings_of(config: Config) -> CorrectionSettings:
@@ -246,6 +257,7 @@ def correction_settings_of(config: Config) -> CorrectionSettings:
         level=correction.rollout_is,
         threshold=correction.rollout_is_threshold,
         rejections=correction.rejections,
+        normalize=correction.rollout_is_batch_normalize,
     )
 
 

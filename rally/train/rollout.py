@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from rally.data import episode_seed
-from rally.loops import Job, Runner
+from rally.loops import Finish, Job, Runner
 from rally.rewards import Score, Scorer, Shaping
+from rally.train.batch import GREEDY
 from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
 
 OnError = Literal["retry", "drop_group", "zero", "raise"]
@@ -35,17 +36,31 @@ class FailurePolicy:
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
     """`episodes` are whole groups, all scored. For the record: `failed` were dropped or zeroed, and `set_aside` did not
-    fail but went with a group that was dropped."""
+    fail but went with a group that was dropped. `filtered` are whole scored groups that are not trained on, and
+    `baselines` the greedy episodes that the others were compared with."""
 
     episodes: list[Episode]
     failed: list[Episode] = field(default_factory=list)
     set_aside: list[Episode] = field(default_factory=list)
+    filtered: list[Episode] = field(default_factory=list)
+    baselines: list[Episode] = field(default_factory=list)
+    filtering: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling
     dropped_groups: int = 0
 
     @property
+    def scored(self) -> list[Episode]:
+        """What was sampled in whole groups: it tells how the policy does on their prompts, trained on or not."""
+        return self.episodes + self.filtered
+
+    @property
     def everything(self) -> list[Episode]:
-        kept = {e.id for e in self.episodes}
-        return self.episodes + [e for e in self.failed if e.id not in kept] + self.set_aside
+        whole = self.scored + self.baselines
+        kept = {e.id for e in whole}
+        return whole + [e for e in self.failed if e.id not in kept] + self.set_aside
+
+    @property
+    def sampled(self) -> list[Episode]:
+        return [e for e in self.everything if not e.baseline]
 
     def metrics(self) -> dict[str, float]:
         loops = sum(e.stop_reason is StopReason.ERROR for e in self.failed)
@@ -54,7 +69,20 @@ class RolloutResult:
             "failures/reward": float(len(self.failed) - loops),
             "failures/dropped_groups": float(self.dropped_groups),
             "failures/set_aside": float(len(self.set_aside)),
+            **self.filtering,
         }
+
+
+class Refill(Protocol):
+    """Watches groups end, and lets others begin in their place."""
+
+    def after(self, episodes: Sequence[Episode]) -> list[Job]:
+        """Episodes have ended, scored if they could be; what begins now."""
+        ...
+
+    def chosen(self, result: RolloutResult) -> RolloutResult:
+        """The finished rollout, with the groups to train on apart from those to set aside."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -68,37 +96,70 @@ class Rollout:
     shaping: Shaping = field(default_factory=Shaping)
     in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
 
-    def jobs(self, tasks: Iterable[Task], n: int, step: int, validate: bool = False) -> list[Job]:
-        """`n` jobs per task. Seeds depend on (seed, step, place, sample) alone; validation keeps its own over steps."""
+    def jobs(
+        self,
+        tasks: Iterable[Task],
+        n: int,
+        step: int,
+        validate: bool = False,
+        *,
+        first: int = 0,
+        baseline: bool = False,
+    ) -> list[Job]:
+        """`n` jobs per task, and a greedy one if it has a baseline; `first` is the place of the first task. Seeds
+        depend on (seed, step, place, sample) alone; validation keeps its own over steps."""
         kind = "v" if validate else "t"
         return [
             Job(
                 task=task,
-                episode_id=f"{kind}{step:06d}-{place:05d}-{k}",
+                episode_id=f"{kind}{step:06d}-{place:05d}-{'greedy' if k == n else k}",
                 group=f"{kind}{step:06d}-{place:05d}",
                 seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
                 step=step,
                 validate=validate,
                 check_tokens=k == 0,  # one of a group is enough, and the full rendering is slow
+                baseline=k == n,
             )
-            for place, task in enumerate(tasks)
-            for k in range(n)
+            for place, task in enumerate(tasks, first)
+            for k in range(n + baseline)
         ]
 
     async def collect(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, on_done: Callable[[], None] = lambda: None
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        *,
+        on_done: Callable[[], None] = lambda: None,
+        refill: Refill | None = None,
     ) -> RolloutResult:
         async def finish(episode: Episode) -> Episode:
-            scored = episode if self.in_batch else await self._score(episode)
+            scored = episode if self.in_batch else self.shaping.apply(await self._score(episode))
             on_done()
             return scored
 
         try:
-            episodes = await self.runner.run(jobs, sampling, finish=finish)
-            scored = await self._score_together(episodes) if self.in_batch else episodes
-            return settle([self.shaping.apply(episode) for episode in scored], self.policy)
+            if self.in_batch:
+                episodes = await self._in_batches(jobs, sampling, finish, refill)
+            elif refill is None:
+                episodes = await self.runner.run(jobs, sampling, finish=finish)
+            else:
+                episodes = await self.runner.run(jobs, sampling, finish=finish, more=lambda e: refill.after([e]))
         except* RallyError as group:
             raise group.exceptions[0] from None
+        result = settle(episodes, self.policy)
+        return result if refill is None else refill.chosen(result)
+
+    async def _in_batches(
+        self, jobs: Sequence[Job], sampling: SamplingParams, finish: Finish, refill: Refill | None
+    ) -> list[Episode]:
+        """What is scored together is known together, so what replaces it begins together."""
+        episodes: list[Episode] = []
+        while jobs:
+            ended = await self.runner.run(jobs, sampling, finish=finish)
+            scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
+            jobs = [] if refill is None else refill.after(scored)
+            episodes += scored
+        return episodes
 
     async def _score(self, episode: Episode) -> Episode:
         for _ in range(self._tries):
@@ -133,21 +194,42 @@ def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
     """Apply the failure policy to a finished rollout."""
     failed = [e for e in episodes if e.reward is None]
     for episode in failed:
-        if _policy_for(episode, policy) == "raise":
+        if policy_for(episode, policy) == "raise":
             raise RolloutError(f"episode {episode.id} failed and the policy is to stop: {_reason(episode)}")
     if len(failed) > policy.max_failed_share * len(episodes):
         raise RolloutError(
             f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
             f"{policy.max_failed_share} allows; the first said: {_reason(failed[0])}"
         )
-    zeroed = {e.id for e in failed if _policy_for(e, policy) == "zero" and e.segments}
+    zeroed = {e.id for e in failed if counts_zero(e, policy)}
     dropped = {e.group for e in failed if e.id not in zeroed}
     kept = [e.scored(0.0, e.reward_info) if e.id in zeroed else e for e in episodes if e.group not in dropped]
     mates = [e for e in episodes if e.group in dropped and e.reward is not None]
-    return RolloutResult(episodes=kept, failed=failed, set_aside=mates, dropped_groups=len(dropped))
+    sampled, baselines = _with_baselines(kept)
+    return RolloutResult(
+        episodes=sampled, failed=failed, set_aside=mates, baselines=baselines, dropped_groups=len(dropped)
+    )
 
 
-def _policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
+class _Compared(NamedTuple):
+    sampled: list[Episode]
+    baselines: list[Episode]
+
+
+def _with_baselines(episodes: Sequence[Episode]) -> _Compared:
+    """Greedy episodes apart; what they earned is recorded with those that are compared with them."""
+    baselines = [e for e in episodes if e.baseline]
+    earned = {e.group: {GREEDY: e.reward} for e in baselines}
+    sampled = [replace(e, reward_info=e.reward_info | earned.get(e.group, {})) for e in episodes if not e.baseline]
+    return _Compared(sampled, baselines)
+
+
+def counts_zero(episode: Episode, policy: FailurePolicy) -> bool:
+    """Whether a failed episode stays, with a reward of 0."""
+    return policy_for(episode, policy) == "zero" and bool(episode.segments)
+
+
+def policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
     return policy.loop if episode.stop_reason is StopReason.ERROR else policy.reward
 
 

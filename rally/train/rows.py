@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rally.algos.correction import CorrectionSettings, kept_tokens, truncated_weights
+from rally.algos.correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
 from rally.algos.losses import kl_estimate
 from rally.algos.surrogates import SurrogateSettings, mark_tokens
 from rally.train.packing import PackedRows, Row, micro_batches, pack
@@ -47,8 +47,11 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
         weights_M = truncated_weights(logp_M, recorded_M, row_M, settings.level, settings.threshold)
     for test, lowest, highest in settings.rejections:
         kept_M &= kept_tokens(logp_M, recorded_M, row_M, test, lowest, highest)
+    used_M = weights_M
+    if settings.normalize and settings.level is not None:
+        used_M = of_mean_one(weights_M, row_M, settings.level)
     sizes = [len(row.sampled) for row in rows]
-    old, weights = logp_M.split(sizes), (weights_M * kept_M).split(sizes)
+    old, weights = logp_M.split(sizes), (used_M * kept_M).split(sizes)
     changed = [
         replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
         for row, p, w in zip(rows, old, weights, strict=True)

@@ -215,6 +215,7 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         n=config.rollout.n,
         seed=trainer.seed if data.seed is None else data.seed,
         credit=parts.credit_settings_of(config),
+        filter=parts.filter_settings_of(config),
         reward_kl_coef=parts.reward_kl_coef(config),
         reward_kl_kind=config.algorithm.kl_penalty,
         save_freq=trainer.save_freq,

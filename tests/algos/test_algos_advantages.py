@@ -79,7 +79,7 @@ def estimate(name: str, rewards: list[float], groups: list[int], tokens: list[in
         ("rloo", True, [3 - 1.5, 1 - 2.5, 2 - 2, 0, 0]),  # less the mean of the other two
         ("rloo_vectorized", True, [1.5, -1.5, 0, 0, 0]),
         ("opo", True, [3 - 1.75, 1 - 1.75, 2 - 1.75, 0, 0]),  # the mean by tokens: (3*2 + 1*4 + 2*2) / 8 = 1.75
-        ("gpg", True, [2.5, -2.5, 0, 0, 0]),  # two of five carry a signal: scaled by 5/2
+        ("gpg", True, [5 / 3, -5 / 3, 0, 0, 0]),  # three of five are in a group with a signal, the mean one too
         ("grpo_passk", True, [1, 0, 0, 0, 0]),  # 3 beats 2 by 1, deviation 1; the second group is tied
         ("grpo_passk", False, [1, 0, 0, 0, 0]),
         ("reinforce_plus_plus_baseline", True, [1, -1, 0, 0, 0]),
@@ -112,3 +112,12 @@ def test_whitening_makes_mean_zero_and_variance_one_over_tokens() -> None:
     assert found == pytest.approx([x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)], abs=1e-6)
     assert advantages.whiten(torch.full((5,), 0.1)).tolist() == [0.0] * 5
     assert advantages.whiten(torch.tensor([3.0])).tolist() == [0.0]
+
+
+def test_gpg_makes_up_for_groups_without_signal_wherever_zero_is() -> None:
+    """Two groups right and wrong by half, one all right, one all wrong: half of the samples carry a signal."""
+    rewards, groups = [1, 0, 1, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2, 3, 3]
+    expected = [1, -1, 1, -1, 0, 0, 0, 0]  # 0.5 either way, times 8/4
+    assert estimate("gpg", [float(r) for r in rewards], groups, [1] * 8) == expected
+    # Counting rewards other than 0 would find 4 of 8 as well, but 8 of 8 where wrong is -1 and right is 1.
+    assert estimate("gpg", [2.0 * r - 1 for r in rewards], groups, [1] * 8) == [2.0 * a for a in expected]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rally.algos.correction import REJECTIONS, kept_tokens, truncated_weights
+from rally.algos.correction import REJECTIONS, kept_tokens, of_mean_one, truncated_weights
 
 # Ratios policy / sampler: row 0 has 0.5, 4 and 1; row 1 has 3.
 LOGP = torch.tensor([0.5, 4.0, 1.0, 3.0]).log() - 2
@@ -15,6 +15,13 @@ ROWS = torch.tensor([0, 0, 0, 1])
 
 def test_weights_of_tokens_are_cut_off_above_only() -> None:
     assert truncated_weights(LOGP, SAMPLER, ROWS, "token", 2.0).tolist() == pytest.approx([0.5, 2, 1, 2])
+
+
+def test_weights_may_be_brought_to_mean_one() -> None:
+    tokens = of_mean_one(torch.tensor([0.5, 2.0, 1.0, 2.5]), ROWS, "token")
+    assert tokens.tolist() == pytest.approx([1 / 3, 4 / 3, 2 / 3, 5 / 3])  # the mean is 1.5
+    sequences = of_mean_one(torch.tensor([2.0, 2.0, 2.0, 3.0]), ROWS, "sequence")
+    assert sequences.tolist() == pytest.approx([0.8, 0.8, 0.8, 1.2])  # a row counts once: the mean is 2.5
 
 
 def test_weights_of_sequences_are_products() -> None:

@@ -120,3 +120,30 @@ def test_gae_with_lambda_one_is_the_return_less_the_value() -> None:
     lengths = torch.tensor([4, 5])
     result = gae(rewards, values, lengths, gamma=0.8, lam=1.0)
     assert torch.allclose(result.advantages_M.double(), discounted(rewards, lengths, 0.8) - values, atol=1e-6)
+
+
+def test_remax_is_what_comes_less_what_the_greedy_episode_earned() -> None:
+    # The greedy episode of the prompt earned 0.25.
+    scored = SCORED._replace(turns=None, baselines_N=torch.tensor([0.25, 0.25], dtype=torch.float64))
+    assert found(scored, estimator="remax", gamma=1.0) == [0.75] * 3 + [-0.25] * 4
+    # A KL of 0.125 at the first token of the first episode and of 0.5 at its last: 1 - 0.5 comes from the second on.
+    taxed = scored._replace(token_rewards_M=torch.tensor([-0.125, 0, -0.5, 0, 0, 0, 0]))
+    assert found(taxed, estimator="remax", gamma=1.0) == [0.125, 0.25, 0.25] + [-0.25] * 4
+    alone = scored._replace(baselines_N=scored.rewards_N)
+    assert found(alone, estimator="remax", gamma=1.0) == [0] * 7, "as good as the greedy one: nothing to learn"
+
+
+def test_gdpo_compares_each_component_by_itself() -> None:
+    """Added up first, 3 + 0 and 2 + 1 would be equal; by itself each component is worth one deviation."""
+    scored = Scored(
+        rewards_N=torch.zeros(4),
+        groups_N=torch.tensor([0, 0, 1, 1]),
+        tokens_N=torch.tensor([1, 1, 1, 1]),
+        components_NC=torch.tensor([[3.0, 0.0], [2.0, 1.0], [30.0, 1.0], [20.0, 0.0]], dtype=torch.float64),
+    )
+    # Group 0: 1/sqrt(2) - 1/sqrt(2) and the negative; group 1: 2/sqrt(2) and -2/sqrt(2). Whitened: variance 4/3.
+    side = math.sqrt(2) / math.sqrt(4 / 3)
+    assert found(scored, estimator="gdpo", by_std=True) == pytest.approx([0, 0, side, -side], abs=1e-5)
+    # Not scaled: 0.5 - 0.5 and 5 + 0.5; the variance over the four is 2 * 5.5**2 / 3.
+    side = 5.5 / math.sqrt(2 * 5.5**2 / 3)
+    assert found(scored, estimator="gdpo", by_std=False) == pytest.approx([0, 0, side, -side], abs=1e-5)

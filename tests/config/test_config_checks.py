@@ -157,6 +157,31 @@ def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str
         (("algorithm.gigpo.step_advantage_w=2",), "unless algorithm.adv_estimator=gigpo"),
         (("algorithm.kl_penalty=k3",), "kl_penalty has no effect without algorithm.use_kl_in_reward=true"),
         (("algorithm.kl_ctrl.kl_coef=0.1",), "kl_coef has no effect without algorithm.use_kl_in_reward=true"),
+        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves grpo nothing to compare"),
+        (
+            (f"{R}.n=1", "algorithm={adv_estimator: reinforce_plus_plus, filter_groups: {enable: true}}"),
+            "sets groups of one episode aside, all of them",
+        ),
+        (("algorithm.filter_groups.metric=acc",), "metric has no effect without algorithm.filter_groups.enable=true"),
+        (("data.gen_batch_size=64",), "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true"),
+        (("algorithm.filter_groups.enable=true", "data.gen_batch_size=16"), "is less than data.train_batch_size=32"),
+        (
+            ("algorithm={filter_groups: {enable: true, metric: seq_final_reward}, use_kl_in_reward: true}",),
+            "holds a KL that is not known in time; use seq_reward",
+        ),
+        (("algorithm={adv_estimator: remax, turn_rewards: returns}",), "turn_rewards=returns does not go with remax"),
+        (("algorithm.adv_estimator=gdpo",), "gdpo_reward_keys and algorithm.adv_estimator=gdpo go together"),
+        (("algorithm.gdpo_reward_keys=[acc]",), "go together; set both or neither"),
+        (
+            ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc], use_kl_in_reward: true}",),
+            "use_kl_in_reward has no effect with gdpo",
+        ),
+        (
+            ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc]}", "reward_shaping.tool_format_reward=0.1"),
+            "unless its components are among algorithm.gdpo_reward_keys",
+        ),
+        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true corrects nothing"),
+        ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),
         ((f"{C}.rollout_rs=token_k1",), "go together; set both or neither"),
@@ -189,6 +214,10 @@ def test_bounds_of_rejection() -> None:
 
 def test_both_kls_are_allowed_where_asked_for() -> None:
     load(f"{A}.use_kl_loss=true", "algorithm={use_kl_in_reward: true, allow_both_kl: true}")
+
+
+def test_remax_needs_no_group_and_more_prompts_may_begin_than_are_trained_on() -> None:
+    load(f"{R}.n=1", "algorithm={adv_estimator: remax, filter_groups: {enable: true}}", "data.gen_batch_size=96")
 
 
 def test_sampling_in_validation_needs_only_a_temperature() -> None:

@@ -21,6 +21,7 @@ from rally.data import (
     TaskSet,
     batch_indices,
     draw,
+    draw_further,
     load_sampler_class,
     load_tasks,
     write_rows,
@@ -245,3 +246,38 @@ def test_a_numpy_answer_of_a_users_class_is_fine(rows: Rows) -> None:
             return np.array([1, 2])
 
     assert draw(FromNumpy(rows(range(3)), settings()), 1, 2, 3) == [1, 2]
+
+
+def test_further_rows_are_all_others_once_and_the_same_whenever_asked(rows: Rows) -> None:
+    tasks = rows(LEVELS)
+    sampler = RowSampler(tasks, settings(batch_size=3))
+    for step in (1, 2, 7):
+        batch, further = sampler.batch(step), sampler.further(step)
+        assert sorted([*batch, *further]) == list(range(10))
+        assert RowSampler(tasks, settings(batch_size=3)).further(step) == further
+    assert len({tuple(sampler.further(step)) for step in range(1, 20)}) == 19, "each step has an order of its own"
+    ordered = RowSampler(tasks, SamplerSettings(batch_size=3, total_steps=9, shuffle=False))
+    assert ordered.batch(2) == [3, 4, 5] and ordered.further(2) == [6, 7, 8, 9, 0, 1, 2]
+
+
+def test_further_rows_of_a_curriculum_go_on_where_its_batch_ends(rows: Rows) -> None:
+    tasks = rows(LEVELS)
+    grown = easy_to_hard(tasks)
+    further = [LEVELS[row] for row in grown.further(2)]  # four rows are open, and two of them in the batch
+    assert sorted([*further[:2], *(LEVELS[row] for row in grown.batch(2))]) == [0, 1, 2, 3]
+    assert further[2:] == [4, 5, 6, 7, 8, 9], "then harder ones, the easiest first"
+    sampler = solved_sometimes(tasks, batch_size=4)
+    for row in range(6):  # 0..3 are solved half of the time
+        sampler.update(1, episodes(tasks, row, [1.0, 0.0] if row < 4 else [0.0]))
+    batch, further = sampler.batch(2), sampler.further(2)
+    assert sorted([*batch, *further]) == list(range(10))
+    assert sum(row < 4 for row in batch) == 2 and all(row < 4 for row in further[:2])
+
+
+def test_further_rows_of_a_users_class_are_checked(rows: Rows) -> None:
+    class Beyond(RowSampler):
+        def further(self, step: int) -> Sequence[int]:
+            return [3, 99]
+
+    with pytest.raises(DataError, match=r"Beyond.further\(1\) returned the row 99; it must return row numbers from 0"):
+        draw_further(Beyond(rows(LEVELS), settings()), 1, 10)

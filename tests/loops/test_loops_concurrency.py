@@ -3,10 +3,12 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 from loop_cases import Reply, ScriptedEngine, make_job, make_runner, make_task, said, sampling_of
 
 from rally.chat import ChatCodec
+from rally.loops import Job
 from rally.tools import function_tool
 from rally.types import Episode, StopReason
 
@@ -58,3 +60,51 @@ async def test_a_slow_tool_delays_nobody_else(tiny: ChatCodec) -> None:
     assert isinstance(runner.engine, ScriptedEngine)
     assert [call.session for call in runner.engine.calls].index("e0") < 31, "it had begun like the others"
     assert runner.engine.calls[-1].session == "e0"
+
+
+class Attendance(ScriptedEngine):
+    """It writes down who is expected and who has left."""
+
+    def __init__(self, codec: ChatCodec) -> None:
+        super().__init__(codec, ())
+        self.book: list[str] = []
+
+    def expect(self, session: str) -> None:
+        self.book.append(f"+{session}")
+
+    def dismiss(self, session: str) -> None:
+        if f"-{session}" not in self.book:
+            self.book.append(f"-{session}")
+
+
+async def test_what_an_episode_leads_to_is_expected_before_the_episode_leaves(tiny: ChatCodec) -> None:
+    """An engine in lockstep would else make a step in between, or not, depending on how long scoring took."""
+    runner = make_runner(tiny)
+    runner.engine = engine = Attendance(tiny)
+
+    async def finish(episode: Episode) -> Episode:
+        await asyncio.sleep(0.01)
+        engine.book.append(f"scored {episode.id}")
+        return episode
+
+    def more(episode: Episode) -> list[Job]:
+        return [make_job(number=1)] if episode.id == "e0" else []
+
+    episodes = await runner.run([make_job()], sampling_of(tiny), finish=finish, more=more)
+    assert [e.id for e in episodes] == ["e0", "e1"]
+    assert engine.book == ["+e0", "scored e0", "+e1", "-e0", "scored e1", "-e1"]
+    engine.book.clear()
+    await runner.run([make_job()], sampling_of(tiny), finish=finish)
+    assert engine.book == ["+e0", "-e0", "scored e0"], "where nothing follows, nobody waits for a score"
+
+
+async def test_a_baseline_is_greedy_whatever_the_others_are_sampled_with(tiny: ChatCodec) -> None:
+    runner = make_runner(tiny)
+    sampling = replace(sampling_of(tiny), temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
+    sampled, greedy = await runner.run([make_job(), replace(make_job(number=1), baseline=True)], sampling)
+    assert isinstance(runner.engine, ScriptedEngine)
+    asked = {call.session: call.params for call in runner.engine.calls}
+    assert (asked["e0"].temperature, asked["e0"].top_p) == (0.7, 0.9) and not sampled.baseline
+    assert greedy.baseline and asked["e1"].temperature == 0
+    assert (asked["e1"].top_p, asked["e1"].top_k, asked["e1"].min_p) == (1.0, -1, 0.0)
+    assert asked["e1"].stop_ids == asked["e0"].stop_ids

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rally.train.lora import is_adapter_folder
 from rally.types import RallyError
 
 
@@ -55,6 +56,11 @@ def load_model(
         "trust_remote_code": trust_remote_code,
         **(overrides or {}),
     }
+    if is_adapter_folder(path):
+        raise LoadError(
+            f"{path} holds LoRA adapters, not a whole model; name its base as model.path and this folder as "
+            f"model.lora_adapter_path, or make it whole with: rally merge {path}"
+        )
     where, gguf = _locate(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs, **gguf)

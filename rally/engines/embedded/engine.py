@@ -111,6 +111,12 @@ class EmbeddedEngine:
             finally:  # an update that failed half way has changed weights too
                 self._deliver(self.core.commit_weights())
 
+    def begin_at(self, version: int) -> None:
+        """The weights are version `version` of a run that goes on here; nothing has been asked for yet."""
+        with self._lock:
+            assert self.core.steps == 0 and not self.core.busy, "the engine is already at work"
+            self.core.scheduler.version = version
+
     async def close(self) -> None:
         with self._wake:
             self._closed = True

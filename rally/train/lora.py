@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.types import RallyError
 
 NAME = "default"  # what PEFT calls the only adapter of a module
-CONFIG = "adapter_config.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
 
 
@@ -90,8 +91,16 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' own tensors, by their names in the module."""
-    return {name: value for name, value in model.state_dict().items() if "lora_" in name}
+    """The adapters' own tensors, by the names that PEFT reads."""
+    found = _peft().get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"base_model.model.{name}": value for name, value in found.items()}
+
+
+def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """A folder that PEFT and vLLM load; `weights` are `adapter_weights` of this or an earlier moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[NAME].save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
 @torch.no_grad()

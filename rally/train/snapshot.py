@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin
+from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
 
 Part = Callable[[Path], None]
 WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
@@ -35,7 +35,10 @@ def model_part(
 
     def write(checkpoint: Path) -> None:
         target = checkpoint / folder
-        model.save_pretrained(target, state_dict=weights)
+        if adapted:
+            save_adapters(model, weights, target)
+        else:
+            model.save_pretrained(target, state_dict=weights)
         _write_files(files, target)
         if whole is not None:
             plain_twin(model).save_pretrained(target / WHOLE, state_dict=whole)

@@ -68,8 +68,17 @@ def load_model(
         raise LoadError(_sentence("model", path, problem)) from problem
     if gguf:
         model = _without_quantization(model)
-    model = model.to(device).eval()
+    model = _in_own_memory(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _in_own_memory(model: Any) -> Any:
+    """On a CPU a loaded weight is a view of its file, and begins wherever it begins there. In memory of its own it does
+    not change when somebody touches the file, and sums over it do not depend on how long the file's header is."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return model
 
 

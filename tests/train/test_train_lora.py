@@ -139,6 +139,32 @@ def test_the_engine_samples_from_the_adapted_policy(backend: str, targets: tuple
     assert max(abs(float(bare[11 + i, t]) - p) for i, (t, p) in enumerate(zip(ids, found, strict=True))) > 1e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_engine_samples_from_the_adapted_policy_on_a_gpu(eager: bool) -> None:
+    """Through CUDA graphs, and after an update that writes the adapters where they lie."""
+    model = adapted(torch.bfloat16).cuda()
+    core = EngineCore(model, EngineSettings(max_model_len=64, max_num_seqs=4, eager=eager), num_pages=32)
+    for change in (0.0, 0.05):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(change if "lora_B" in name else 0.0)
+        core.drain()
+        core.commit_weights()
+        request = core.add(list(range(12)), SamplingParams(max_tokens=20, seed=3))
+        while core.busy:
+            core.step()
+        result = request.result()
+        row = Row(ids=(*range(12), *result.ids), sampled=tuple(range(12, 32)), logprobs=result.logprobs, episode=0)
+        with torch.no_grad():
+            trained = token_logprobs(model, pack([row], model.device)).logp_M
+            with without_adapters(model):
+                bare = token_logprobs(model, pack([row], model.device)).logp_M
+        sampled = torch.tensor(result.logprobs, device=model.device)
+        assert float((trained - sampled).abs().mean()) < 0.03 < float((bare - sampled).abs().mean())
+
+
 def test_no_fused_layers_pass_over_adapters() -> None:
     assert fusable(make_model())
     for targets in (("all-linear",), ("lm_head",), ("embed_tokens",), ("o_proj",)):

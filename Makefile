@@ -22,7 +22,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,search,dev]"
+	@$(PIP) --editable ".[plot,gguf,lora,search,dev]"
 	@touch $@
 
 demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes

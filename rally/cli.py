@@ -124,6 +124,20 @@ def evaluate(words: Words = None) -> None:
     console.note(f"episodes and metrics are in {outcome.folder}")
 
 
+@app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of adapters, or one of several shards.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="By default `merged` inside the folder.")] = None,
+    base: Annotated[str | None, typer.Option(help="The model of the adapters, if it has moved.")] = None,
+) -> None:
+    """Make one plain model folder of LoRA adapters and their base, or of weights in several files."""
+    console = _console()
+    from rally.train.merge import merge as run
+
+    merged = run(checkpoint, out, base)
+    console.note(f"{merged.what}: {merged.folder}")
+
+
 @data_app.command()
 def arithmetic(
     out: Out,

@@ -70,7 +70,8 @@ class FsdpConfig(Section):
 class CheckpointConfig(Section):
     save_contents: Parts = ("model", "optimizer", "extra")
     load_contents: Parts = ("model", "optimizer", "extra")
-    async_save: bool = False
+    async_save: bool = True
+    """Training goes on while a checkpoint is written, from a copy of the state in main memory."""
 
 
 class PolicyLoss(Section):

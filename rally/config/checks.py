@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from rally.config.algorithm import RolloutCorrection
 from rally.config.base import look_up, missing_file
 from rally.config.errors import shown
+from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
@@ -28,6 +29,7 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
 }
+LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.tau_pos": ("sapo",),
     f"{ACTOR}.tau_neg": ("sapo",),
@@ -196,6 +198,16 @@ def _bounds_fit(given: RolloutCorrection) -> bool:
     return sound and count in (1, len(given.tests))
 
 
+def lora(config: Config | SftConfig) -> Iterator[str]:
+    model, key = (config.model, "actor_rollout_ref.model") if isinstance(config, Config) else (config.model, "model")
+    shape = {name: value for name in LORA_SHAPE if (value := getattr(model, name)) != getattr(LoraKeys(), name)}
+    why = "without lora_rank" if not model.lora_rank else "with lora_adapter_path, whose folder says it"
+    if not model.lora_rank or model.lora_adapter_path:
+        for name, value in shape.items():
+            yield f"{key}.{name}={shown(value)} has no effect {why}; leave it out."
+    yield from _missing(config, f"{key}.lora_adapter_path")
+
+
 def loop(config: Config) -> Iterator[str]:
     named = config.rollout.agent.default_agent_loop
     if config.rollout.agent_loop_class and named != "single_turn_agent":
@@ -330,6 +342,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     components,
     filtering,
     correction,
+    lora,
     loop,
     reward,
     manager,
@@ -339,6 +352,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 )
 SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     spelled_once,
+    lora,
     sft_columns,
     sft_files,
     resume,

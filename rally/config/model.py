@@ -28,7 +28,21 @@ class MultiTokenPrediction(Section):
     mtp_loss_scaling_factor: Float = 0.1
 
 
-class ModelConfig(Section):
+class LoraKeys(Section):
+    """What every trained model may have: small matrices that are trained instead of its weights."""
+
+    lora_rank: Natural = 0
+    """Width of the LoRA matrices; 0 trains all weights."""
+    lora_alpha: Count = 16
+    """What the matrices' product is multiplied by, times 1 / lora_rank."""
+    target_modules: Texts = ("all-linear",)
+    """Ends of module names, or one pattern for whole names; all-linear leaves the output head out."""
+    exclude_modules: Texts = ()
+    lora_adapter_path: PathText | None = None
+    """A folder of LoRA adapters to begin with; rank, alpha and modules are then those of the folder."""
+
+
+class ModelConfig(LoraKeys):
     path: PathText | None = None
     """A folder or a Hub name."""
     tokenizer_path: PathText | None = None
@@ -46,11 +60,6 @@ class ModelConfig(Section):
     hf_config_path: PathText | None = None
     external_lib: str | None = None
     enable_activation_offload: bool = False
-    lora_rank: Natural = 0
-    lora_alpha: Count = 16
-    target_modules: Texts = ("all-linear",)
-    exclude_modules: Texts = ()
-    lora_adapter_path: PathText | None = None
     use_liger: bool = False
     use_fused_kernels: bool = False
     fused_kernel_options: FusedKernels = FusedKernels()

@@ -13,7 +13,6 @@ from rally.config.base import (
     Files,
     Int,
     Limit,
-    Natural,
     NonNegative,
     Only,
     PathText,
@@ -25,7 +24,7 @@ from rally.config.base import (
 )
 from rally.config.data import CustomClass
 from rally.config.errors import ConfigError
-from rally.config.model import Dtype
+from rally.config.model import Dtype, LoraKeys
 from rally.config.trainer import RunConfig
 
 MODEL = ("model.path", "model.partial_pretrain")
@@ -88,7 +87,7 @@ class SftData(Section):
     video_key: str = "videos"
 
 
-class SftModel(Section):
+class SftModel(LoraKeys):
     path: PathText | None = None
     partial_pretrain: PathText | None = None
     """The same as path."""
@@ -105,9 +104,6 @@ class SftModel(Section):
     strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
     fsdp_config: FsdpConfig = FsdpConfig()
     external_lib: str | None = None
-    lora_rank: Natural = 0
-    lora_alpha: Count = 16
-    target_modules: Texts = ("all-linear",)
     use_liger: bool = False
 
 

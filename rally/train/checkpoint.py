@@ -1,8 +1,9 @@
 """Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
 
 `global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
-step and what the sampler learned; random numbers follow from (seed, step) and need no state. `manifest.json` lists
-every file with its size and is written last.
+step, counters and what the sampler learned; random numbers follow from (seed, step) and need no state. `manifest.json`
+lists every file with its size and is written last. The state is copied at once; by default it is written beside the
+training thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rally.train.background import Background
 from rally.train.policy import Policy
+from rally.train.snapshot import Part, json_part, model_part, state_part
 from rally.types import RallyError
 
 _STEP = re.compile(r"global_step_(\d+)")
 MANIFEST = "manifest.json"
 SAMPLER = "sampler.json"
+COUNTERS = "counters.json"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -50,7 +54,14 @@ class Checkpoint:
 
     def sampler_state(self) -> dict[str, Any]:
         """What the sampler had learned; nothing, where it learns nothing."""
-        path = self.path / SAMPLER
+        return self._plain(SAMPLER)
+
+    def counters(self) -> dict[str, Any]:
+        """What the run had counted up to here."""
+        return self._plain(COUNTERS)
+
+    def _plain(self, name: str) -> dict[str, Any]:
+        path = self.path / name
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         assert isinstance(state, dict)
         return state
@@ -59,10 +70,20 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, *, keep: int | None = None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+        merged: bool = False,
+        warn: Callable[[str], None],
+    ) -> None:
         self.folder = folder
         self.keep = keep
+        self.merged = merged  # beside adapters also the whole model
         self.warn = warn
+        self._background = Background("rally-checkpoint") if background else None
 
     def save(
         self,
@@ -70,32 +91,68 @@ class CheckpointStore:
         policy: Policy,
         tokenizer: PreTrainedTokenizerBase,
         sampler_state: Mapping[str, Any] | None = None,
+        *,
+        more: Sequence[Part] = (),
     ) -> Path:
-        """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
-        learned = _as_json(sampler_state or {})
-        target = self.folder / f"global_step_{step}"
+        """Write the checkpoint of `step` with `more` parts; only when every byte is on disk does it get its name.
+
+        In the background, everything has been copied when this returns, and the checkpoint before this one is whole.
+        """
+        self.wait()
+        parts = [
+            model_part("actor", policy.model, tokenizer, merged=self.merged),
+            state_part("trainer.pt", {"step": step, **policy.state()}),
+            *([_sampler_part(sampler_state)] if sampler_state else []),
+            *more,
+        ]
+        if self._background:
+            self._background.start(lambda: self._write(step, parts))
+        else:
+            self._write(step, parts)
+        return self._place(step)
+
+    def check(self) -> None:
+        """Raise if the checkpoint that is being written has failed."""
+        if self._background:
+            self._background.check()
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written any more."""
+        if self._background:
+            self._background.wait()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+    def _write(self, step: int, parts: Sequence[Part]) -> None:
+        try:
+            self._write_parts(self._place(step), parts)
+            _write_synced(self.folder / LATEST, str(step))
+            self._drop_old(step)
+        except OSError as problem:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); make room or mend it, "
+                "then start the same command again"
+            ) from problem
+
+    def _write_parts(self, target: Path, parts: Sequence[Part]) -> None:
         work = self.folder / f".writing_{target.name}_{os.getpid()}"
         shutil.rmtree(work, ignore_errors=True)
-        (work / "actor").mkdir(parents=True)
-        policy.model.save_pretrained(work / "actor")
-        tokenizer.save_pretrained(work / "actor")
-        state = {"step": step, **policy.state()}
-        torch.save(state, work / "trainer.pt")
-        if sampler_state:
-            (work / SAMPLER).write_text(learned, encoding="utf-8")
+        work.mkdir(parents=True)
+        for part in parts:
+            part(work)
         _seal(work)
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
-        _write_synced(self.folder / LATEST, str(step))
-        self._drop_old(step)
-        return target
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint; torn ones are passed over with a warning."""
         for torn in self.folder.glob(".writing_*"):
             self.warn(f"{torn} is a checkpoint whose writing was cut off; it is ignored and removed")
             shutil.rmtree(torn)
+        for old in self.folder.glob(".dropping_*"):
+            shutil.rmtree(old)
         for path in sorted(self.folder.glob("global_step_*"), key=_step_of, reverse=True):
             problem = damage(path)
             if problem is None:
@@ -118,8 +175,8 @@ class CheckpointStore:
         if self.keep is not None:
             paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
             whole = [p for p in paths if _step_of(p) <= newest and damage(p) is None]
-            for path in whole[: -self.keep]:
-                shutil.rmtree(path)
+            for path in whole[: -self.keep]:  # renamed first: a kill in between must not leave half of one
+                shutil.rmtree(path.rename(path.with_name(f".dropping_{path.name}")))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -147,17 +204,13 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _as_json(sampler_state: Mapping[str, Any]) -> str:
-    """Text that gives back an equal state: a user's class may return anything, and resuming must be exact."""
+def _sampler_part(state: Mapping[str, Any]) -> Part:
+    """A user's class may return anything, and resuming must be exact."""
     try:
-        text = json.dumps(sampler_state)
+        return json_part(SAMPLER, state)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the sampler's state cannot be saved ({error}); return what JSON can hold") from error
-    if json.loads(text) != sampler_state:
-        raise CheckpointError(
-            "the sampler's state would come back changed; return what JSON can hold: names as keys, lists, no NaN"
-        )
-    return text
+        told = f"the sampler's state cannot be saved ({error})"
+        raise CheckpointError(f"{told}; return what JSON can hold: names as keys, lists, no NaN") from error
 
 
 def _step_of(path: Path) -> int:

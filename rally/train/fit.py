@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rally.algos.credit import CreditSettings
 from rally.chat import ChatCodec
@@ -25,14 +25,15 @@ from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
 from rally.train.batch import build_batch, rows_of
-from rally.train.checkpoint import CheckpointStore
+from rally.train.checkpoint import COUNTERS, CheckpointStore
 from rally.train.dynamic import FilterSettings, LiveGroups
-from rally.train.forward import token_logprobs
 from rally.train.guards import keeping_diverged
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
+from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, row_logprobs
+from rally.train.snapshot import json_part
 from rally.train.update import UpdateSettings, update_policy
 from rally.train.watch import WatchSettings, findings, watched
 from rally.types import Episode, SamplingParams
@@ -79,7 +80,7 @@ class Trainer:
     checkpoints: CheckpointStore
     console: RunConsole
     sinks: Sequence[MetricSink]
-    reference: PreTrainedModel | None = None
+    reference: Reference | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
     history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
@@ -92,6 +93,7 @@ class Trainer:
             last = await self.validate(0)
             self._log(0, last)
         for step in range(self.start_step + 1, self.settings.total_steps + 1):
+            self.checkpoints.check()
             metrics = saving | await self.train_step(step)
             saving = {}
             final = step == self.settings.total_steps
@@ -101,8 +103,10 @@ class Trainer:
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler))
+                    counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
+                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=[counters])
                     phase.advance()
+        self.checkpoints.wait()
         return last
 
     async def train_step(self, step: int) -> dict[str, float]:
@@ -187,7 +191,7 @@ class Trainer:
         reference, update, rows = self.reference, self.update, rows_of(episodes)
         logp_M = row_logprobs(
             rows,
-            lambda packed: token_logprobs(reference, packed, update.temperature).logp_M,
+            lambda packed: reference(packed, update.temperature),
             self.policy.device,
             update.max_tokens,
             update.max_rows,

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rally.train.lora import is_adapter_folder
 from rally.types import RallyError
 
 
@@ -55,6 +56,11 @@ def load_model(
         "trust_remote_code": trust_remote_code,
         **(overrides or {}),
     }
+    if is_adapter_folder(path):
+        raise LoadError(
+            f"{path} holds LoRA adapters, not a whole model; name its base as model.path and this folder as "
+            f"model.lora_adapter_path, or make it whole with: rally merge {path}"
+        )
     where, gguf = _locate(path)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs, **gguf)
@@ -62,8 +68,17 @@ def load_model(
         raise LoadError(_sentence("model", path, problem)) from problem
     if gguf:
         model = _without_quantization(model)
-    model = model.to(device).eval()
+    model = _in_own_memory(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _in_own_memory(model: Any) -> Any:
+    """On a CPU a loaded weight is a view of its file, and begins wherever it begins there. In memory of its own it does
+    not change when somebody touches the file, and sums over it do not depend on how long the file's header is."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.model import LoraKeys
 from rally.config.trainer import GradientGuards
 from rally.data import (
     EasyToHard,
@@ -26,7 +28,7 @@ from rally.data import (
     load_sampler_class,
     load_tasks,
 )
-from rally.engines.embedded import EngineSettings, attention
+from rally.engines.embedded import EngineSettings
 from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
@@ -34,7 +36,9 @@ from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load
 from rally.train.dynamic import FilterSettings
 from rally.train.guards import GradientLimits
 from rally.train.load import load_model, load_tokenizer, pick_device
+from rally.train.lora import LoraSettings, add_adapters, check_resumable, has_adapters
 from rally.train.policy import OptimizerSettings
+from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
 from rally.train.rollout import FailurePolicy
 from rally.train.update import UpdateSettings
 from rally.train.watch import WatchSettings
@@ -42,14 +46,33 @@ from rally.types import SamplingParams
 
 
 def model_of(config: Config, path: str | None = None) -> PreTrainedModel:
-    """The policy's module: from the configuration, or from a checkpoint at `path`."""
-    model = config.model
-    return load_model(
-        path or str(model.path),
+    """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
+    model, lora = config.model, lora_of(config.model, config.trainer.seed)
+    if path:
+        check_resumable(Path(path), lora)
+    found = load_model(
+        str(model.path) if lora or not path else path,
         device=pick_device(config.trainer.device),
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
+    )
+    if lora:
+        add_adapters(found, lora, str(model.path), path)
+    return found
+
+
+def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
+    """How the policy is adapted; None where all its weights are trained."""
+    if not model.lora_rank and not model.lora_adapter_path:
+        return None
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=model.target_modules,
+        excluded=model.exclude_modules,
+        start=model.lora_adapter_path,
+        seed=seed,
     )
 
 
@@ -372,12 +395,8 @@ def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
     return RowSampler(tasks, settings)
 
 
-def reference_of(config: Config) -> PreTrainedModel | None:
-    """The frozen starting policy, if a KL term asks for it."""
+def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
+    """The frozen starting policy, if a KL term asks for it; with LoRA the policy's own base."""
     if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
-    reference = model_of(config)
-    for parameter in reference.parameters():
-        parameter.requires_grad_(False)
-    attention.install(reference)
-    return reference
+    return BaseOfPolicy(policy) if has_adapters(policy) else FrozenModel(model_of(config))

@@ -97,6 +97,8 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     store = CheckpointStore(
         config.run_dir / "checkpoints",
         keep=config.trainer.max_actor_ckpt_to_keep,
+        background=config.actor.checkpoint.async_save,
+        merged="hf_model" in config.actor.checkpoint.save_contents,
         warn=lambda text: console.warn_once(text, text),
     )
     checkpoint = resume_point(config.trainer, store)
@@ -152,6 +154,8 @@ def _trainer(
     if checkpoint:
         policy.load_state(checkpoint.state())
     engine = _engine(config, inputs, policy)
+    if checkpoint:
+        engine.begin_at(checkpoint.counters().get("weight_version", 0))
     sampling = parts.sampling_of(config, inputs.codec)
     extra = {False: config.trainer.rollout_data_dir, True: config.trainer.validation_data_dir}
     return Trainer(
@@ -171,7 +175,7 @@ def _trainer(
         checkpoints=store,
         console=console,
         sinks=build_sinks(config.trainer.logger, folder, console, steps),
-        reference=parts.reference_of(config) if steps else None,
+        reference=parts.reference_of(config, model) if steps else None,
         extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],

@@ -22,8 +22,9 @@ from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.guards import keeping_diverged
 from rally.train.load import load_model, load_tokenizer, pick_device
+from rally.train.lora import add_adapters, check_resumable
 from rally.train.packing import Row
-from rally.train.parts import gradient_limits_of
+from rally.train.parts import gradient_limits_of, lora_of
 from rally.train.policy import OptimizerSettings, Policy, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
@@ -68,7 +69,11 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     folder.save_config(config.to_yaml())
     folder.save_versions()
     store = CheckpointStore(
-        config.run_dir / "checkpoints", keep=config.trainer.max_ckpt_to_keep, warn=lambda t: console.warn_once(t, t)
+        config.run_dir / "checkpoints",
+        keep=config.trainer.max_ckpt_to_keep,
+        background=config.trainer.checkpoint.async_save,
+        merged="hf_model" in config.trainer.checkpoint.save_contents,
+        warn=lambda t: console.warn_once(t, t),
     )
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
@@ -205,13 +210,18 @@ def read_rows(
 
 
 def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
+    lora = lora_of(config.model, config.trainer.seed)
+    if start:
+        check_resumable(start.actor, lora)
     model = load_model(
-        str(start.actor if start else config.model_path),
+        str(start.actor if start and not lora else config.model_path),
         device=pick_device(config.trainer.device),
         dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         overrides=dict(config.model.override_config),
     )
+    if lora:
+        add_adapters(model, lora, str(config.model_path), str(start.actor) if start else None)
     attention.install(model)
     optim = config.optim
     policy = Policy(
@@ -241,6 +251,7 @@ def _train(run: SftRun, steps: range) -> dict[str, float]:
     rows, last = run.train.rows, {}
     with run.console.phase("sft", len(steps)) as phase:
         for step, batch in sft_batches(rows, run.settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
+            run.store.check()
             torch.manual_seed(step_seed(seed, step))
             with keeping_diverged(config.run_dir, step, run.train.sources):
                 last = _timed_step(run, step, batch)
@@ -252,6 +263,7 @@ def _train(run: SftRun, steps: range) -> dict[str, float]:
             if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
                 run.store.save(step, run.policy, run.tokenizer)
             phase.advance()
+    run.store.wait()
     return last
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rally.algos import losses
 from rally.algos.correction import CorrectionSettings
@@ -22,6 +21,7 @@ from rally.train.forward import TokenLogprobs, token_logprobs
 from rally.train.guards import Tried
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
+from rally.train.reference import Reference
 from rally.train.rows import corrected_rows, marked_rows, row_logprobs
 
 
@@ -98,7 +98,7 @@ def update_policy(
     settings: UpdateSettings,
     *,
     step: int = 0,
-    reference: PreTrainedModel | None = None,
+    reference: Reference | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Run all mini-batches of one training step and return its metrics."""
@@ -143,7 +143,7 @@ def _mini_batch(
     batch: TrainBatch,
     members: Sequence[int],
     settings: UpdateSettings,
-    reference: PreTrainedModel | None,
+    reference: Reference | None,
     metrics: UpdateMetrics,
     fresh: bool,
 ) -> None:
@@ -182,7 +182,7 @@ def _loss(
     packed: PackedRows,
     weights_N: Tensor,
     settings: UpdateSettings,
-    reference: PreTrainedModel | None,
+    reference: Reference | None,
     metrics: UpdateMetrics,
     fresh: bool,
 ) -> Tensor:
@@ -196,9 +196,7 @@ def _loss(
     if settings.entropy_coeff:
         loss_M = loss_M - settings.entropy_coeff * entropy_M
     if reference is not None:
-        with torch.no_grad():
-            reference_M = token_logprobs(reference, packed, settings.temperature).logp_M
-        kl_M = losses.kl_estimate(logp_M, reference_M, settings.kl_kind)
+        kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
         metrics.add(0, kl_loss=kl_M)
     metrics.add(

@@ -196,7 +196,7 @@ def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("data.mesages_key=x", "unknown key data.mesages_key; did you mean data.messages_key"),
-        ("model.lora_rank=8", "model.lora_rank=8 is not built yet"),
+        ("model.lora_alpha=8", "model.lora_alpha=8 has no effect without lora_rank"),
         ("data.pad_mode=right", "data.pad_mode=right cannot be had: batches are packed"),
         ("data.train_files=no.parquet", "data.train_files=no.parquet does not exist"),
         ("trainer.test_freq=5", "needs rows to validate on"),

@@ -28,6 +28,7 @@ from rally.engines.embedded import EngineCore, attention
 from rally.train import forward
 from rally.train.batch import TrainBatch, build_batch
 from rally.train.packing import Row, micro_batches, pack
+from rally.train.reference import FrozenModel
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import Episode, SamplingParams, Segment
 
@@ -271,8 +272,7 @@ def test_shuffled_mini_batches_depend_on_seed_and_step_alone() -> None:
 
 
 def test_a_reference_adds_its_kl_and_nothing_at_the_start() -> None:
-    reference = calm_model()
-    attention.install(reference)
+    reference = FrozenModel(calm_model())
     chosen = update_settings(kl_coef=0.5)
     policy = KeepingPolicy(calm_model())
     metrics = update_policy(policy, build_batch(uneven_episodes()), chosen, reference=reference)

@@ -117,12 +117,9 @@ def test_the_kill_was_in_the_middle_of_a_step(killed: Path) -> None:
 def test_the_same_command_goes_on_to_the_same_end(
     resumable: Path, home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    done = subprocess.run(
-        command(resumable / "config.yaml"), capture_output=True, text=True, env=dict(os.environ), timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    run = resumable / "run"
-    assert f"resuming from {run / 'checkpoints' / 'global_step_4'}, step 4" in done.stdout
+    paper, run = Paper(), resumable / "run"
+    train(load_config(resumable / "config.yaml"), paper.console)
+    assert f"resuming from {run / 'checkpoints' / 'global_step_4'}, step 4" in paper.text
     assert steps(run) == list(range(1, STEPS + 1)), "each step exactly once"
     assert steps(run / "rewound-1") == [5], "what the first run did after its checkpoint is set aside"
 

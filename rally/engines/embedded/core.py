@@ -230,6 +230,14 @@ class EngineCore:
             if lend:
                 self.store.take()
 
+    def start_afresh(self) -> None:
+        """Forget what earlier requests left behind: which places are free first, and their KV. What is computed from
+        here on is what a new engine would compute, to the last bit."""
+        assert not self.busy, "somebody still needs what would be forgotten"
+        self.index.forget()
+        self.slots.start_afresh()
+        self.pool.start_afresh()
+
     def commit_weights(self) -> list[Request]:
         """The module's weights have changed: begin a new version. Returns the requests that policy `abort` ended."""
         assert self._launched is None, "steps in flight must be drained before weights change"

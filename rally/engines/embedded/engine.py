@@ -5,7 +5,7 @@ The thread runs only while there is work. Weights are the trainer's own tensors:
 
 In deterministic mode without batch-invariant kernels (on a CPU) a step waits until every exchange that takes part has
 asked for something or ended, and requests are taken in the order of their sessions: what is computed together then
-depends on nothing that has to do with time.
+depends on nothing that has to do with time, nor on what the engine did before.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class EmbeddedEngine:
             raise
 
     def expect(self, session: str) -> None:
+        if self._lockstep and not self._expected:
+            self._begin_together()
         with self._wake:
             self._expected.add(session)
 
@@ -99,6 +101,13 @@ class EmbeddedEngine:
         with self._wake:
             self._expected.discard(session)
             self._wake.notify()
+
+    def _begin_together(self) -> None:
+        """Exchanges that begin while no others run find the engine as new: what they compute must not depend on what
+        this process did before, since a resumed run did not do it."""
+        with self._lock, self._wake:
+            if not (self._arrivals or self.core.busy):
+                self.core.start_afresh()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -110,6 +119,12 @@ class EmbeddedEngine:
                     yield
             finally:  # an update that failed half way has changed weights too
                 self._deliver(self.core.commit_weights())
+
+    def begin_at(self, version: int) -> None:
+        """The weights are version `version` of a run that goes on here; nothing has been asked for yet."""
+        with self._lock:
+            assert self.core.steps == 0 and not self.core.busy, "the engine is already at work"
+            self.core.scheduler.version = version
 
     async def close(self) -> None:
         with self._wake:

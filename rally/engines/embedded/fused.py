@@ -214,6 +214,8 @@ def fusable(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if config.model_type not in FAMILIES or _activation(model) not in ACTIVATIONS:
         return False
+    if getattr(model, "_hf_peft_config_loaded", False):  # also where only the head or the embeddings are adapted
+        return False
     if not power_of_two(kv_shape(model).size) or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
         return False
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -29,6 +29,11 @@ class PagePool:
         self._references = [0] * num_pages
         self._cursor = self._stretch = 0  # where the last search ended
 
+    def start_afresh(self) -> None:
+        """Hand pages out in the order of a new pool again; all must be free."""
+        assert self.num_free == self.num_pages, "a page is still held"
+        self._cursor = self._stretch = 0
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages, consecutive if such a run is free; None if there are not that many."""
         if count > self.num_free:

@@ -50,6 +50,11 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    def start_afresh(self) -> None:
+        """Hand slots out in the order of a new engine again; all must be free."""
+        assert self.num_free == len(self.requests), "a request still has a slot"
+        self._free = list(range(len(self.requests) - 1, -1, -1))
+
     def enter(self, request: Request, computed: int, eos_ids: frozenset[int]) -> None:
         """Give a request a slot; the KV of its first `computed` tokens is in its pages."""
         slot = self._free.pop()

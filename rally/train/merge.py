@@ -1,0 +1,125 @@
+"""`rally merge`: adapters and their base, or weights in several files, become one folder that transformers loads whole.
+
+The folder is written aside and read back before it gets its name: no weight may be missing in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rally.train.load import LoadError, load_model, load_tokenizer
+from rally.train.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
+from rally.types import RallyError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+
+class MergeError(RallyError):
+    """Nothing to merge, or nothing that can be merged."""
+
+
+class Merged(NamedTuple):
+    folder: Path
+    what: str
+
+
+def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) -> Merged:
+    """Write the whole model of a checkpoint or model folder to `out`."""
+    target = out or checkpoint / "merged"
+    source = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
+    _refuse(source, target)
+    work = target.with_name(f".writing_{target.name}_{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        if is_adapter_folder(source):
+            _merge_adapters(source, work, base)
+            what = "adapters merged into their base"
+        else:
+            what = f"{_merge_shards(source, work)} files merged into one"
+        _check_whole(work)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Merged(target, what)
+
+
+def _refuse(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise MergeError(f"there is no folder {source}; name a checkpoint, such as checkpoints/global_step_20")
+    if target.exists():
+        raise MergeError(f"{target} is already there; remove it, or choose another place with --out")
+    if is_adapter_folder(source) or (source / INDEX).is_file():
+        return
+    if list(source.glob("model_world_size_*_rank_*.pt")):
+        raise MergeError(
+            f"{source} holds FSDP shards (model_world_size_*_rank_*.pt), which only the program that wrote them can "
+            "put together; merge them with it, then name the folder it wrote"
+        )
+    if (source / WEIGHTS).is_file():
+        raise MergeError(f"{source} is one whole model already, there is nothing to merge; load it as it is")
+    raise MergeError(f"{source} holds neither {CONFIG} nor {INDEX}; name a folder of adapters or of a model in shards")
+
+
+def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
+    recorded = json.loads((source / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    path = base or recorded
+    if not path:
+        raise MergeError(f"{source / CONFIG} does not name the base model; name it with --base")
+    try:
+        model = load_model(path, dtype=_stored_dtype(path))
+    except LoadError as problem:
+        raise MergeError(f"{problem}; if the base model has moved, name it with --base") from problem
+    add_adapters(model, LoraSettings(start=str(source)), path)
+    plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
+    tokenizer = source if (source / "tokenizer_config.json").is_file() else path
+    load_tokenizer(str(tokenizer)).save_pretrained(target)
+
+
+def _stored_dtype(path: str) -> str:
+    """The dtype of the base on disk: the merged weights are rounded once, to that."""
+    if path.endswith(".gguf"):
+        return "float32"
+    try:
+        stored = AutoConfig.from_pretrained(path).dtype
+    except (OSError, ValueError) as problem:
+        raise LoadError(f"the model {path!r} cannot be loaded ({str(problem).splitlines()[0]})") from problem
+    return str(stored or "float32").removeprefix("torch.")
+
+
+def _merge_shards(source: Path, target: Path) -> int:
+    """All tensors into one file, everything else beside it; returns how many files there were."""
+    places: dict[str, str] = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    shards = sorted(set(places.values()))
+    weights: dict[str, Tensor] = {}
+    for shard in shards:
+        if not (source / shard).is_file():
+            raise MergeError(f"{source / shard} is missing, so the model cannot be merged; copy all its files")
+        with safe_open(source / shard, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    if lost := sorted(places.keys() - weights.keys()):
+        raise MergeError(f"{lost[0]} is in none of the files that {INDEX} names; copy all files of the model again")
+    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    for file in source.iterdir():
+        if file.is_file() and file.name not in {INDEX, *shards}:
+            shutil.copy2(file, target / file.name)
+    return len(shards)
+
+
+def _check_whole(folder: Path) -> None:
+    """Weights that a file lacks would be random numbers after loading, and nobody would be told."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    found = loaded[1]
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
+    if wrong:
+        raise MergeError(f"the merged model would not load as it was ({wrong[0]}); the folder was not written")

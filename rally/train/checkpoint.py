@@ -1,8 +1,8 @@
 """Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
 
 `global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
-step and what the sampler learned; random numbers follow from (seed, step) and need no state. `manifest.json` lists
-every file with its size and is written last.
+step, what the sampler learned and what further parts write; random numbers follow from (seed, step) and need no state.
+`manifest.json` lists every file with its size and is written last.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,12 @@ _STEP = re.compile(r"global_step_(\d+)")
 MANIFEST = "manifest.json"
 SAMPLER = "sampler.json"
 LATEST = "latest_checkpointed_iteration.txt"
+
+
+class Part(Protocol):
+    """Something whose state lies in a checkpoint beside the actor's."""
+
+    def write(self, folder: Path) -> None: ...
 
 
 class CheckpointError(RallyError):
@@ -48,6 +54,10 @@ class Checkpoint:
         assert isinstance(state, dict)
         return state
 
+    def holds(self, folder: str) -> bool:
+        """Whether a folder is part of it; one that is there but not listed was about to be removed."""
+        return any(name.startswith(f"{folder}/") for name in _listed(self.path))
+
     def sampler_state(self) -> dict[str, Any]:
         """What the sampler had learned; nothing, where it learns nothing."""
         path = self.path / SAMPLER
@@ -59,9 +69,12 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, *, keep: int | None = None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int | None = None, keep_critics: int | None = None, warn: Callable[[str], None]
+    ) -> None:
         self.folder = folder
         self.keep = keep
+        self.keep_critics = keep_critics
         self.warn = warn
 
     def save(
@@ -70,6 +83,7 @@ class CheckpointStore:
         policy: Policy,
         tokenizer: PreTrainedTokenizerBase,
         sampler_state: Mapping[str, Any] | None = None,
+        parts: Sequence[Part] = (),
     ) -> Path:
         """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
         learned = _as_json(sampler_state or {})
@@ -83,6 +97,8 @@ class CheckpointStore:
         torch.save(state, work / "trainer.pt")
         if sampler_state:
             (work / SAMPLER).write_text(learned, encoding="utf-8")
+        for part in parts:
+            part.write(work)
         _seal(work)
         if target.exists():
             shutil.rmtree(target)
@@ -115,11 +131,15 @@ class CheckpointStore:
 
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
+        paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
+        whole = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
         if self.keep is not None:
-            paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
-            whole = [p for p in paths if _step_of(p) <= newest and damage(p) is None]
-            for path in whole[: -self.keep]:
-                shutil.rmtree(path)
+            for old in whole[: -self.keep]:
+                shutil.rmtree(old.path)
+        if self.keep_critics is not None:
+            with_critic = [one for one in whole if one.path.exists() and one.holds("critic")]
+            for old in with_critic[: -self.keep_critics]:
+                _leave_out(old.path, "critic")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -135,7 +155,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _listed(path)
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST}"
     for name, size in manifest.items():
@@ -145,6 +165,20 @@ def damage(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
     return None
+
+
+def _listed(path: Path) -> dict[str, int]:
+    """The files of a checkpoint with their sizes."""
+    listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    assert isinstance(listed, dict)
+    return listed
+
+
+def _leave_out(path: Path, folder: str) -> None:
+    """Remove a folder from a whole checkpoint, which stays whole: the list forgets it first."""
+    kept = {name: size for name, size in _listed(path).items() if not name.startswith(f"{folder}/")}
+    _write_synced(path / MANIFEST, json.dumps(kept, indent=1))
+    shutil.rmtree(path / folder)
 
 
 def _as_json(sampler_state: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.actor import OptimConfig
 from rally.data import (
     EasyToHard,
     EasyToHardOptions,
@@ -233,6 +234,7 @@ def credit_settings_of(config: Config) -> CreditSettings:
         by_std=algorithm.norm_adv_by_std_in_grpo,
         turn_rewards=algorithm.turn_rewards,
         gamma=algorithm.gamma,
+        lam=algorithm.lam,
         step_weight=algorithm.gigpo.step_advantage_w,
     )
 
@@ -257,12 +259,15 @@ def _shuffle_seed(config: Config) -> int | None:
 
 
 def optimizer_settings_of(config: Config) -> OptimizerSettings:
-    optim = config.actor.optim
+    return optimizer_settings(config.actor.optim, config.actor.grad_clip)
+
+
+def optimizer_settings(optim: OptimConfig, grad_clip: float) -> OptimizerSettings:
     return OptimizerSettings(
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
-        grad_clip=optim.clip_grad or config.actor.grad_clip,
+        grad_clip=optim.clip_grad or grad_clip,
         schedule=optim.lr_scheduler_type,
         warmup_steps=optim.lr_warmup_steps,
         warmup_ratio=optim.lr_warmup_steps_ratio,

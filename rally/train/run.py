@@ -21,7 +21,7 @@ from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder, build_sinks
-from rally.train import parts
+from rally.train import critic_parts, parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.policy import Policy
@@ -94,6 +94,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     store = CheckpointStore(
         config.run_dir / "checkpoints",
         keep=config.trainer.max_actor_ckpt_to_keep,
+        keep_critics=config.trainer.max_critic_ckpt_to_keep,
         warn=lambda text: console.warn_once(text, text),
     )
     checkpoint = resume_point(config.trainer, store)
@@ -143,7 +144,7 @@ def _trainer(
     policy = Policy(
         model,
         parts.optimizer_settings_of(config),
-        steps,
+        steps - config.trainer.critic_warmup,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
     )
     if checkpoint:
@@ -169,6 +170,8 @@ def _trainer(
         console=console,
         sinks=build_sinks(config.trainer.logger, folder, console, steps),
         reference=parts.reference_of(config) if steps else None,
+        reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
+        critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
         extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
         start_step=checkpoint.step if checkpoint else 0,
     )
@@ -211,7 +214,6 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         n=config.rollout.n,
         seed=trainer.seed if data.seed is None else data.seed,
         credit=parts.credit_settings_of(config),
-        reward_kl_coef=parts.reward_kl_coef(config),
         reward_kl_kind=config.algorithm.kl_penalty,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,

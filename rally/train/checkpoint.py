@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,10 +28,8 @@ SAMPLER = "sampler.json"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
-class Part(Protocol):
-    """Something whose state lies in a checkpoint beside the actor's."""
-
-    def write(self, folder: Path) -> None: ...
+Part = Callable[[Path], None]
+"""Writes state of its own, copied when the part was made, into the folder of a checkpoint."""
 
 
 class CheckpointError(RallyError):
@@ -83,9 +81,10 @@ class CheckpointStore:
         policy: Policy,
         tokenizer: PreTrainedTokenizerBase,
         sampler_state: Mapping[str, Any] | None = None,
-        parts: Sequence[Part] = (),
+        *,
+        more: Sequence[Part] = (),
     ) -> Path:
-        """Write the checkpoint of `step`; only when every byte is on disk does it get its name."""
+        """Write the checkpoint of `step` with `more` parts; only when every byte is on disk does it get its name."""
         learned = _as_json(sampler_state or {})
         target = self.folder / f"global_step_{step}"
         work = self.folder / f".writing_{target.name}_{os.getpid()}"
@@ -97,8 +96,8 @@ class CheckpointStore:
         torch.save(state, work / "trainer.pt")
         if sampler_state:
             (work / SAMPLER).write_text(learned, encoding="utf-8")
-        for part in parts:
-            part.write(work)
+        for part in more:
+            part(work)
         _seal(work)
         if target.exists():
             shutil.rmtree(target)

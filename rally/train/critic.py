@@ -8,6 +8,7 @@ Shapes: N episodes, D decisions of all of them in order (tokens or turns, see ra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import Policy
 from rally.train.rows import over_rows
 from rally.train.update import visit_order
-from rally.train.value_model import save_value_model, token_values
+from rally.train.value_model import token_values, value_model_part
 from rally.types import Episode
 
 FOLDER, OPTIMIZER = "critic", "optimizer.pt"
@@ -154,11 +155,15 @@ class Critic:
         metrics.add(values_D, clipped_D)
         return (loss_D * weights_N.to(device)[packed.episode_M]).sum()
 
-    def write(self, folder: Path) -> None:
-        """The critic's part of a checkpoint, everything in one folder."""
-        place = folder / FOLDER
-        save_value_model(self.learner.model, place)
-        torch.save(self.learner.state(), place / OPTIMIZER)
+    def part(self) -> Callable[[Path], None]:
+        """The critic's part of a checkpoint, everything in one folder: copied now, written when it is called."""
+        model, state = value_model_part(self.learner.model), copy.deepcopy(self.learner.state())
+
+        def write(checkpoint: Path) -> None:
+            model(checkpoint / FOLDER)
+            torch.save(state, checkpoint / FOLDER / OPTIMIZER)
+
+        return write
 
     def read(self, folder: Path) -> None:
         """Go on with the optimizer of a checkpoint; the weights were loaded from there."""

@@ -68,7 +68,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     full = model.dtype == torch.float32  # otherwise the optimizer holds float32 masters beside its two moments
     count = sum(p.numel() for p in model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    reference = weights if config.actor.use_kl_loss and config.actor.kl_loss_coef else 0
+    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or parts.reward_kl_coef(config)
+    critic = weights + (12 if full else 16) * count if config.needs_critic and not config.critic.model.path else 0
     plan = plan_memory(model, settings)
     console.table(
         "memory plan",
@@ -76,7 +77,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
             ["weights", _size(weights)],
             ["gradients, float32", _size(4 * count)],
             ["optimizer, float32", _size((8 if full else 12) * count)],
-            ["reference policy", _size(reference)],
+            ["reference policy", _size(weights if wanted else 0)],
+            *([["critic with its optimizer, in all", _size(critic)]] if critic else []),
             ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
             ["one step of the engine", _size(plan.step_bytes)],
             ["device", str(model.device)],

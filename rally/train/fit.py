@@ -96,7 +96,7 @@ class Trainer:
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), self._parts())
+                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
                     phase.advance()
         return last
 
@@ -189,7 +189,7 @@ class Trainer:
 
     def _parts(self) -> list[Part]:
         """What a checkpoint holds beside the policy and the sampler."""
-        return [part for part in (self.critic, self.reward_kl) if part is not None]
+        return [one.part() for one in (self.critic, self.reward_kl) if one is not None]
 
     def _reward_kl(self, episodes: Sequence[Episode]) -> Tensor | None:
         """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""

@@ -6,6 +6,7 @@ When it moves it is state of the run, and a checkpoint carries it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,14 @@ class KlControl:
             error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.coefficient *= 1 + error * episodes / self.horizon
 
-    def write(self, folder: Path) -> None:
-        """The coefficient's part of a checkpoint."""
-        (folder / FILE).write_text(json.dumps({"coefficient": self.coefficient}), encoding="utf-8")
+    def part(self) -> Callable[[Path], None]:
+        """The coefficient's part of a checkpoint, as it is now."""
+        text = json.dumps({"coefficient": self.coefficient})
+
+        def write(checkpoint: Path) -> None:
+            (checkpoint / FILE).write_text(text, encoding="utf-8")
+
+        return write
 
     def read(self, folder: Path) -> None:
         """Go on from a checkpoint. A fixed coefficient is the configuration's, as a learning rate is."""

@@ -144,7 +144,7 @@ def _trainer(
     policy = Policy(
         model,
         parts.optimizer_settings_of(config),
-        steps - config.trainer.critic_warmup,
+        max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
     )
     if checkpoint:

@@ -8,6 +8,7 @@ Shapes: M sampled tokens, U different ones among them, T packed tokens, C hidden
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ HEAD_FILE = f"{HEAD}.safetensors"
 
 
 def load_value_model(path: str, **options: Any) -> PreTrainedModel:
-    """From a folder that `save_value_model` wrote or from any language model, whose own head is left out; `options` are
+    """From a folder that `value_model_part` wrote or from any language model, whose own head is left out; `options` are
     those of `load_model`."""
     learned = Path(path).expanduser() / HEAD_FILE
     if learned.is_file():
@@ -45,12 +46,16 @@ def with_value_head(body: nn.Module, learned: dict[str, Tensor] | None = None) -
     return body
 
 
-def save_value_model(model: PreTrainedModel, folder: Path) -> None:
-    state = model.state_dict()
-    head = {name.removeprefix(f"{HEAD}."): value.contiguous() for name, value in state.items() if name.startswith(HEAD)}
-    body = {name: value for name, value in state.items() if not name.startswith(HEAD)}
-    model.save_pretrained(folder, state_dict=body)
-    save_file(head, folder / HEAD_FILE)
+def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
+    """A function that writes the model, as it is now, into a folder."""
+    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    head = {name.removeprefix(f"{HEAD}."): state.pop(name) for name in list(state) if name.startswith(f"{HEAD}.")}
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=state)
+        save_file(head, folder / HEAD_FILE)
+
+    return write
 
 
 def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:

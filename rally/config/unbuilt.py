@@ -20,7 +20,6 @@ class Unbuilt(NamedTuple):
 
 
 A, M, R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
-CM = "critic.model."
 ONE_DEVICE = "leave it out to train on one device"
 EMBEDDED = "leave it out to use the embedded engine"
 SERVERS = "leave it out, it is for engines other than the embedded one"
@@ -130,7 +129,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{M}fused_kernel_options", OUT),
     Unbuilt(f"{M}tiled_mlp", OUT),
     Unbuilt(f"{M}mtp", OUT),
-    *(Unbuilt(f"{CM}{name}", "leave it out, the critic trains all weights") for name in CRITIC_MODEL),
+    *(Unbuilt(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
     Unbuilt("trainer.logger", "use console and file", LOGGERS),
     Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),

@@ -135,10 +135,12 @@ class CheckpointStore:
         if self.keep is not None:
             for old in whole[: -self.keep]:
                 shutil.rmtree(old.path)
+            whole = whole[-self.keep :]
         if self.keep_critics is not None:
-            with_critic = [one for one in whole if one.path.exists() and one.holds("critic")]
-            for old in with_critic[: -self.keep_critics]:
-                _leave_out(old.path, "critic")
+            for old in [one for one in whole if one.holds("critic")][: -self.keep_critics]:
+                _forget(old.path, "critic")
+            for old in [one for one in whole if not one.holds("critic")]:
+                shutil.rmtree(old.path / "critic", ignore_errors=True)  # also what a kill left of it
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -173,11 +175,10 @@ def _listed(path: Path) -> dict[str, int]:
     return listed
 
 
-def _leave_out(path: Path, folder: str) -> None:
-    """Remove a folder from a whole checkpoint, which stays whole: the list forgets it first."""
+def _forget(path: Path, folder: str) -> None:
+    """Take a folder off the list of a whole checkpoint, which then is whole without it."""
     kept = {name: size for name, size in _listed(path).items() if not name.startswith(f"{folder}/")}
     _write_synced(path / MANIFEST, json.dumps(kept, indent=1))
-    shutil.rmtree(path / folder)
 
 
 def _as_json(sampler_state: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ PPO = (
     "critic.ppo_epochs=2",
     "trainer.critic_warmup=5",
 )
-STEPS = 40
+STEPS = 60
 
 
 def main() -> None:

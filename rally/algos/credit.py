@@ -28,6 +28,7 @@ class CreditSettings:
     by_std: bool = True
     turn_rewards: TurnRewards = "trajectory"
     gamma: float = 1.0
+    lam: float = 1.0
     step_weight: float = 1.0  # of GiGPO's step advantage beside that of the episode
     components: tuple[str, ...] = ()  # of the reward, which GDPO compares one by one
 
@@ -37,7 +38,7 @@ class CreditSettings:
 
     @property
     def needs_turns(self) -> bool:
-        return self.turn_rewards != "trajectory" or self.estimator == "gigpo"
+        return self.turn_rewards != "trajectory" or self.estimator in ("gigpo", "turn_gae")
 
 
 class Turns(NamedTuple):
@@ -71,7 +72,7 @@ class Scored(NamedTuple):
 def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
     """The advantage of each sampled token, episode by episode."""
     if settings.estimator == "reinforce_plus_plus":
-        return whiten(discounted(_token_rewards(scored, settings), scored.tokens_N, settings.gamma))
+        return whiten(discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma))
     if settings.estimator == "gigpo":
         return _gigpo(scored, settings)
     if settings.estimator == "remax":
@@ -127,7 +128,7 @@ def _gigpo(scored: Scored, settings: CreditSettings) -> Tensor:
 def _remax(scored: Scored, settings: CreditSettings) -> Tensor:
     """What comes from the token on, less what the greedy episode of the same prompt earned in all."""
     assert scored.baselines_N is not None, "ReMax needs greedy episodes"
-    returns_M = discounted(_token_rewards(scored, settings), scored.tokens_N, settings.gamma)
+    returns_M = discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma)
     return (returns_M - scored.baselines_N.repeat_interleave(scored.tokens_N)).float()
 
 
@@ -167,7 +168,7 @@ def _episode_rewards(scored: Scored, settings: CreditSettings | None = None) -> 
     return total_N
 
 
-def _token_rewards(scored: Scored, settings: CreditSettings) -> Tensor:
+def token_rewards(scored: Scored, settings: CreditSettings) -> Tensor:
     """Rewards at the tokens that end an episode or, where turns count, a turn."""
     rewards_M = torch.zeros(int(scored.tokens_N.sum()), dtype=torch.float64)
     if scored.token_rewards_M is not None:

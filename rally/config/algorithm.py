@@ -1,19 +1,21 @@
-"""`algorithm.*` and `critic.*`: how rewards become advantages."""
+"""`algorithm.*`: how rewards become advantages."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from rally.config.actor import CheckpointConfig, FsdpConfig, KlKind, LossAggMode, OptimConfig, Strategy
+from rally.config.actor import KlKind
 from rally.config.base import Count, Float, Natural, NonNegative, Positive, Section, Share, Texts
-from rally.config.model import ModelConfig
 
 
 class KlCtrl(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive moves kl_coef until the KL is target_kl."""
     kl_coef: NonNegative = 0.001
     horizon: Count = 10000
+    """Episodes in which a KL far off the target changes kl_coef by a fifth."""
     target_kl: Positive = 0.1
+    """Mean KL of a sampled token, as actor/reward_kl_penalty shows it."""
 
 
 class PfPpo(Section):
@@ -82,6 +84,7 @@ class AlgorithmConfig(Section):
         "grpo_vectorized",
         "grpo_passk",
         "gae",
+        "turn_gae",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "remax",
@@ -94,7 +97,7 @@ class AlgorithmConfig(Section):
         "gdpo",
         "gigpo",
     ] = "grpo"
-    """The ecosystem's gae needs a critic as large as the policy."""
+    """gae and turn_gae train a critic beside the policy; all others compare the episodes of a prompt or batch."""
     norm_adv_by_std_in_grpo: bool = True
     """False is Dr. GRPO: groups are centred but not scaled."""
 
@@ -103,8 +106,9 @@ class AlgorithmConfig(Section):
     turns of the same number."""
     gigpo: Gigpo = Gigpo()
     gamma: Share = 1.0
-    """Discount from turn to turn; for reinforce_plus_plus from sampled token to sampled token."""
+    """Discount from turn to turn; for gae and reinforce_plus_plus from sampled token to sampled token."""
     lam: Share = 1.0
+    """Of gae and turn_gae: 1 trusts returns alone, 0 the critic alone."""
     allow_both_kl: bool = False
     """Let actor.use_kl_loss and use_kl_in_reward be on together."""
     use_kl_in_reward: bool = False
@@ -116,27 +120,3 @@ class AlgorithmConfig(Section):
     filter_groups: FilterGroups = FilterGroups()
     gdpo_reward_keys: Texts = ()
     """adv_estimator=gdpo: the numbers of the reward function that are compared one by one."""
-
-
-class CriticOptim(OptimConfig):
-    lr: Positive = 1e-5
-
-
-class CriticConfig(Section):
-    enable: bool | None = None
-    strategy: Strategy = "single"
-    optim: CriticOptim = CriticOptim()
-    model: ModelConfig = ModelConfig()
-    ppo_mini_batch_size: Count | None = None
-    ppo_micro_batch_size_per_gpu: Count | None = None
-    forward_micro_batch_size_per_gpu: Count | None = None
-    use_dynamic_bsz: bool = True
-    ppo_max_token_len_per_gpu: Count = 32768
-    forward_max_token_len_per_gpu: Count = 32768
-    ppo_epochs: Count = 1
-    shuffle: bool = False
-    cliprange_value: Positive = 0.5
-    loss_agg_mode: LossAggMode = "token-mean"
-    grad_clip: Positive = 1.0
-    fsdp_config: FsdpConfig = FsdpConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rally.config.algorithm import RolloutCorrection
 from rally.config.base import look_up, missing_file
+from rally.config.critic_checks import critic, kl_control
 from rally.config.errors import shown
 from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
@@ -22,6 +23,7 @@ SAME_AS = (
     (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
     ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
     (f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"),
+    ("critic.optim.clip_grad", "critic.grad_clip"),
     ("reward_model.num_workers", "reward.num_workers"),
 )
 """A second name, and the key that rules."""
@@ -30,6 +32,8 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "success": ("low", "high", "explore", "solved_at"),
 }
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
+CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
+"""Estimators that discount along an episode, whatever turns earn."""
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.tau_pos": ("sapo",),
     f"{ACTOR}.tau_neg": ("sapo",),
@@ -64,7 +68,8 @@ def equal_names(config: Config) -> Iterator[str]:
 def batch(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
-    if n < 2 and estimator not in ("reinforce_plus_plus", "remax") and not config.trainer.val_only:
+    alone = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
+    if n < 2 and not alone and not config.trainer.val_only:
         yield f"{ROLLOUT}.n={n} leaves {estimator} nothing to compare an episode with; set it to 2 or more."
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
@@ -127,11 +132,11 @@ def objective(config: Config) -> Iterator[str]:
 def credit(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
-    if gamma != 1 and turns == "trajectory" and estimator not in ("reinforce_plus_plus", "gigpo", "gae"):
+    if gamma != 1 and turns == "trajectory" and estimator not in (*CHAINS, "gigpo"):
         yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
     if turns != "trajectory" and estimator in ("remax", "gdpo"):
         yield f"algorithm.turn_rewards={turns} does not go with {estimator}; leave it out."
-    if turns == "turn_baseline" and estimator in ("reinforce_plus_plus", "gigpo"):
+    if turns == "turn_baseline" and estimator in (*CHAINS, "gigpo"):
         yield f"algorithm.turn_rewards=turn_baseline does not go with {estimator}; set it to returns."
     for key, usual in (("kl_penalty", ("kl",)), ("kl_ctrl.kl_coef", (0.001, 0.0))):
         if not algorithm.use_kl_in_reward and look_up(algorithm, key) not in usual:
@@ -251,6 +256,7 @@ def files(config: Config) -> Iterator[str]:
         "data.sampler.class_path",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.tokenizer_path",
+        "critic.model.path",
         *SPELLINGS[0],
         *SPELLINGS[1],
     ):
@@ -323,7 +329,7 @@ def _missing(config: Config | SftConfig, key: str) -> Iterator[str]:
 
 def _is_path(key: str, text: str) -> bool:
     """Whether the text must be a path: a model may also be a Hub name, a reward function or sampler also a module."""
-    if key.startswith(("actor_rollout_ref.model.", "model.")):
+    if key.startswith(("actor_rollout_ref.model.", "critic.model.", "model.")):
         return text.startswith(("/", ".", "~", "$")) or text.count("/") > 1 or text.endswith("/")
     if key.endswith(("custom_reward_function.path", "sampler.class_path")):
         return text.endswith(".py") or ("/" in text and not text.startswith("pkg://"))
@@ -341,6 +347,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     credit,
     components,
     filtering,
+    critic,
+    kl_control,
     correction,
     lora,
     loop,

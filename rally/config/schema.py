@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rally.config.actor import ActorConfig, RefConfig
-from rally.config.algorithm import AlgorithmConfig, CriticConfig
+from rally.config.algorithm import AlgorithmConfig
 from rally.config.base import Count, Only, Root, Section, look_up
+from rally.config.critic import CriticConfig
 from rally.config.data import DataConfig
 from rally.config.errors import ConfigError
 from rally.config.model import ModelConfig
@@ -93,6 +94,11 @@ class Config(Root):
     def mini_batch_size(self) -> int:
         """Prompts per optimizer step."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages come from values."""
+        return self.algorithm.adv_estimator in ("gae", "turn_gae")
 
     @property
     def tool_config_path(self) -> str | None:

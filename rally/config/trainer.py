@@ -79,7 +79,9 @@ class TrainerConfig(RunConfig):
     use_legacy_worker_impl: Annotated[str, Only("auto", "disable", because="there is one worker")] = "auto"
 
     max_critic_ckpt_to_keep: Count | None = None
+    """Older checkpoints lose their critic/ folder, and can then be evaluated but not resumed. None keeps all."""
     critic_warmup: Natural = 0
+    """First steps in which the critic is trained and the policy is not."""
     esi_redundant_time: NonNegative = 0
     del_local_ckpt_after_load: bool = False
     ray_wait_register_center_timeout: Count = 300

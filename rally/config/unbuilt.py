@@ -29,8 +29,13 @@ RULE_REWARDS = "leave it out and score with custom_reward_function"
 MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
 LOGGERS = ("console", "file")
 ESTIMATORS = (
-    *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo"),
+    *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo", "gae", "turn_gae"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
+)
+CRITIC_MODEL = (
+    *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "use_fused_kernels", "tiled_mlp"),
+    *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
+    *("target_modules", "exclude_modules"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
@@ -78,18 +83,15 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
     # advantages and losses
     Unbuilt("algorithm.adv_estimator", "leave it out to use grpo", ESTIMATORS),
-    Unbuilt("algorithm.lam", "leave it out, GRPO has no lambda"),
     Unbuilt("algorithm.kl_penalty", "use kl", KL_KINDS),
-    Unbuilt("algorithm.kl_ctrl.type", "use fixed"),
-    Unbuilt("algorithm.kl_ctrl.horizon", OUT),
-    Unbuilt("algorithm.kl_ctrl.target_kl", OUT),
     Unbuilt("algorithm.use_pf_ppo", OUT),
     Unbuilt("algorithm.pf_ppo", OUT),
     Unbuilt("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
     Unbuilt("algorithm.filter_groups.max_inflight_gen_batches", "leave it out, prompts begin one by one"),
-    Unbuilt("critic", "leave it out, GRPO needs no critic"),
-    Unbuilt("trainer.critic_warmup", "leave it out, GRPO needs no critic"),
-    Unbuilt("trainer.max_critic_ckpt_to_keep", "leave it out, GRPO needs no critic"),
+    Unbuilt("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
+    Unbuilt("critic.fsdp_config", ONE_DEVICE),
+    Unbuilt("critic.optim.override_optimizer_config", OUT),
+    Unbuilt("critic.checkpoint.async_save", OUT),
     Unbuilt(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
     Unbuilt(f"{A}policy_loss.dro_beta", OUT),
     Unbuilt(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
@@ -118,6 +120,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{M}fused_kernel_options", OUT),
     Unbuilt(f"{M}tiled_mlp", OUT),
     Unbuilt(f"{M}mtp", OUT),
+    *(Unbuilt(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
     Unbuilt("trainer.logger", "use console and file", LOGGERS),
     Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),

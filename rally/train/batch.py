@@ -67,12 +67,18 @@ def build_batch(
 ) -> TrainBatch:
     """Advantages over the episodes of one step, which must all be scored. `token_rewards_M` are added to what their
     sampled tokens earn."""
-    assert all(e.reward is not None for e in episodes), "an unscored episode cannot be trained on"
     settings = credit or CreditSettings()
+    scored = scored_of(episodes, settings, token_rewards_M)
+    return batch_of(rows_of(episodes), scored, token_advantages(scored, settings))
+
+
+def scored_of(episodes: Sequence[Episode], settings: CreditSettings, token_rewards_M: Tensor | None = None) -> Scored:
+    """What the episodes earned, in numbers."""
+    assert all(e.reward is not None for e in episodes), "an unscored episode cannot be trained on"
     numbers = {group: i for i, group in enumerate(dict.fromkeys(e.group for e in episodes))}
     by_turn = settings.turn_rewards != "trajectory"  # then what is recorded on turns is added up from there
     rewards = [outcome(e) if by_turn else e.reward for e in episodes]
-    scored = Scored(
+    return Scored(
         rewards_N=torch.tensor(rewards, dtype=torch.float64),
         groups_N=torch.tensor([numbers[e.group] for e in episodes], dtype=torch.long),
         tokens_N=torch.tensor([sum(s.sampled for s in e.segments) for e in episodes]),
@@ -81,8 +87,12 @@ def build_batch(
         baselines_N=_reported(episodes, [GREEDY])[:, 0] if settings.needs_greedy else None,
         components_NC=_reported(episodes, settings.components) if settings.components else None,
     )
+
+
+def batch_of(rows: Sequence[Row], scored: Scored, advantages_M: Tensor) -> TrainBatch:
+    """Rows of scored episodes, with the advantage of each sampled token."""
     return TrainBatch(
-        rows=_with_advantages(rows_of(episodes), token_advantages(scored, settings)),
+        rows=_with_advantages(rows, advantages_M),
         rewards_N=scored.rewards_N,
         groups_N=scored.groups_N,
         tokens_N=scored.tokens_N,

@@ -1,9 +1,9 @@
 """Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
 
 `global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
-step, counters and what the sampler learned; random numbers follow from (seed, step) and need no state. `manifest.json`
-lists every file with its size and is written last. The state is copied at once; by default it is written beside the
-training thread.
+step, counters, what the sampler learned and what further parts write; random numbers follow from (seed, step) and need
+no state. `manifest.json` lists every file with its size and is written last. The state is copied at once; by default it
+is written beside the training thread.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class Checkpoint:
         assert isinstance(state, dict)
         return state
 
+    def holds(self, folder: str) -> bool:
+        """Whether a folder is part of it; one that is there but not listed was about to be removed."""
+        return any(name.startswith(f"{folder}/") for name in _listed(self.path))
+
     def sampler_state(self) -> dict[str, Any]:
         """What the sampler had learned; nothing, where it learns nothing."""
         return self._plain(SAMPLER)
@@ -75,12 +79,14 @@ class CheckpointStore:
         folder: Path,
         *,
         keep: int | None = None,
+        keep_critics: int | None = None,
         background: bool = False,
         merged: bool = False,
         warn: Callable[[str], None],
     ) -> None:
         self.folder = folder
         self.keep = keep
+        self.keep_critics = keep_critics
         self.merged = merged  # beside adapters also the whole model
         self.warn = warn
         self._background = Background("rally-checkpoint") if background else None
@@ -172,11 +178,17 @@ class CheckpointStore:
 
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
+        paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
+        whole = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
         if self.keep is not None:
-            paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
-            whole = [p for p in paths if _step_of(p) <= newest and damage(p) is None]
-            for path in whole[: -self.keep]:  # renamed first: a kill in between must not leave half of one
-                shutil.rmtree(path.rename(path.with_name(f".dropping_{path.name}")))
+            for old in whole[: -self.keep]:  # renamed first: a kill in between must not leave half of one
+                shutil.rmtree(old.path.rename(old.path.with_name(f".dropping_{old.path.name}")))
+            whole = whole[-self.keep :]
+        if self.keep_critics is not None:
+            for old in [one for one in whole if one.holds("critic")][: -self.keep_critics]:
+                _forget(old.path, "critic")
+            for old in [one for one in whole if not one.holds("critic")]:
+                shutil.rmtree(old.path / "critic", ignore_errors=True)  # also what a kill left of it
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -192,7 +204,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _listed(path)
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST}"
     for name, size in manifest.items():
@@ -202,6 +214,19 @@ def damage(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
     return None
+
+
+def _listed(path: Path) -> dict[str, int]:
+    """The files of a checkpoint with their sizes."""
+    listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    assert isinstance(listed, dict)
+    return listed
+
+
+def _forget(path: Path, folder: str) -> None:
+    """Take a folder off the list of a whole checkpoint, which then is whole without it."""
+    kept = {name: size for name, size in _listed(path).items() if not name.startswith(f"{folder}/")}
+    _write_synced(path / MANIFEST, json.dumps(kept, indent=1))
 
 
 def _sampler_part(state: Mapping[str, Any]) -> Part:

@@ -11,7 +11,7 @@ from rally.config import Config
 from rally.engines.embedded.memory import plan_memory
 from rally.track import RunConsole
 from rally.track.text import visible
-from rally.train import parts
+from rally.train import data_parts, parts
 from rally.train.run import Inputs, read_inputs, total_steps_of
 from rally.types import Task
 
@@ -51,7 +51,7 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
     ]
     if inputs.train_tasks is not None:
         steps = total_steps_of(config, len(inputs.train_tasks))
-        sampler = parts.sampler_of(config, inputs.train_tasks, steps)  # its mistakes belong here too
+        sampler = data_parts.sampler_of(config, inputs.train_tasks, steps)  # its mistakes belong here too
         rows += [
             ["training rows", str(len(inputs.train_tasks))],
             ["rows chosen by", type(sampler).__name__],
@@ -68,7 +68,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     full = model.dtype == torch.float32  # otherwise the optimizer holds float32 masters beside its two moments
     count = sum(p.numel() for p in model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    reference = weights if config.actor.use_kl_loss and config.actor.kl_loss_coef else 0
+    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or parts.reward_kl_coef(config)
+    critic = weights + (12 if full else 16) * count if config.needs_critic and not config.critic.model.path else 0
     plan = plan_memory(model, settings)
     console.table(
         "memory plan",
@@ -76,7 +77,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
             ["weights", _size(weights)],
             ["gradients, float32", _size(4 * count)],
             ["optimizer, float32", _size((8 if full else 12) * count)],
-            ["reference policy", _size(reference)],
+            ["reference policy", _size(weights if wanted else 0)],
+            *([["critic with its optimizer, in all", _size(critic)]] if critic else []),
             ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
             ["one step of the engine", _size(plan.step_bytes)],
             ["device", str(model.device)],

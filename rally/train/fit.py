@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +24,18 @@ from rally.engines.embedded import EmbeddedEngine
 from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
-from rally.train.batch import build_batch, rows_of
+from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.checkpoint import COUNTERS, CheckpointStore
+from rally.train.critic import Critic
 from rally.train.dynamic import FilterSettings, LiveGroups
 from rally.train.guards import keeping_diverged
+from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
 from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
-from rally.train.rows import kl_rewards, row_logprobs
-from rally.train.snapshot import json_part
+from rally.train.rows import kl_rewards, over_rows
+from rally.train.snapshot import Part, json_part
 from rally.train.update import UpdateSettings, update_policy
 from rally.train.watch import WatchSettings, findings, watched
 from rally.types import Episode, SamplingParams
@@ -49,7 +51,6 @@ class FitSettings:
     seed: int = 0
     credit: CreditSettings = field(default_factory=CreditSettings)
     filter: FilterSettings | None = None  # None: every group of the batch is trained on
-    reward_kl_coef: float = 0.0  # 0: no KL in the reward
     reward_kl_kind: str = "kl"
     save_freq: int = -1
     test_freq: int = -1
@@ -81,6 +82,8 @@ class Trainer:
     console: RunConsole
     sinks: Sequence[MetricSink]
     reference: Reference | None = None
+    reward_kl: KlControl | None = None  # None: no KL in the reward
+    critic: Critic | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
     history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
@@ -103,8 +106,7 @@ class Trainer:
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
-                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=[counters])
+                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
                     phase.advance()
         self.checkpoints.wait()
         return last
@@ -118,7 +120,9 @@ class Trainer:
             metrics |= self._learned(step, result.scored)
             self._record(step, result.everything, validate=False)
             with _timed(metrics, "update_actor"):
-                metrics |= self._update(step, result.episodes)
+                updated = self._update(step, result.episodes)
+            metrics |= updated
+            metrics["timing_s/update_actor"] -= sum(v for k, v in updated.items() if k.startswith("timing_s/"))
         self._add_rates(metrics, step, result.everything)
         self._watch(metrics, result.everything)
         return metrics
@@ -153,8 +157,7 @@ class Trainer:
             self.console.warn_once("empty", f"step {step}: no group is left to train on")
             with self.engine.updating():
                 return {}  # but the version is a new one: a run that resumes here has nothing cached either
-        groups = len({e.group for e in episodes})
-        count = -(-groups // self.update.mini_batch_groups) * self.update.epochs
+        count = self._mini_batches(step, len({e.group for e in episodes}))
         torch.manual_seed(step_seed(self.settings.seed, step))
         with (
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
@@ -162,20 +165,23 @@ class Trainer:
             keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
         ):
             penalties_M = self._reward_kl(episodes)
-            batch = build_batch(episodes, self.settings.credit, penalties_M)
-            metrics = update_policy(
-                self.policy,
-                batch,
-                self.update,
-                step=step,
-                reference=self.reference if self.update.kl_coef else None,
-                progress=phase.advance,
-            )
+            metrics: dict[str, float] = {}
+            batch = self._batch(step, episodes, penalties_M, metrics, phase.advance)
+            if self._trains(step):
+                metrics |= update_policy(
+                    self.policy,
+                    batch,
+                    self.update,
+                    step=step,
+                    reference=self.reference if self.update.kl_coef else None,
+                    progress=phase.advance,
+                )
         advantages = batch.advantages_M
-        if penalties_M is not None and penalties_M.numel():
-            coefficient = self.settings.reward_kl_coef
-            metrics["actor/reward_kl_penalty"] = -float(penalties_M.mean(dtype=torch.float64)) / coefficient
-            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        if self.reward_kl is not None and penalties_M is not None and penalties_M.numel():
+            coefficient = self.reward_kl.coefficient
+            kl = -float(penalties_M.mean(dtype=torch.float64)) / coefficient
+            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+            self.reward_kl.see(kl, len(episodes))
         return metrics | {
             "critic/advantages/mean": float(advantages.mean()),
             "critic/advantages/max": float(advantages.max()),
@@ -183,20 +189,51 @@ class Trainer:
             "groups/live_share": batch.live_share,
         }
 
+    def _mini_batches(self, step: int, groups: int) -> int:
+        """How many the update of a step has, the critic's included."""
+        critic = 0 if self.critic is None else self.critic.settings.mini_batches(groups)
+        return critic + (-(-groups // self.update.mini_batch_groups) * self.update.epochs if self._trains(step) else 0)
+
+    def _trains(self, step: int) -> bool:
+        """Whether the policy learns in this step; while a critic warms up it does not."""
+        return self.critic is None or step > self.critic.settings.warmup_steps
+
+    def _batch(
+        self,
+        step: int,
+        episodes: Sequence[Episode],
+        penalties_M: Tensor | None,
+        metrics: dict[str, float],
+        progress: Callable[[], None],
+    ) -> TrainBatch:
+        """The episodes with their advantages; a critic that gave them then learns what it should have expected."""
+        if self.critic is None:
+            return build_batch(episodes, self.settings.credit, penalties_M)
+        with _timed(metrics, "values"):
+            judgement = self.critic.judge(episodes, self.settings.credit, penalties_M)
+        with _timed(metrics, "update_critic"):
+            metrics |= judgement.metrics | self.critic.update(judgement.critic, step=step, progress=progress)
+        return judgement.policy
+
+    def _parts(self) -> list[Part]:
+        """What a checkpoint holds beside the policy and the sampler."""
+        counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
+        return [counters, *(one.part() for one in (self.critic, self.reward_kl) if one is not None)]
+
     def _reward_kl(self, episodes: Sequence[Episode]) -> Tensor | None:
         """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""
-        if not self.settings.reward_kl_coef:
+        if self.reward_kl is None:
             return None
         assert self.reference is not None
         reference, update, rows = self.reference, self.update, rows_of(episodes)
-        logp_M = row_logprobs(
+        logp_M = over_rows(
             rows,
             lambda packed: reference(packed, update.temperature),
             self.policy.device,
             update.max_tokens,
             update.max_rows,
         )
-        return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.settings.reward_kl_coef)
+        return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Every validation prompt, by every pass; greedy and sampled metrics keep separate names."""

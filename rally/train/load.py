@@ -48,8 +48,9 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """A causal language model in eval mode."""
+    """A causal language model, or what else `kind` is, in eval mode."""
     device = device or torch.device("cpu")
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
@@ -63,7 +64,7 @@ def load_model(
         )
     where, gguf = _locate(path)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(where, **kwargs, **gguf)
+        model: Any = kind.from_pretrained(where, **kwargs, **gguf)
     except (OSError, ValueError, ImportError) as problem:
         raise LoadError(_sentence("model", path, problem)) from problem
     if gguf:

@@ -34,12 +34,14 @@ class Row:
     sampled: tuple[int, ...]  # positions in ids of sampled tokens; each is predicted from the position before it
     logprobs: tuple[float, ...]  # of those tokens, as the engine recorded them
     episode: int
-    advantages: tuple[float, ...] = ()  # one per sampled token, as are the next two; () is 0 for all
+    advantages: tuple[float, ...] = ()  # one per sampled token, as are all that follow; () is 0 for all
     weights: tuple[float, ...] = ()  # how much a token's policy loss counts; () is 1 for all
     marked: tuple[bool, ...] = ()  # tokens that the objective treats apart; () is none
+    values: tuple[float, ...] = ()  # what the critic expected before each of them
+    returns: tuple[float, ...] = ()  # what it is trained to expect
 
     def __post_init__(self) -> None:
-        given = (self.advantages, self.weights, self.marked)
+        given = (self.advantages, self.weights, self.marked, self.values, self.returns)
         assert all(len(values) in (0, len(self.sampled)) for values in given), "one value per sampled token"
 
     @classmethod

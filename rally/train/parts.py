@@ -1,9 +1,8 @@
-"""From a Config to the parts of a run: the only place where configuration keys meet the settings of the rooms."""
+"""From a Config to the parts of a run: here, and in the `*_parts` beside it, keys meet the settings of the rooms."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,9 @@ from rally.algos.credit import CreditSettings
 from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
+from rally.config.actor import OptimConfig
 from rally.config.model import LoraKeys
 from rally.config.trainer import GradientGuards
-from rally.data import (
-    EasyToHard,
-    EasyToHardOptions,
-    RowSampler,
-    SamplerSettings,
-    SolvedSometimes,
-    SolvedSometimesOptions,
-    TaskSet,
-    load_sampler_class,
-    load_tasks,
-)
 from rally.engines.embedded import EngineSettings
 from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
@@ -260,6 +249,7 @@ def credit_settings_of(config: Config) -> CreditSettings:
         by_std=algorithm.norm_adv_by_std_in_grpo,
         turn_rewards=algorithm.turn_rewards,
         gamma=algorithm.gamma,
+        lam=algorithm.lam,
         step_weight=algorithm.gigpo.step_advantage_w,
         components=algorithm.gdpo_reward_keys,
     )
@@ -295,18 +285,21 @@ def _shuffle_seed(config: Config) -> int | None:
 
 
 def optimizer_settings_of(config: Config) -> OptimizerSettings:
-    optim = config.actor.optim
+    return optimizer_settings(config.actor.optim, config.actor.grad_clip, gradient_limits_of(config.trainer.guards))
+
+
+def optimizer_settings(optim: OptimConfig, grad_clip: float, limits: GradientLimits) -> OptimizerSettings:
     return OptimizerSettings(
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
-        grad_clip=optim.clip_grad or config.actor.grad_clip,
+        grad_clip=optim.clip_grad or grad_clip,
         schedule=optim.lr_scheduler_type,
         warmup_steps=optim.lr_warmup_steps,
         warmup_ratio=optim.lr_warmup_steps_ratio,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
-        limits=gradient_limits_of(config.trainer.guards),
+        limits=limits,
     )
 
 
@@ -358,41 +351,6 @@ def shaping_of(config: Config) -> Shaping:
         weights={} if shaping.enable is False else {name: weight for name, weight in weights.items() if weight},
         overlong=overlong if buffer.enable else None,
     )
-
-
-def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:
-    data = config.data
-    return load_tasks(
-        list(files),
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        max_samples=data.val_max_samples if validate else data.train_max_samples,
-        shuffle=data.validation_shuffle if validate else data.shuffle,
-        seed=config.trainer.seed if data.seed is None else data.seed,
-    )
-
-
-def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
-    """What chooses the rows of each of `steps` steps; for a run without steps there is nothing to choose."""
-    data, chosen = config.data, config.data.curriculum
-    settings = SamplerSettings(
-        batch_size=data.train_batch_size,
-        total_steps=steps,
-        seed=config.trainer.seed if data.seed is None else data.seed,
-        shuffle=data.shuffle,
-    )
-    if steps and data.sampler.class_path and data.sampler.class_name:
-        return load_sampler_class(data.sampler.class_path, data.sampler.class_name)(tasks, settings)
-    if steps and chosen.by == "field":
-        grow = chosen.grow_steps or max(1, steps // 2)
-        options = EasyToHardOptions(field=chosen.field, start_share=chosen.start_share, grow_steps=grow)
-        return EasyToHard(tasks, settings, options)
-    if steps and chosen.by == "success":
-        band = SolvedSometimesOptions(
-            low=chosen.low, high=chosen.high, explore=chosen.explore, solved_at=chosen.solved_at
-        )
-        return SolvedSometimes(tasks, settings, band)
-    return RowSampler(tasks, settings)
 
 
 def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:

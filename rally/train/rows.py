@@ -23,19 +23,19 @@ class CorrectedRows(NamedTuple):
     metrics: dict[str, float]
 
 
-def row_logprobs(
+def over_rows(
     rows: Sequence[Row],
     forward: Callable[[PackedRows], Tensor],
     device: torch.device,
     max_tokens: int,
     max_rows: int | None,
 ) -> Tensor:
-    """The log-probabilities that `forward` gives the sampled tokens, without a gradient."""
+    """What `forward` gives each sampled token, such as its log-probability, without a gradient."""
     found: dict[int, Tensor] = {}
     with torch.no_grad():
         for part in micro_batches(rows, max_tokens, max_rows):
             parts = forward(pack(part, device)).float().cpu().split([len(row.sampled) for row in part])
-            found |= {id(row): logp for row, logp in zip(part, parts, strict=True)}
+            found |= {id(row): numbers for row, numbers in zip(part, parts, strict=True)}
     return torch.cat([torch.zeros(0), *(found[id(row)] for row in rows)])
 
 

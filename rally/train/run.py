@@ -21,7 +21,7 @@ from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder, build_sinks
-from rally.train import parts
+from rally.train import critic_parts, data_parts, parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.policy import Policy
@@ -70,7 +70,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:
             return None
-        found = fitting(parts.tasks_of(config, files, validate=validate), codec, config, console)
+        found = fitting(data_parts.tasks_of(config, files, validate=validate), codec, config, console)
         for task in found:
             interactions.find(task)  # says so now when a row asks for a user that is not there
         return found
@@ -99,6 +99,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         keep=config.trainer.max_actor_ckpt_to_keep,
         background=config.actor.checkpoint.async_save,
         merged="hf_model" in config.actor.checkpoint.save_contents,
+        keep_critics=config.trainer.max_critic_ckpt_to_keep,
         warn=lambda text: console.warn_once(text, text),
     )
     checkpoint = resume_point(config.trainer, store)
@@ -141,14 +142,14 @@ def _trainer(
     """All the parts of a run; with 0 steps it only validates."""
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
     assert train_tasks is not None
-    sampler = parts.sampler_of(config, train_tasks, steps)
+    sampler = data_parts.sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
     model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
     policy = Policy(
         model,
         parts.optimizer_settings_of(config),
-        steps,
+        max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
     )
     if checkpoint:
@@ -176,6 +177,8 @@ def _trainer(
         console=console,
         sinks=build_sinks(config.trainer.logger, folder, console, steps),
         reference=parts.reference_of(config, model) if steps else None,
+        reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
+        critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
         extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
@@ -220,7 +223,6 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         seed=trainer.seed if data.seed is None else data.seed,
         credit=parts.credit_settings_of(config),
         filter=parts.filter_settings_of(config),
-        reward_kl_coef=parts.reward_kl_coef(config),
         reward_kl_kind=config.algorithm.kl_penalty,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,

@@ -22,7 +22,7 @@ from rally.train.guards import Tried
 from rally.train.packing import PackedRows, micro_batches, pack
 from rally.train.policy import Policy
 from rally.train.reference import Reference
-from rally.train.rows import corrected_rows, marked_rows, row_logprobs
+from rally.train.rows import corrected_rows, marked_rows, over_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def update_policy(
         batch, told = _corrected(policy, batch, settings)
     with policy.training():
         for epoch in range(settings.epochs):
-            order = _order(batch.num_groups, settings.shuffle_seed, step, epoch)
+            order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
             for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
                 fresh = epoch == number == 0 and not settings.correction.active  # which has measured it already
                 _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
@@ -125,12 +125,12 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
     def forward(packed: PackedRows) -> Tensor:
         return _logprobs(policy, packed, settings).logp_M
 
-    logp_M = row_logprobs(batch.rows, forward, policy.device, settings.max_tokens, settings.max_rows)
+    logp_M = over_rows(batch.rows, forward, policy.device, settings.max_tokens, settings.max_rows)
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
 
-def _order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
+def visit_order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
     """In which order the prompts' groups are visited: a pure function of (seed, step, epoch)."""
     if seed is None:
         return list(range(groups))

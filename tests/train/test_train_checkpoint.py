@@ -177,6 +177,25 @@ def test_only_the_last_ones_are_kept(store: CheckpointStore, tokenizer: PreTrain
     assert names(store) == ["global_step_10", "global_step_11"]
 
 
+def test_only_the_last_critics_are_kept_though_all_checkpoints_stay(
+    store: CheckpointStore, tokenizer: PreTrainedTokenizerBase, warnings: list[str]
+) -> None:
+    def critic(folder: Path) -> None:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "weights").write_text("1", encoding="utf-8")
+
+    store.keep_critics = 1
+    policy = policy_on(make_model())
+    for step in (1, 2, 3):
+        store.save(step, policy, tokenizer, more=[critic])
+        if step == 2:  # as a kill between forgetting and removing would leave it
+            critic(store.folder / "global_step_1")
+    assert names(store) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert [path.parent.name for path in store.folder.glob("*/critic")] == ["global_step_3"]
+    held = [open_checkpoint(store.folder / name).holds("critic") for name in names(store)]
+    assert held == [False, False, True] and not warnings
+
+
 def test_what_was_just_written_is_kept_whatever_lies_after_it(
     store: CheckpointStore, tokenizer: PreTrainedTokenizerBase, warnings: list[str]
 ) -> None:

@@ -107,6 +107,7 @@ MODE, WEIGHTS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_
         ("algorithm.adv_estimator=rloo", f"{MODE}=cispo"),
         ("algorithm.adv_estimator=reinforce_plus_plus", f"{MODE}=sapo"),
         ("algorithm.turn_rewards=returns", "algorithm.gamma=0.9", "algorithm.rollout_correction.rollout_is=token"),
+        ("algorithm.adv_estimator=gae", "critic={optim: {lr: 1e-3}, ppo_mini_batch_size: 2}", "algorithm.lam=0.95"),
         ("algorithm.adv_estimator=gigpo", f"{MODE}=gspo", f"{WEIGHTS}=seq-mean-token-mean"),
     ],
     ids=lambda overrides: overrides[0].rpartition("=")[2],

@@ -1,0 +1,209 @@
+"""The critic: it says what it expected before every decision, and learns from what came instead.
+
+Its values give the advantages of the whole step before it is updated, so the policy is judged by the critic that has
+not seen these episodes' rewards. The loss of a mini-batch is the same number however it is cut into micro-batches.
+
+Shapes: N episodes, D decisions of all of them in order (tokens or turns, see rally/algos/values.py), M sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rally.algos.credit import CreditSettings
+from rally.algos.losses import Aggregation, token_weights
+from rally.algos.values import decisions, explained_variance, judged, value_loss
+from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
+from rally.train.guards import Tried
+from rally.train.packing import Row, micro_batches, pack
+from rally.train.policy import Policy
+from rally.train.rows import over_rows
+from rally.train.snapshot import Part, state_part
+from rally.train.update import visit_order
+from rally.train.value_model import token_values, value_model_part
+from rally.types import Episode
+
+FOLDER, OPTIMIZER = "critic", "optimizer.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """The value loss and how it is cut; `forward_*` is for the values before the update, which need no gradient."""
+
+    mini_batch_groups: int
+    clip: float = 0.5
+    aggregation: Aggregation = "token-mean"
+    loss_scale: float | None = None
+    epochs: int = 1
+    max_tokens: int = 32768
+    max_rows: int | None = None
+    forward_max_tokens: int = 32768
+    forward_max_rows: int | None = None
+    shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
+    warmup_steps: int = 0  # in which the policy stays as it is
+
+    def mini_batches(self, groups: int) -> int:
+        return -(-groups // self.mini_batch_groups) * self.epochs
+
+
+class Judgement(NamedTuple):
+    """What the policy learns from, what the critic does, and what a person should know of the values."""
+
+    policy: TrainBatch
+    critic: TrainBatch
+    metrics: dict[str, float]
+
+
+@dataclass
+class CriticMetrics:
+    """Sums over decisions; they stay on the device, so that nothing waits for them."""
+
+    decisions: int = 0
+    clipped: Tensor = field(default_factory=lambda: torch.zeros(()))
+    predicted: Tensor = field(default_factory=lambda: torch.zeros(()))
+    losses: list[Tensor] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+
+    def add(self, values_D: Tensor, clipped_D: Tensor) -> None:
+        self.decisions += values_D.numel()
+        self.clipped = self.clipped + clipped_D.sum()
+        self.predicted = self.predicted + values_D.detach().sum(dtype=torch.float64)
+
+    def result(self) -> dict[str, float]:
+        return {
+            "critic/vf_loss": sum(map(float, self.losses)) / max(1, len(self.losses)),
+            "critic/vf_clipfrac": float(self.clipped) / max(1, self.decisions),
+            "critic/vpred_mean": float(self.predicted) / max(1, self.decisions),
+            "critic/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
+        }
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A value model with its optimizer, and how it is used."""
+
+    learner: Policy  # of a value model
+    settings: CriticSettings
+
+    def judge(self, episodes: Sequence[Episode], credit: CreditSettings, token_rewards_M: Tensor | None) -> Judgement:
+        """Values of all decisions of one step, and the advantages that follow from them."""
+        scored = scored_of(episodes, credit, token_rewards_M)
+        made, rows = decisions(scored, credit), rows_of(episodes)
+        asked = _only(rows, made.first_D)
+        values_D = self.values(asked)
+        found = judged(made, values_D, credit)
+        critic = replace(
+            batch_of([], scored, torch.zeros(0)),
+            rows=_with_targets(asked, values_D, found.returns_D),
+            tokens_N=made.lengths_N,
+        )
+        return Judgement(batch_of(rows, scored, found.advantages_M), critic, _told(values_D, found.returns_D))
+
+    def values(self, rows: Sequence[Row]) -> Tensor:
+        """What is expected before each sampled token of the rows."""
+        learner, settings = self.learner, self.settings
+        return over_rows(
+            rows,
+            lambda packed: token_values(learner.model, packed),
+            learner.device,
+            settings.forward_max_tokens,
+            settings.forward_max_rows,
+        )
+
+    def update(
+        self, batch: TrainBatch, *, step: int = 0, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Run all mini-batches of one step and return its metrics."""
+        settings, metrics = self.settings, CriticMetrics()
+        with self.learner.training():
+            for epoch in range(settings.epochs):
+                order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
+                for members in batch.mini_batches(settings.mini_batch_groups, order):
+                    self._mini_batch(batch, members, metrics)
+                    progress()
+        rate = self.learner.optimizer.param_groups[0]["lr"]
+        self.learner.advance()
+        return {**metrics.result(), "critic/lr": rate}
+
+    def _mini_batch(self, batch: TrainBatch, members: Sequence[int], metrics: CriticMetrics) -> None:
+        settings, chosen = self.settings, set(members)
+        weights_N = torch.zeros(len(batch.tokens_N))
+        counts = batch.tokens_N[list(members)]
+        weights_N[list(members)] = token_weights(counts, settings.aggregation, settings.loss_scale)
+        rows = [row for row in batch.rows if row.episode in chosen]
+        total, tried = torch.zeros(()), []
+        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
+            loss_D = self._loss(part, weights_N, metrics)
+            loss_D.sum().backward()
+            total = total + loss_D.detach().sum()
+            tried.append(Tried(part, loss_D.detach()))
+        if rows:
+            metrics.grad_norms.append(self.learner.optimizer_step(tried))
+        metrics.losses.append(total)
+
+    def _loss(self, rows: Sequence[Row], weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
+        """What each decision adds to the loss of its mini-batch."""
+        device = self.learner.device
+        packed = pack(rows, device)
+        old_D = torch.tensor([v for row in rows for v in row.values], device=device)
+        returns_D = torch.tensor([r for row in rows for r in row.returns], device=device)
+        values_D = token_values(self.learner.model, packed)
+        loss_D, clipped_D = value_loss(values_D, old_D, returns_D, self.settings.clip)
+        metrics.add(values_D, clipped_D)
+        return loss_D * weights_N.to(device)[packed.episode_M]
+
+    def part(self) -> Part:
+        """The critic's part of a checkpoint, everything in one folder: copied now, written when it is called."""
+        model = value_model_part(self.learner.model)
+        state = state_part(OPTIMIZER, self.learner.state())
+
+        def write(checkpoint: Path) -> None:
+            model(checkpoint / FOLDER)
+            state(checkpoint / FOLDER)
+
+        return write
+
+    def read(self, folder: Path) -> None:
+        """Go on with the optimizer of a checkpoint; the weights were loaded from there."""
+        self.learner.load_state(torch.load(folder / FOLDER / OPTIMIZER, map_location="cpu", weights_only=True))
+
+
+def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:
+    """The rows with the first tokens of decisions as the only sampled ones; others are history like what was
+    observed."""
+    counts = torch.tensor([len(row.sampled) for row in rows], dtype=torch.long)
+    chosen_M = torch.zeros(int(counts.sum()), dtype=torch.bool)
+    chosen_M[first_D] = True
+    return [
+        replace(
+            row,
+            sampled=tuple(p for p, c in zip(row.sampled, part, strict=True) if c),
+            logprobs=tuple(p for p, c in zip(row.logprobs, part, strict=True) if c),
+        )
+        for row, part in zip(rows, (part.tolist() for part in chosen_M.split(counts.tolist())), strict=True)
+    ]
+
+
+def _with_targets(rows: Sequence[Row], values_D: Tensor, returns_D: Tensor) -> list[Row]:
+    sizes = [len(row.sampled) for row in rows]
+    return [
+        replace(row, values=tuple(values.tolist()), returns=tuple(returns.tolist()))
+        for row, values, returns in zip(rows, values_D.split(sizes), returns_D.split(sizes), strict=True)
+    ]
+
+
+def _told(values_D: Tensor, returns_D: Tensor) -> dict[str, float]:
+    if not values_D.numel():
+        return {}
+    told = {"critic/vf_explained_var": explained_variance(values_D, returns_D)}
+    for name, numbers_D in (("values", values_D), ("returns", returns_D)):
+        told[f"critic/{name}/mean"] = float(numbers_D.mean(dtype=torch.float64))
+        told[f"critic/{name}/max"] = float(numbers_D.max())
+        told[f"critic/{name}/min"] = float(numbers_D.min())
+    return told

@@ -1,0 +1,71 @@
+"""From a Config to the critic and to the coefficient of the KL in the reward, going on from a checkpoint if there is
+one."""
+
+from __future__ import annotations
+
+from rally.config import Config
+from rally.train.checkpoint import Checkpoint, CheckpointError
+from rally.train.critic import FOLDER, Critic, CriticSettings
+from rally.train.kl_control import KlControl
+from rally.train.load import pick_device
+from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
+from rally.train.policy import Policy
+from rally.train.value_model import load_value_model
+
+
+def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Critic | None:
+    """The critic, if the estimator asks for one."""
+    if not config.needs_critic:
+        return None
+    if checkpoint and not checkpoint.holds(FOLDER):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds no critic; resume from one that does, or start a new run with "
+            f"actor_rollout_ref.model.path={checkpoint.actor}"
+        )
+    model = config.critic.model if config.critic.model.path else config.model
+    body = load_value_model(
+        str(checkpoint.path / FOLDER if checkpoint else model.path),
+        device=pick_device(config.trainer.device),
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        overrides=dict(model.override_config),
+    )
+    learner = Policy(
+        body,
+        optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
+        steps,
+        gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
+    )
+    found = Critic(learner, critic_settings_of(config))
+    if checkpoint:
+        found.read(checkpoint.path)
+    return found
+
+
+def critic_settings_of(config: Config) -> CriticSettings:
+    critic = config.critic
+    return CriticSettings(
+        mini_batch_groups=critic.ppo_mini_batch_size or config.mini_batch_size,
+        clip=critic.cliprange_value,
+        aggregation=critic.loss_agg_mode,
+        loss_scale=float(response_length(config)),
+        epochs=critic.ppo_epochs,
+        max_tokens=critic.ppo_max_token_len_per_gpu,
+        max_rows=critic.ppo_micro_batch_size_per_gpu,
+        forward_max_tokens=critic.forward_max_token_len_per_gpu,
+        forward_max_rows=critic.forward_micro_batch_size_per_gpu,
+        shuffle_seed=config.trainer.seed if critic.shuffle else None,
+        warmup_steps=config.trainer.critic_warmup,
+    )
+
+
+def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlControl | None:
+    """The coefficient of the KL in the reward, if it is there."""
+    coefficient, given = reward_kl_coef(config), config.algorithm.kl_ctrl
+    if coefficient == 0:
+        return None
+    adaptive = given.type == "adaptive"
+    control = KlControl(coefficient=coefficient, target=given.target_kl if adaptive else None, horizon=given.horizon)
+    if checkpoint:
+        control.read(checkpoint.path)
+    return control

@@ -1,0 +1,66 @@
+"""The value model: the body of a language model with a scalar head, whose value depends on the history alone.
+
+Before it has learned anything every value is exactly 0, so the first advantages are those of plain returns. On disk it
+is a Hugging Face folder of the body, with the head in a file of its own beside it.
+
+Shapes: M sampled tokens, U different ones among them, T packed tokens, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from rally.engines.embedded import attention
+from rally.engines.embedded.attention import packed_hidden
+from rally.train.load import load_model
+from rally.train.packed import PackedAttention
+from rally.train.packing import PackedRows
+
+HEAD = "value_head"
+HEAD_FILE = f"{HEAD}.safetensors"
+
+
+def load_value_model(path: str, **options: Any) -> PreTrainedModel:
+    """From a folder that `value_model_part` wrote or from any language model, whose own head is left out; `options` are
+    those of `load_model`."""
+    learned = Path(path).expanduser() / HEAD_FILE
+    if learned.is_file():
+        return with_value_head(load_model(path, kind=AutoModel, **options), load_file(learned))
+    return with_value_head(load_model(path, **options).base_model)
+
+
+def with_value_head(body: nn.Module, learned: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """The body with a head as its child, so that one optimizer and one schedule hold both."""
+    assert isinstance(body, PreTrainedModel)
+    head = nn.Linear(body.config.get_text_config().hidden_size, 1)
+    head.load_state_dict(learned or {name: torch.zeros_like(value) for name, value in head.state_dict().items()})
+    body.add_module(HEAD, head.to(body.device))  # in float32 whatever the body is: it is one row
+    attention.install(body)
+    return body
+
+
+def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
+    """A function that writes the model, as it is now, into a folder."""
+    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    head = {name.removeprefix(f"{HEAD}."): state.pop(name) for name in list(state) if name.startswith(f"{HEAD}.")}
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=state)
+        save_file(head, folder / HEAD_FILE)
+
+    return write
+
+
+def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """The value of the state before each sampled token, read where that token is predicted."""
+    hidden_TC = packed_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed))
+    hidden_UC = hidden_TC.index_select(0, packed.predict_U)
+    values_U: Tensor = model.get_submodule(HEAD)(hidden_UC.float()).squeeze(-1)
+    return values_U.index_select(0, packed.pair_M)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from small_models import FAMILIES, make_model
 from test_train_fit import NO_VALIDATION, actor, metrics_of
-from test_train_methods import observed_otherwise
 from train_cases import (
     Gradients,
     KeepingPolicy,
     Paper,
     difference,
     episode,
+    observed_otherwise,
     run_config,
     same,
     segment,
@@ -137,7 +137,7 @@ def test_the_value_loss_reaches_exactly_the_positions_before_decisions(credit: C
 @pytest.mark.parametrize("credit", CREDITS, ids=lambda credit: credit.estimator)
 def test_with_the_same_values_nothing_observed_changes_an_advantage(credit: CreditSettings) -> None:
     episodes = uneven_episodes()
-    others = [observed_otherwise(e, random.Random(5)) for e in episodes]
+    others = [observed_otherwise(e, 5) for e in episodes]
     assert [s.ids for e in episodes for s in e.segments] != [s.ids for e in others for s in e.segments]
     critic = critic_on(with_value_head(make_model().base_model))  # whose values are 0 everywhere
     first, second = (critic.judge(some, credit, None) for some in (episodes, others))

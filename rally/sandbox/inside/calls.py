@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Sequence
+from functools import cache
 
 from rally.sandbox.inside import kernel
 
@@ -104,12 +105,17 @@ class _Program(ctypes.Structure):
 Code = list[tuple[int, int, int, int]]
 
 
-def refuse_dangerous_calls(families: Sequence[str]) -> None:
-    """Filter this process and all it starts, for good."""
+@cache
+def assembled(*families: str) -> _Program:
+    """The filter, ready to install. The fork server makes it once, for all executions."""
     code = _assembled(kernel.MACHINE, [FAMILIES[name] for name in families])
-    instructions = (_Instruction * len(code))(*code)
+    return _Program(len(code), (_Instruction * len(code))(*code))
+
+
+def refuse_dangerous_calls(*families: str) -> None:
+    """Filter this process and all it starts, for good."""
     kernel.no_new_privileges()
-    kernel.set_filter(_Program(len(code), instructions))
+    kernel.set_filter(assembled(*families))
 
 
 def _assembled(machine: str, families: Sequence[int]) -> Code:

@@ -20,11 +20,19 @@ from rally.sandbox.inside.order import Order
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 
 INNER_ID = 1000
+# Within a network namespace of its own a program may use all; outside of one, none that could leave the tree.
+_SOCKETS: dict[LevelName, tuple[str, ...]] = {"bubblewrap": ("unix", "inet", "inet6"), "landlock": ()}
 _LIMIT_SLACK = 2  # the supervisor and the process that places files
 
 
 def namespaces_of(level: LevelName) -> int:
     return kernel.NEW_ALL if level == "bubblewrap" else 0
+
+
+def prepare(level: LevelName) -> None:
+    """Called once by the fork server: what all executions share is computed before there is one."""
+    if level in _SOCKETS:
+        calls.assembled(*_SOCKETS[level])
 
 
 def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
@@ -54,9 +62,8 @@ def confine(level: LevelName, order: Order, seconds: float | None) -> None:
     _set_limits(level, order, seconds)
     if level == "landlock":
         landlock.restrict(order.readable, (order.folder,))
-        calls.refuse_dangerous_calls(())
-    elif level == "bubblewrap":
-        calls.refuse_dangerous_calls(("unix", "inet", "inet6"))
+    if level in _SOCKETS:
+        calls.refuse_dangerous_calls(*_SOCKETS[level])
 
 
 def _map_ids(uid: int, gid: int) -> None:

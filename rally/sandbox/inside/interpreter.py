@@ -10,7 +10,6 @@ import ast
 import atexit
 import json
 import os
-import random
 import socket
 import sys
 import threading
@@ -75,14 +74,11 @@ def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Ran:
 
 
 def _fresh_main(order: Order, path: list[str]) -> dict[str, Any]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rally"]:
-        del sys.modules[name]
     main = types.ModuleType("__main__")
     main.__file__ = os.path.join(order.folder, order.main)
     sys.modules["__main__"] = main
     sys.argv = [order.main]
     sys.path[:] = [order.folder, *path]
-    random.seed()
     for module, function in _SEEDED:
         if module in sys.modules:
             getattr(sys.modules[module], function)()

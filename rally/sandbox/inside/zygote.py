@@ -34,6 +34,7 @@ def main() -> None:
     _drop_root(level)
     loaded = [name for name in modules if _load(name)]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # executions report to the host; nobody waits for them here
+    confine.prepare(cast(LevelName, level))
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page
     control.send(json.dumps({"ready": loaded}).encode())

@@ -55,7 +55,7 @@ class Connection:
                 header = await self._exactly(wire.LENGTH.size)
                 message = wire.unpack(await self._exactly(wire.length_of(header)))
         except TimeoutError:
-            raise SandboxError(f"the sandbox did not answer within {seconds:g} seconds; is the machine overloaded?") from None
+            raise SandboxError(f"the sandbox did not answer within {seconds:g} seconds; run fewer at once") from None
         except ConnectionError as error:
             raise SandboxError(f"the sandbox ended without an answer ({error}); was it out of memory?") from None
         if "failed" in message:
@@ -90,7 +90,12 @@ class Connection:
 async def _readable(end: int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Any] = loop.create_future()
-    loop.add_reader(end, lambda: ready.done() or ready.set_result(None))
+
+    def settle() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(end, settle)
     try:
         await ready
     finally:

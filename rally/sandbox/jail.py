@@ -119,9 +119,7 @@ class Jail:
         return loaded
 
 
-def _spawn(
-    level: LevelName, command: list[str], theirs: socket.socket, errors: IO[bytes]
-) -> subprocess.Popen[bytes]:
+def _spawn(level: LevelName, command: list[str], theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     if level == "bubblewrap":
         return _spawn_in_bubblewrap(command, theirs, errors)
     return subprocess.Popen(

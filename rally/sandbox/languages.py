@@ -1,4 +1,4 @@
-"""Guarantees: a language is a file name and one or two commands, found on this machine or refused with what to install."""
+"""Guarantees: a language is a file name and one or two commands, found here or refused with what to install."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Code and all it is given. `files` are written into the working folder first, `fetch_files` read back at the end."""
+    """Code and all it is given: `files` are written into its folder first, `fetch_files` are read back at the end."""
 
     code: str
     language: str = "python"

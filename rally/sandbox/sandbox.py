@@ -18,9 +18,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 from rally.sandbox.connection import Connection
+from rally.sandbox.gate import Gate
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.jail import Jail
 from rally.sandbox.languages import plan
@@ -29,6 +29,7 @@ from rally.sandbox.orders import order, outcome, scratch_folder
 from rally.sandbox.program import Limits, Outcome, Program
 
 GRACE_SECONDS = 15.0  # over a program's own deadlines: to be forked, to hand over files, on a busy machine
+
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
@@ -49,7 +50,7 @@ class Sandbox:
         self.settings = settings or SandboxSettings()
         self._jail: Jail | None = None
         self._starting = threading.Lock()
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self.gate = Gate(self.settings.max_concurrent or 2 * (os.cpu_count() or 1))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -62,10 +63,14 @@ class Sandbox:
         """Start the fork server unless it runs; the level of isolation it has. Otherwise the first run does this."""
         return (await self._running()).level
 
+    def start_now(self) -> LevelName:
+        """The same for callers outside of an event loop; takes a second or two."""
+        return self._start().level
+
     async def run(self, program: Program) -> Outcome:
         """What came of the program. SandboxError when the sandbox itself failed, never for what the program did."""
         seconds = program.timeout + program.compile_timeout + GRACE_SECONDS
-        async with self._gate(), self._execution(program) as (connection, level):
+        async with self.gate.open(), self._execution(program) as (connection, level):
             return outcome(await connection.receive(seconds), level)
 
     def session(self, program: Program | None = None) -> Session:
@@ -77,11 +82,6 @@ class Sandbox:
         jail, self._jail = self._jail, None
         if jail is not None:
             jail.stop()
-
-    def _gate(self) -> asyncio.Semaphore:
-        """One for each event loop: a semaphore cannot serve two."""
-        at_once = self.settings.max_concurrent or 2 * (os.cpu_count() or 1)
-        return self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(at_once))
 
     async def _running(self) -> Jail:
         jail = self._jail
@@ -120,7 +120,7 @@ class Session:
     async def run(self, code: str, timeout: float | None = None) -> Outcome:
         """Run `code` after all that ran before. When time is up it is interrupted, and only if that fails, ended."""
         seconds = timeout or self._program.timeout
-        async with self._turn, self._sandbox._gate():
+        async with self._turn, self._sandbox.gate.open():
             if self._execution is None:
                 entering = self._sandbox._execution(self._program, session=True)
                 self._execution = await self._ending.enter_async_context(entering)

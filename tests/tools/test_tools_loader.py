@@ -241,10 +241,8 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tools: [calculator, calculator]", "two tools are called 'calculator'"),
         ("tools: [{class_name: a.B, config: {type: mcp}}]", "not built yet: tools from MCP servers"),
         ("tools: [{class_name: verl.tools.search_tool.SearchTool}]", "not built yet: the search tool"),
-        (
-            "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]",
-            "not built yet: the code sandbox tool",
-        ),
+        ("tools: [{name: code_interpreter, config: {colour: red}}]", "code_interpreter: config has no key 'colour'"),
+        ("tools: [{name: code_interpreter, config: {num_workers: 0}}]", "config key 'num_workers'"),
     ],
 )
 def test_every_mistake_has_its_sentence(project: Path, yaml: str, sentence: str) -> None:

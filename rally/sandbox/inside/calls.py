@@ -109,7 +109,7 @@ Code = list[tuple[int, int, int, int]]
 def assembled(*families: str) -> _Program:
     """The filter, ready to install. The fork server makes it once, for all executions."""
     code = _assembled(kernel.MACHINE, [FAMILIES[name] for name in families])
-    return _Program(len(code), (_Instruction * len(code))(*code))
+    return _Program(len(code), (_Instruction * len(code))(*(_Instruction(*words) for words in code)))
 
 
 def refuse_dangerous_calls(*families: str) -> None:
@@ -146,7 +146,7 @@ def _when_called(number: int, then: Code) -> Code:
 
 
 def _unless(test: int, values: Sequence[int], error: int, wanted: bool = True) -> Code:
-    """Allow when the first argument passes the test against any value (`wanted`) or against none, else answer `error`."""
+    """Allow a call whose first argument passes the test against a value (`wanted`) or against none, else `error`."""
     met, unmet = (_ALLOW, _ERROR | error) if wanted else (_ERROR | error, _ALLOW)
     code: Code = [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
     for value in values:

@@ -1,10 +1,10 @@
 """Guarantees: what runs after `enter` and `confine` is held by the level's walls and by every cap of its order.
 
-    level        the supervisor enters                         the program is confined by
-    bubblewrap   its own user, pid, mount, network, IPC and    rlimits, a seccomp filter
-                 host-name namespaces, a private tmpfs
-    landlock     the head of a process tree                    rlimits, Landlock, a seccomp filter without sockets
-    unprotected  the head of a process tree                    rlimits
+level        the supervisor enters                         the program is confined by
+bubblewrap   its own user, pid, mount, network, IPC and    rlimits, a seccomp filter
+             host-name namespaces, a private tmpfs
+landlock     the head of a process tree                    rlimits, Landlock, a seccomp filter without sockets
+unprotected  the head of a process tree                    rlimits
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Guarantees: a running program is followed until it ends, answers, breaks a cap or runs out of time, whichever is first.
+"""Guarantees: a running program is followed until it ends, answers, breaks a cap or runs out of time.
 
 What it prints is always read, so that it never waits for us; of each stream the first bytes are kept, the rest counted.
 """

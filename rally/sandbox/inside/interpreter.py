@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import atexit
 import json
+import linecache
 import os
 import socket
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -49,7 +51,7 @@ def run_session(order: Order, path: list[str], link: socket.socket) -> NoReturn:
     for number, line in enumerate(_lines(link), start=1):
         name = f"<cell {number}>"
         cell = json.loads(line)["code"]
-        _remember_source(name, cell)
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
         ran = execute(cell, namespace, name, order.echo)
         _flush()
         _tell(link, ran)
@@ -60,9 +62,11 @@ def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Ran:
     """Run `code`; with `echo`, also the repr of a last line that is an expression with a value."""
     try:
         parsed = ast.parse(code, name)
-        last = parsed.body.pop() if echo and parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
+        last = parsed.body[-1] if echo and parsed.body else None
+        if isinstance(last, ast.Expr):
+            del parsed.body[-1]
         exec(compile(parsed, name, "exec", dont_inherit=True), namespace)
-        if last is None:
+        if not isinstance(last, ast.Expr):
             return Ran(0)
         value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
         return Ran(0, None if value is None else repr(value))
@@ -97,14 +101,10 @@ def _show(error: BaseException) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     with suppress(Exception):  # a program may have closed or replaced what this writes to
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-
-
-def _remember_source(name: str, code: str) -> None:
-    """So that a traceback can show the lines of a cell, which is in no file."""
-    import linecache
-
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(type(error), error, trace)  # knows the lines of a cell, which is in no file
+        else:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
 def _flush() -> None:

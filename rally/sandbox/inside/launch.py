@@ -1,4 +1,4 @@
-"""Guarantees: whatever acts on the program's behalf is a child that confined itself before its first word of the program.
+"""Guarantees: whatever acts for the program is a child that confined itself before its first word of the program.
 
 That holds for the program, for writing the files it is given and for reading the files it leaves: a name such as
 `../../x` or a link to elsewhere meets the same walls as the program's own calls.

@@ -27,7 +27,6 @@ from rally.sandbox.inside.supervise import Supervisor
 UNPRIVILEGED = 65534
 
 
-
 def main() -> None:
     level, fd, *modules = sys.argv[1:]
     control = socket.socket(fileno=int(fd))

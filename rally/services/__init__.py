@@ -1,0 +1,1 @@
+"""Guarantees: HTTP servers that users can also run alone, closed to strangers."""

@@ -56,7 +56,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """How one command ended. `reason` says why it was ended: timeout, cpu, memory or processes; empty if by itself."""
+    """How one command ended. `reason`: timeout, cpu, memory, processes or disk ended it; empty when it did itself."""
 
     status: CommandStatus
     return_code: int | None

@@ -161,6 +161,7 @@ def _ending(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -
         "cpu": f"Error: the code used more than {timeout:g} seconds of processor time and was stopped.",
         "memory": f"Error: the code used more than {settings.memory_limit_mb} MB of memory and was stopped.",
         "processes": "Error: the code started too many processes and was stopped.",
+        "disk": "Error: the code wrote too much to disk and was stopped.",
     }
     text = sentences.get(result.reason, "")
     if not text and not result.ok and not result.stderr:

@@ -100,6 +100,7 @@ def _set_limits(level: LevelName, order: Order, seconds: float | None) -> None:
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGXFSZ, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)  # as Python itself starts: an error to handle, not a death
 

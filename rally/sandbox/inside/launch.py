@@ -47,8 +47,11 @@ def start(level: LevelName, order: Order, step: Step | None, path: list[str], fi
     stdin = _stdin(order.stdin)
     pid = os.fork()
     if pid == 0:
-        _wire_up(stdin, out_write, err_write, theirs.detach())
-        _become(level, order, step, path, first)
+        try:
+            _wire_up(stdin, out_write, err_write, theirs.detach())
+            _become(level, order, step, path, first)
+        finally:
+            os._exit(1)  # whatever happened, a child must not go on as a second supervisor
     for end in (out_write, err_write, stdin):
         os.close(end)
     theirs.close()
@@ -77,10 +80,12 @@ def fetch(level: LevelName, order: Order) -> Fetched:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        confine(level, order, None)
-        with os.fdopen(write_end, "w") as pipe:
-            json.dump(_read_files(order), pipe)
-        os._exit(0)
+        try:
+            confine(level, order, None)
+            with os.fdopen(write_end, "w") as pipe:
+                json.dump(_read_files(order), pipe)
+        finally:
+            os._exit(0)  # whatever happened, a child must not go on as a second supervisor
     os.close(write_end)
     with os.fdopen(read_end) as pipe:
         text = pipe.read()
@@ -147,11 +152,11 @@ def _read_files(order: Order) -> dict[str, object]:
             end = os.open(os.path.join(order.folder, name), os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             continue  # a missing file is no answer, as the protocol has it
-        with os.fdopen(end, "rb") as file:
-            about = os.fstat(end)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > room:
-                left_out += 1
-                continue
-            contents[name] = base64.b64encode(file.read(about.st_size)).decode()
+        about = os.fstat(end)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > room:
+            left_out += 1
+        else:
+            contents[name] = base64.b64encode(os.read(end, about.st_size)).decode()
             room -= about.st_size
+        os.close(end)
     return {"contents": contents, "left_out": left_out}

@@ -28,7 +28,7 @@ class Supervisor:
         self._host = host
         self._path = path
         self._tree = Tree(own_namespace=level == "bubblewrap")
-        self._watch = Watch(order.caps, self._tree)
+        self._watch = Watch(order.caps, self._tree, order.folder)
 
     def run(self) -> None:
         """All there is to do, whatever comes in between."""

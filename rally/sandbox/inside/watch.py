@@ -77,9 +77,10 @@ class Usage:
 
 
 class Watch:
-    def __init__(self, caps: Caps, tree: Tree) -> None:
+    def __init__(self, caps: Caps, tree: Tree, folder: str) -> None:
         self._caps = caps
         self._tree = tree
+        self._folder = folder
         self._cpu_before = 0.0
         self.peak_memory = 0
 
@@ -95,9 +96,14 @@ class Watch:
             return "memory"
         if usage.cpu_seconds - self._cpu_before > cpu_seconds:
             return "cpu"
+        return None if self._tree.own_namespace else self._unwalled_breach(usage)
+
+    def _unwalled_breach(self, usage: Usage) -> str | None:
+        """Of the caps that the kernel keeps only where there are namespaces and a private disk."""
         if usage.processes > self._caps.processes:
             return "processes"
-        return None
+        sizes = [size for folder, _, names in os.walk(self._folder) for size in _each_size(folder, names)]
+        return "disk" if sum(sizes) > self._caps.disk or len(sizes) > self._caps.files else None
 
     def _measure(self) -> Usage:
         members = self._tree.members()
@@ -114,6 +120,12 @@ def _each(members: Iterable[int], measure: Callable[[int], int]) -> Iterator[int
     for pid in members:
         with suppress(*_GONE):
             yield measure(pid)
+
+
+def _each_size(folder: str, names: list[str]) -> Iterator[int]:
+    for name in names:
+        with suppress(*_GONE):
+            yield os.lstat(os.path.join(folder, name)).st_blocks * 512
 
 
 def _read(path: str) -> str:

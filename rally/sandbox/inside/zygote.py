@@ -62,6 +62,7 @@ def serve(level: LevelName, control: socket.socket) -> None:
 
 def _execution(level: LevelName, host: socket.socket, path: list[str], ids: tuple[int, int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler is the one way for a program to disturb process 1
     try:
         order = Order.of(wire.receive(host))
         confine.enter(level, order, ids)

@@ -14,17 +14,20 @@ import ipaddress
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError, SandboxSettings
 from rally.types import RallyError
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+try:
+    import uvicorn
+    from fastapi import Depends, FastAPI, HTTPException, Request
+    from fastapi.responses import JSONResponse
+except ImportError:
+    raise RallyError("the sandbox server needs FastAPI; install it with: pip install 'rally-rl[services]'") from None
 
-INSTALL = "pip install 'rally-rl[services]'"
 MAX_TIMEOUT = 3600.0
 
 
@@ -96,11 +99,6 @@ class RunCodeResponse(BaseModel):
 
 def create_app(settings: SandboxSettings | None = None, token: str | None = None) -> FastAPI:
     """The server as an ASGI application; with a token, every request must carry it as `Authorization: Bearer`."""
-    try:
-        from fastapi import Depends, FastAPI, HTTPException, Request
-        from fastapi.responses import JSONResponse
-    except ImportError:
-        raise RallyError(f"the sandbox server needs FastAPI; install it with: {INSTALL}") from None
     sandbox = Sandbox(settings)
 
     @asynccontextmanager
@@ -136,10 +134,6 @@ def create_app(settings: SandboxSettings | None = None, token: str | None = None
 def serve(host: str, port: int, settings: SandboxSettings, token: str | None) -> None:
     """Run the server until it is stopped."""
     check_host(host, token)
-    try:
-        import uvicorn
-    except ImportError:
-        raise RallyError(f"the sandbox server needs uvicorn; install it with: {INSTALL}") from None
     uvicorn.run(create_app(settings, token), host=host, port=port, log_level="info", access_log=False)
 
 

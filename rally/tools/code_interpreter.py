@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rally.sandbox import Gate, Limits, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
+from rally.sandbox import Gate, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.code_server import CodeServer
@@ -63,8 +63,7 @@ class CodeInterpreter(BaseTool[Any]):
         if self.settings.url:
             self._runner = CodeServer(self.settings.url)
         else:
-            limits = Limits(memory_mb=self.settings.memory_limit_mb)
-            self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation, limits=limits))
+            self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation))
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         code = {"type": "string", "description": "The code. Print what you want to see."}

@@ -38,10 +38,10 @@ BOMB = """
 import os, time
 for _ in range(10):
     try:
-        os.fork()
+        if os.fork() == 0:
+            os.setsid()
     except OSError:
         pass
-os.setsid()
 time.sleep(60)
 """
 DISK = """

@@ -220,7 +220,7 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tool: []", "must hold a list under the key `tools`"),
         ("tools: []", "must hold a list under the key `tools`"),
         ("tools: [3]", "tool 1: an entry must be a mapping"),
-        ("tools: [{name: search}]", r"tool 1: 'search' is not built in \(these are: calculator, calc_gsm8k_reward\)"),
+        ("tools: [{name: search}]", r"tool 1: 'search' is not built in \(these are: calculator, calc_gsm8k_reward"),
         ("tools: [{class: x}]", "tool 1: unknown key 'class'"),
         ("tools: [{class_name: nowhere.Tool}]", "tool 1: there is no module 'nowhere', neither installed nor below"),
         ("tools: [{class_name: Tool}]", "must be written as package.module.Class"),

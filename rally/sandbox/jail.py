@@ -6,7 +6,6 @@ its control socket closes, so also when the process that made it is killed.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +25,7 @@ from rally.sandbox.languages import SYSTEM_PATH
 
 UNPRIVILEGED = 65534  # who root becomes before a program comes near
 START_SECONDS = 120.0
+SEND_SECONDS = 2.0  # a word of three bytes: longer only when hundreds wait to be forked
 INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (as root), or run: make sandbox"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
@@ -74,7 +74,6 @@ class Jail:
     level: LevelName
     process: subprocess.Popen[bytes]
     control: socket.socket
-    loaded: list[str] = field(default_factory=list)
 
     @classmethod
     def start(cls, level: LevelName, modules: Sequence[str]) -> Jail:
@@ -84,10 +83,14 @@ class Jail:
             command = [sys.executable, "-m", "rally.sandbox.inside.zygote", level, str(theirs.fileno()), *modules]
             try:
                 jail = cls(level, _spawn(level, command, theirs, errors), control)
-                theirs.close()
-                jail.loaded = jail._ready()
-            except (OSError, wire.WireClosed) as error:
+            except OSError as error:
                 control.close()
+                raise JailFailed(str(error)) from None
+            theirs.close()
+            try:
+                jail._wait_until_warm()
+            except OSError as error:
+                jail.stop()
                 raise JailFailed(_last_line(errors) or str(error)) from None
         return jail
 
@@ -109,14 +112,11 @@ class Jail:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def _ready(self) -> list[str]:
+    def _wait_until_warm(self) -> None:
         self.control.settimeout(START_SECONDS)
-        word = self.control.recv(1 << 16)
-        if not word:
-            self.stop()
+        if not self.control.recv(1 << 10):
             raise wire.WireClosed("it ended before it was ready")
-        loaded: list[str] = json.loads(word)["ready"]
-        return loaded
+        self.control.settimeout(SEND_SECONDS)
 
 
 def _spawn(level: LevelName, command: list[str], theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -13,7 +13,7 @@ from hostile_programs import PROGRAMS, Hostile
 
 from rally.sandbox import Limits, Outcome, Program, Sandbox, SandboxSettings
 
-TIMEOUT = 4.0
+TIMEOUTS = {"contained": 30.0, "died": 30.0, "stopped": 3.0, "any": 3.0}
 LIMITS = Limits(memory_mb=256, disk_mb=32, files=2000, processes=48, open_files=128)
 SECRET = "rally-hostile-secret"
 
@@ -36,7 +36,7 @@ class Host:
         return Program(
             code=filled(hostile.code),
             language=hostile.language,
-            timeout=TIMEOUT,
+            timeout=TIMEOUTS[hostile.ends],
             compile_timeout=5.0,
             files=hostile.files,
             fetch_files=tuple(map(filled, hostile.fetch)),

@@ -4,6 +4,8 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,21 @@ from hypothesis import strategies as st
 from rally.sandbox import Limits, Outcome, Program, Sandbox, SandboxError, SandboxSettings, installed
 from rally.sandbox.inside import landlock
 from rally.types import RallyError
+
+ROOT = Path(__file__).parents[2]
+HOST = """
+import asyncio
+from rally.sandbox import Program, Sandbox
+
+async def main():
+    sandbox = Sandbox()
+    await sandbox.start()
+    print(sandbox._jail.process.pid, flush=True)
+    code = "import os; os.execv('/bin/sleep', ['rally-orphan', '60'])"
+    await sandbox.run(Program(code=code, timeout=60))
+
+asyncio.run(main())
+"""
 
 
 async def run(sandbox: Sandbox, code: str, **fields: object) -> Outcome:
@@ -173,6 +190,33 @@ async def test_a_cancelled_run_leaves_nothing_running(sandbox: Sandbox) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: not processes_named("rally-cancelled"))
+
+
+async def test_callers_that_give_up_at_once_do_no_harm(sandbox: Sandbox) -> None:
+    jail = sandbox._jail
+    for delay in (0.0, 0.001, 0.003, 0.01, 0.02):
+        tasks = [asyncio.create_task(run(sandbox, "print(1)")) for _ in range(4)]
+        await asyncio.sleep(delay)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert (await run(sandbox, "print(1)")).last.stdout == "1\n" and sandbox._jail is jail
+
+
+async def test_a_name_that_no_file_can_have_fails_the_program_not_the_sandbox(sandbox: Sandbox) -> None:
+    outcome = await run(sandbox, "print(1)", files={"a\0b": b""})
+    assert not outcome.ok and "could not start the program" in outcome.last.stderr
+
+
+def test_everything_ends_with_the_process_that_started_it() -> None:
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, cwd=ROOT)
+    assert host.stdout is not None
+    jail = int(host.stdout.readline())
+    asyncio.run(until(lambda: processes_named("rally-orphan")))
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    asyncio.run(until(lambda: not processes_named("rally-orphan") and not Path(f"/proc/{jail}").exists()))
 
 
 async def test_a_fork_server_that_was_killed_is_replaced(sandbox: Sandbox) -> None:

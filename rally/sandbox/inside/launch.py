@@ -122,7 +122,7 @@ def _become(level: LevelName, order: Order, step: Step | None, path: list[str], 
         os.chdir(order.folder)
         if step is not None and step.argv is not None:
             os.execvp(step.argv[0], step.argv)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name may also hold what no file's can
         os.write(2, f"the sandbox could not start the program: {error}\n".encode())
         os._exit(1)
     link = socket.socket(fileno=_LINK)

@@ -8,14 +8,13 @@ Launch: python -m rally.sandbox.inside.zygote LEVEL CONTROL_FD [MODULE ...]
 
 from __future__ import annotations
 
-import array
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import NoReturn, cast
 
 from rally.sandbox import wire
@@ -31,12 +30,13 @@ def main() -> None:
     level, fd, *modules = sys.argv[1:]
     control = socket.socket(fileno=int(fd))
     _drop_root(level)
-    loaded = [name for name in modules if _load(name)]
+    for name in modules:
+        _load(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # executions report to the host; nobody waits for them here
     confine.prepare(cast(LevelName, level))
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy every page
-    control.send(json.dumps({"ready": loaded}).encode())
+    control.send(b"warm")
     serve(cast(LevelName, level), control)
 
 
@@ -51,7 +51,7 @@ def serve(level: LevelName, control: socket.socket) -> None:
         try:
             pid = kernel.clone(confine.namespaces_of(level))
         except OSError as error:
-            with socket.socket(fileno=fds[0]) as connection:
+            with socket.socket(fileno=fds[0]) as connection, suppress(ConnectionError):
                 connection.send(f"!{error}".encode())
             continue
         if pid == 0:
@@ -75,10 +75,12 @@ def _execution(level: LevelName, host: socket.socket, path: list[str], ids: tupl
 
 def _hand_over(connection: int, pid: int) -> None:
     """The host gets a handle on the execution, with which it can end it whatever happens in there."""
-    with socket.socket(fileno=connection) as host:
+    with socket.socket(fileno=connection) as host, suppress(ConnectionError, ProcessLookupError):
         handle = os.pidfd_open(pid)
-        host.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))])
-        os.close(handle)
+        try:
+            socket.send_fds(host, [b"+"], [handle])
+        finally:
+            os.close(handle)
 
 
 def _drop_root(level: str) -> None:
@@ -93,15 +95,14 @@ def _drop_root(level: str) -> None:
     kernel.set_dumpable(True)  # or executions could not map their user
 
 
-def _load(name: str) -> bool:
+def _load(name: str) -> None:
     try:
         module = importlib.import_module(name)
     except ImportError:
-        return False
+        return  # then programs do not have it either
     if name == "sympy":  # much of it is built at the first use
         x = module.Symbol("x")
         module.integrate(module.sin(x) * module.exp(x), x)
-    return True
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from rally.sandbox import wire
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import SYSTEM_PATH
 
-UNPRIVILEGED = 65534  # who root becomes before a program comes near
 START_SECONDS = 120.0
 SEND_SECONDS = 2.0  # a word of three bytes: longer only when hundreds wait to be forked
 INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (as root), or run: make sandbox"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rally.sandbox import wire
-from rally.sandbox.inside.confine import LevelName
-from rally.sandbox.jail import UNPRIVILEGED, readable_folders
+from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
+from rally.sandbox.jail import readable_folders
 from rally.sandbox.languages import Plan
 from rally.sandbox.program import CommandResult, Limits, Outcome, Program
 

@@ -20,6 +20,7 @@ from rally.sandbox.inside.order import Order
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 
 INNER_ID = 1000
+UNPRIVILEGED = 65534  # who root becomes before a program comes near
 # Within a network namespace of its own a program may use all; outside of one, none that could leave the tree.
 _SOCKETS: dict[LevelName, tuple[str, ...]] = {"bubblewrap": ("unix", "inet", "inet6"), "landlock": ()}
 _LIMIT_SLACK = 2  # the supervisor and the process that places files

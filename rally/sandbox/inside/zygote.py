@@ -19,11 +19,9 @@ from typing import NoReturn, cast
 
 from rally.sandbox import wire
 from rally.sandbox.inside import confine, kernel
-from rally.sandbox.inside.confine import LevelName
+from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
 from rally.sandbox.inside.order import Order
 from rally.sandbox.inside.supervise import Supervisor
-
-UNPRIVILEGED = 65534
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo test test-fast lint types imports check bench models docs clean
+.PHONY: help demo sandbox test test-fast lint types imports check bench models docs clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -22,11 +22,18 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,lora,search,dev]"
+	@$(PIP) --editable ".[plot,gguf,lora,search,services,dev]"
 	@touch $@
 
 demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes
 	@$(BIN)/rally demo $(DEMO_ARGS)
+
+sandbox:  ## what the code sandbox needs of the system: bubblewrap
+	@command -v bwrap > /dev/null && exit 0; \
+	  command -v apt-get > /dev/null || { echo "install bubblewrap with this system's package manager"; exit 2; }; \
+	  [ "$$(id -u)" = 0 ] || { echo "run as root: apt-get install bubblewrap"; exit 2; }; \
+	  apt-get install -qq -y bubblewrap > /dev/null 2>&1 \
+	    || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }
 
 test: $(VENV)/.installed-dev  ## all tests
 	@$(BIN)/python -m pytest

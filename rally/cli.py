@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__
-from rally.serve_cli import app as serve_app
+from rally import __version__, serve_cli
 from rally.types import RallyError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-app.add_typer(serve_app, name="serve")
+app.add_typer(serve_cli.app, name="serve")
 
 Words = Annotated[
     list[str] | None,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from rally.types import RallyError
-
 app = typer.Typer(help="Run a service that tools ask.", no_args_is_help=True)
+
+Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
 
 
 @app.command()
@@ -22,17 +22,41 @@ def retrieval(
     device: Annotated[str, typer.Option(help="Where a dense index is searched: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
     """Answer searches over HTTP, in the protocol of Search-R1 (POST /retrieve)."""
-    try:
-        import uvicorn
-
-        from rally.services.retrieval import check_exposure, create_app
-    except ModuleNotFoundError as error:
-        raise RallyError(f"serving needs the package {error.name}; run: pip install 'rally-rl[search]'") from None
     from rally.retrieval import open_index
+    from rally.services.serving import check_exposure, serve
     from rally.track import RunConsole
 
-    token = os.environ.get("RALLY_RETRIEVAL_TOKEN") or None
-    check_exposure(host, token)
+    token = check_exposure(host, "RALLY_RETRIEVAL_TOKEN")
     opened = open_index(index, device)
+
+    def create() -> object:
+        from rally.services.retrieval import create_app
+
+        return create_app(opened, topk, token)
+
     RunConsole().note(f"{len(opened):,} passages ({opened.kind}) at http://{host}:{port}/retrieve")
-    uvicorn.run(create_app(opened, topk, token), host=host, port=port, log_level="warning", access_log=False)
+    serve(create, host, port)
+
+
+@app.command()
+def sandbox(
+    host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_SANDBOX_TOKEN set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=0, max=65535)] = 8080,
+    isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
+    memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
+    max_concurrent: Annotated[int | None, typer.Option(help="Executions at once; default twice the cores.")] = None,
+) -> None:
+    """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
+    from rally.sandbox import Limits, SandboxSettings
+    from rally.services.serving import check_exposure, serve
+
+    token = check_exposure(host, "RALLY_SANDBOX_TOKEN")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
+
+    def create() -> object:
+        from rally.services.sandbox import create_app
+
+        return create_app(settings, token)
+
+    serve(create, host, port, log_level="info")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
@@ -22,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rally.retrieval import Batcher, Found, Overloaded, RetrievalError, SearchIndex
+from rally.retrieval import Batcher, Found, Overloaded, SearchIndex
 
 MAX_TOPK = 1000
 
@@ -78,22 +77,6 @@ def answer(found: Sequence[Sequence[Found]], scores: bool) -> bytes:
     """The body of an answer. Passages are JSON already, so they are joined and never parsed."""
     lists = [b",".join(_scored(hit) if scores else hit.raw for hit in hits) for hits in found]
     return b'{"result":[' + b",".join(b"[" + hits + b"]" for hits in lists) + b"]}"
-
-
-def check_exposure(host: str, token: str | None) -> None:
-    """Without a token, only this machine may ask."""
-    if token is None and not _is_loopback(host):
-        raise RetrievalError(
-            f"{host} can be reached from other machines; set RALLY_RETRIEVAL_TOKEN to a secret that clients must send, "
-            "or serve on 127.0.0.1"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _scored(hit: Found) -> bytes:

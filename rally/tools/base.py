@@ -61,6 +61,9 @@ class BaseTool(Generic[ArgsT]):
         parameters: Schema = self.tool_schema["function"]["parameters"]
         return parameters
 
+    def prepare(self) -> None:
+        """Called once before a run, outside of any event loop: start what all episodes share, or raise a RallyError."""
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Open an episode's instance. The row's create_kwargs arrive one by one, and whole as `create_kwargs`."""
         return instance_id or str(uuid4()), ToolResponse()

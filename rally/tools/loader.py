@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rally.tools.base import BaseTool
 from rally.tools.calculator import Calculator
+from rally.tools.code_interpreter import CodeInterpreter
 from rally.tools.function import FunctionTool
 from rally.tools.gsm8k import Gsm8kTool
 from rally.tools.importing import import_class, import_file
@@ -35,6 +36,7 @@ BUILT_IN: dict[str, type[BaseTool[Any]]] = {
     "calculator": Calculator,
     "calc_gsm8k_reward": Gsm8kTool,
     "search": SearchTool,
+    "code_interpreter": CodeInterpreter,
 }
 
 SAME_AS_BUILT_IN = {
@@ -42,13 +44,14 @@ SAME_AS_BUILT_IN = {
     "verl.tools.search_tool.SearchTool": "search",
     "verl.tools.calculator.Calculator": "calculator",
     "verl.tools.calculator_tool.CalculatorTool": "calculator",
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "code_interpreter",
+    "recipe.retool.retool.CustomSandboxFusionTool": "code_interpreter",
     "Calculator": "calculator",
     "Gsm8kTool": "calc_gsm8k_reward",
     "SearchTool": "search",
 }
 
 NOT_BUILT = {
-    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "the code sandbox tool",
     "verl.tools.geo3k_tool.Geo3kTool": "the geometry tool",
     "verl.tools.image_zoom_in_tool.ImageZoomInTool": "the image zoom tool",
     "verl.tools.mcp_base_tool.MCPBaseTool": "tools from MCP servers",

@@ -82,6 +82,8 @@ def toolbox_of(config: Config) -> ToolBox:
         builtin = [{"name": name} for name in offered if name not in known]
         tools = [t for t in tools if t.name in offered] + (load_tools({"tools": builtin}) if builtin else [])
     multi_turn = config.rollout.multi_turn
+    for tool in tools:
+        tool.prepare()
     return ToolBox(
         tools,
         ToolLimits(

@@ -252,10 +252,8 @@ def test_a_function_by_class_name(project: Path) -> None:
             "tools: [{name: search, config: {index_path: none}}]",
             "there is no index at none; build one with: rally data",
         ),
-        (
-            "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]",
-            "not built yet: the code sandbox tool",
-        ),
+        ("tools: [{name: code_interpreter, config: {colour: red}}]", "code_interpreter: config has no key 'colour'"),
+        ("tools: [{name: code_interpreter, config: {num_workers: 0}}]", "config key 'num_workers'"),
     ],
 )
 def test_every_mistake_has_its_sentence(project: Path, yaml: str, sentence: str) -> None:

@@ -1,0 +1,107 @@
+"""Guarantees: each of these calls into the kernel did what its name says, or raised the OSError that it answered with.
+
+Python has no names for them. A raw `clone` is safe here because only the fork server calls it, and that has one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+from typing import Any
+
+_LIBC = ctypes.PyDLL(None, use_errno=True)  # holds the GIL, so that a clone happens in a settled interpreter
+
+MACHINE = platform.machine()
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE, -1)
+
+NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
+NEW_PIDS, NEW_NET = 0x20000000, 0x40000000
+NEW_ALL = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PIDS | NEW_NET
+
+_NOSUID, _NODEV, _NOEXEC, _BIND = 2, 4, 8, 4096
+_SET_DUMPABLE, _SET_SECCOMP, _CAPBSET_DROP, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 4, 22, 24, 36, 38
+
+
+def syscall(number: int, *args: Any) -> int:
+    ctypes.set_errno(0)
+    answer: int = _LIBC.syscall(ctypes.c_long(number), *args)
+    return _checked(answer, f"system call {number}")
+
+
+def clone(namespaces: int) -> int:
+    """Fork into fresh namespaces; 0 in the child."""
+    flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
+    pid = syscall(_CLONE, flags, None, None, None, None)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    return pid
+
+
+def mount_tmpfs(target: str, size: int, inodes: int) -> None:
+    _mount("tmpfs", target, "tmpfs", _NOSUID | _NODEV, f"size={size},nr_inodes={inodes},mode=755")
+
+
+def mount_proc() -> None:
+    _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+
+
+def bind(source: str, target: str) -> None:
+    _mount(source, target, None, _BIND)
+
+
+def drop_capabilities() -> None:
+    """Of this process and of all that it will start, also over exec."""
+    last = int(_read("/proc/sys/kernel/cap_last_cap"))
+    for capability in range(last + 1):
+        _prctl(_CAPBSET_DROP, capability)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    _checked(_LIBC.capset(header, nothing), "capset")
+    no_new_privileges()
+
+
+def no_new_privileges() -> None:
+    _prctl(_SET_NO_NEW_PRIVS, 1)
+
+
+def set_dumpable(yes: bool) -> None:
+    """Whether processes of the same user may trace this one and look into its memory."""
+    _prctl(_SET_DUMPABLE, int(yes))
+
+
+def become_subreaper() -> None:
+    """Orphans among the descendants come to this process instead of leaving the tree."""
+    _prctl(_SET_SUBREAPER, 1)
+
+
+def set_filter(program: Any) -> None:
+    """Install a seccomp filter for good."""
+    _prctl(_SET_SECCOMP, 2, ctypes.byref(program))
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind, data)]
+    answer = _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    _checked(answer, f"mount {target}")
+
+
+def _prctl(option: int, value: Any, extra: Any = 0) -> None:
+    _checked(_LIBC.prctl(option, _word(value), _word(extra), 0, 0), f"prctl {option}")
+
+
+def _word(value: Any) -> Any:
+    return ctypes.c_ulong(value) if isinstance(value, int) else value
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _checked(answer: int, what: str) -> int:
+    if answer < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return answer

@@ -1,0 +1,132 @@
+"""Guarantees: `/run_code` speaks SandboxFusion's protocol field for field, and never runs code for a stranger.
+
+A request that the program itself spoils (a failing command, time or memory used up) is answered with HTTP 200 and
+`Failed`. `SandboxError` means that the sandbox is at fault; clients try again then. `metrics` is ours, beside the
+protocol's fields: which isolation held, what was cut, why a program was ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError, SandboxSettings
+from rally.types import RallyError
+
+MAX_TIMEOUT = 3600.0
+
+
+class RunCodeRequest(BaseModel):
+    code: str
+    language: str
+    compile_timeout: float = Field(10, gt=0, le=MAX_TIMEOUT)
+    run_timeout: float = Field(10, gt=0, le=MAX_TIMEOUT)
+    memory_limit_MB: int = -1
+    stdin: str | None = None
+    files: dict[str, str | None] = {}
+    fetch_files: list[str] = []
+    args: list[str] = []
+
+    def program(self) -> Program:
+        return Program(
+            code=self.code,
+            language=self.language,
+            timeout=self.run_timeout,
+            compile_timeout=self.compile_timeout,
+            stdin=self.stdin or None,
+            args=tuple(self.args),
+            files={name: _decoded(name, text) for name, text in self.files.items() if text is not None},
+            fetch_files=tuple(self.fetch_files),
+            memory_mb=self.memory_limit_MB if self.memory_limit_MB > 0 else None,
+        )
+
+
+class CommandRunResult(BaseModel):
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+    @classmethod
+    def of(cls, result: CommandResult | None) -> CommandRunResult | None:
+        if result is None:
+            return None
+        return cls(
+            status=result.status,
+            execution_time=result.seconds,
+            return_code=result.return_code,
+            stdout=result.stdout,
+            stderr=result.stderr,
+        )
+
+
+class RunCodeResponse(BaseModel):
+    status: Literal["Success", "Failed", "SandboxError"]
+    message: str = ""
+    compile_result: CommandRunResult | None = None
+    run_result: CommandRunResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+    metrics: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> RunCodeResponse:
+        return cls(
+            status="Success" if outcome.ok else "Failed",
+            compile_result=CommandRunResult.of(outcome.compile),
+            run_result=CommandRunResult.of(outcome.run),
+            executor_pod_name=os.environ.get("MY_POD_NAME"),
+            files={name: base64.b64encode(content).decode() for name, content in outcome.files.items()},
+            metrics=outcome.metrics(),
+        )
+
+
+def create_app(settings: SandboxSettings | None = None, token: str | None = None) -> FastAPI:
+    """The server as an ASGI application; with a token, every request must carry it as `Authorization: Bearer`."""
+    sandbox = Sandbox(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with sandbox:
+            yield
+
+    async def authorised(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            raise HTTPException(401, "give the server's token as the header Authorization: Bearer TOKEN")
+
+    app = FastAPI(title="Rally sandbox", lifespan=lifespan, dependencies=[Depends(authorised)])
+
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        return "pong"
+
+    @app.post("/run_code")
+    async def run_code(request: RunCodeRequest) -> RunCodeResponse:
+        try:
+            return RunCodeResponse.of(await sandbox.run(request.program()))
+        except SandboxError as error:
+            return RunCodeResponse(status="SandboxError", message=str(error))
+
+    @app.exception_handler(RallyError)
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=422)
+
+    return app
+
+
+def _decoded(name: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise RallyError(f"the file {name!r} must be given as base64") from None

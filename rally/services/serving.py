@@ -1,0 +1,45 @@
+"""A server that other machines can reach asks them for a token; what serving needs and lacks is named with its cure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Any
+
+from rally.types import RallyError
+
+
+class ServeError(RallyError):
+    """A server that cannot be started as asked."""
+
+
+def check_exposure(host: str, variable: str) -> str | None:
+    """The token that clients must send, from the environment; without one, only this machine may ask."""
+    token = os.environ.get(variable) or None
+    if token is None and not _is_loopback(host):
+        raise ServeError(
+            f"{host} can be reached from other machines; set {variable} to a secret that clients must send, or serve "
+            "on 127.0.0.1"
+        )
+    return token
+
+
+def serve(create: Callable[[], Any], host: str, port: int, log_level: str = "warning") -> None:
+    """Run an ASGI application until it is stopped."""
+    try:
+        import uvicorn
+
+        app = create()
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("rally"):
+            raise
+        raise ServeError(f"serving needs the package {error.name}; run: pip install 'rally-rl[services]'") from None
+    uvicorn.run(app, host=host, port=port, log_level=log_level, access_log=False)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,168 @@
+"""Guarantees: `code_interpreter` runs the code a model writes in a sandbox, and always tells it what came of it.
+
+What was printed is the answer; when nothing was, the value of a last line that is an expression. An error comes with
+its traceback, a time-out or a limit in one sentence. Code that fails is no failure of the tool: its status is `ok`, and
+the metric `code_failed` counts it. With `stateful: true` variables live until the episode ends.
+
+    - name: code_interpreter
+      config: {num_workers: 16, default_timeout: 10, memory_limit_mb: 1024, stateful: false}
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rally.sandbox import Gate, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
+from rally.tools.arguments import BadArguments
+from rally.tools.base import BaseTool
+from rally.tools.code_server import CodeServer
+from rally.tools.schema import ToolConfigError
+from rally.types import ToolResponse
+
+_FENCED = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+class CodeInterpreterConfig(BaseModel):
+    """The keys that users of this tool already type, and ours."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["native"] = "native"
+    sandbox_fusion_url: str | None = None  # a server to use instead of a sandbox in this process
+    sandbox_url: str | None = None  # the same
+    num_workers: int = Field(10, ge=1)  # executions of this tool at once
+    rate_limit: int = Field(10, ge=1)  # also at once, as verl means it: the smaller of the two holds
+    enable_global_rate_limit: bool = True  # whether rate_limit counts
+    default_timeout: float = Field(10.0, gt=0)
+    default_language: str = "python"
+    memory_limit_mb: int = Field(1024, ge=1)
+    stateful: bool = False
+    isolation: Literal["auto", "bubblewrap", "landlock", "unprotected"] = "auto"
+
+    @property
+    def url(self) -> str | None:
+        return self.sandbox_fusion_url or self.sandbox_url
+
+    @property
+    def at_once(self) -> int:
+        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
+
+
+class CodeInterpreter(BaseTool[Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = _checked(self.name, self.config)
+        self._gate = Gate(self.settings.at_once)
+        self._sessions: dict[str, Session] = {}
+        self._runner: CodeServer | Sandbox
+        if self.settings.url:
+            self._runner = CodeServer(self.settings.url)
+        else:
+            self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation))
+
+    def get_openai_tool_schema(self) -> dict[str, Any]:
+        code = {"type": "string", "description": "The code. Print what you want to see."}
+        return {
+            "name": "code_interpreter",
+            "description": "Runs Python code and returns what it prints.",
+            "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
+        }
+
+    def prepare(self) -> None:
+        if isinstance(self._runner, Sandbox):
+            self._runner.start_now()
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, None, dict[str, Any]]:
+        program = self._program(parameters)
+        asked = time.perf_counter()
+        async with self._gate.open():
+            queued = time.perf_counter() - asked
+            outcome = await self._run(instance_id, program)
+        text = _told(outcome, program.timeout, self.settings)
+        metrics = {**outcome.metrics(), "queue_seconds": queued, "code_failed": not outcome.ok}
+        return ToolResponse(text=text), None, metrics
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        session = self._sessions.pop(instance_id, None)
+        if session is not None:
+            await session.close()
+
+    async def _run(self, instance_id: str, program: Program) -> Outcome:
+        if self.settings.stateful and program.language == "python":
+            assert isinstance(self._runner, Sandbox)
+            session = self._sessions.get(instance_id)
+            if session is None:
+                session = self._sessions[instance_id] = self._runner.session(program)
+            return await session.run(program.code, program.timeout)
+        return await self._runner.run(program)
+
+    def _program(self, parameters: dict[str, Any]) -> Program:
+        """The model may ask for less time than there is, or for another language, where the schema offers that."""
+        code = str(parameters.get("code", ""))
+        if not code.strip():
+            raise BadArguments("'code' is empty")
+        if fenced := _FENCED.fullmatch(code):
+            code = fenced[1]
+        settings = self.settings
+        timeout = parameters.get("timeout")
+        return Program(
+            code=code,
+            language=str(parameters.get("language") or settings.default_language),
+            timeout=min(float(timeout), settings.default_timeout) if timeout else settings.default_timeout,
+            compile_timeout=settings.default_timeout,
+            memory_mb=settings.memory_limit_mb,
+            echo=True,
+        )
+
+
+def _checked(name: str, config: dict[str, Any]) -> CodeInterpreterConfig:
+    try:
+        settings = CodeInterpreterConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(CodeInterpreterConfig.model_fields)
+            raise ToolConfigError(f"{name}: config has no key {key!r}; its keys are {known}") from None
+        raise ToolConfigError(f"{name}: config key {key!r}: {first['msg']}") from None
+    if settings.stateful and settings.url:
+        raise ToolConfigError(f"{name}: stateful needs the sandbox in this process; leave out {settings.url}")
+    return settings
+
+
+def _told(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> str:
+    result = outcome.last
+    shown = result.stdout or outcome.echo or ""
+    parts = [shown.rstrip("\n")]
+    if result.stdout_cut:
+        parts.append(f"[{result.stdout_cut} more bytes of output cut]")
+    if not result.ok or not shown:
+        parts.append(result.stderr.strip())
+    parts.append(_ending(outcome, timeout, settings))
+    return "\n".join(part for part in parts if part) or "The code ran and printed nothing. Print what you want to see."
+
+
+def _ending(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> str:
+    """One sentence about an end that the program's own output does not explain."""
+    result = outcome.last
+    sentences = {
+        "timeout": f"Error: the code ran longer than {timeout:g} seconds and was stopped.",
+        "cpu": f"Error: the code used more than {timeout:g} seconds of processor time and was stopped.",
+        "memory": f"Error: the code used more than {settings.memory_limit_mb} MB of memory and was stopped.",
+        "processes": "Error: the code started too many processes and was stopped.",
+        "disk": "Error: the code wrote too much to disk and was stopped.",
+    }
+    text = sentences.get(result.reason, "")
+    if not text and not result.ok and not result.stderr:
+        text = f"Error: the code ended with exit code {result.return_code}."
+    return f"{text} All variables are lost.".strip() if outcome.state_lost else text

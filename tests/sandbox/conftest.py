@@ -1,0 +1,27 @@
+"""One warm sandbox for the tests of a worker, and the rule for machines without bubblewrap."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from rally.sandbox import Sandbox
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    sandbox = Sandbox()
+    sandbox.start_now()
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture
+def bubblewrap() -> None:
+    """A clone without it skips by name, CI fails instead."""
+    if shutil.which("bwrap") is None:
+        reason = "bubblewrap is not installed; run: make sandbox"
+        if os.environ.get("RALLY_REQUIRE_SHARED"):
+            pytest.fail(reason)
+        pytest.skip(reason)

@@ -1,0 +1,24 @@
+"""Who may ask a server, and what is said when it cannot start."""
+
+import pytest
+
+from rally.services.serving import ServeError, check_exposure, serve
+
+
+def test_other_machines_are_served_only_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RALLY_TEST_TOKEN", raising=False)
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert check_exposure(host, "RALLY_TEST_TOKEN") is None
+    for host in ("0.0.0.0", "::", "10.0.0.7", "search.example"):
+        with pytest.raises(ServeError, match="set RALLY_TEST_TOKEN"):
+            check_exposure(host, "RALLY_TEST_TOKEN")
+    monkeypatch.setenv("RALLY_TEST_TOKEN", "secret")
+    assert check_exposure("0.0.0.0", "RALLY_TEST_TOKEN") == "secret"
+
+
+def test_a_missing_package_is_named_with_its_cure() -> None:
+    def create() -> object:
+        raise ModuleNotFoundError("no", name="fastapi")
+
+    with pytest.raises(ServeError, match=r"needs the package fastapi; run: pip install 'rally-rl\[services\]'"):
+        serve(create, "127.0.0.1", 0)

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: help demo test test-fast lint types imports check bench models docs clean
@@ -22,16 +23,23 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,search,dev]"
+	@$(PIP) --editable ".[plot,gguf,search,mcp,dev]"
 	@touch $@
+
+# A real MCP server for the tests, which are skipped by name where there is no npm.
+.node/$(EVERYTHING):
+	@if command -v npm > /dev/null; then \
+	  echo "installing $(EVERYTHING) into .node (once)"; \
+	  npm install --silent --no-fund --no-audit --prefix .node "$(EVERYTHING)" && mkdir -p $@; \
+	else echo "there is no npm, so tests of MCP with $(EVERYTHING) are skipped"; fi
 
 demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes
 	@$(BIN)/rally demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev  ## all tests
+test: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests
 	@$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed-dev  ## all tests but those that train
+test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those that train
 	@$(BIN)/python -m pytest -m "not slow"
 
 lint: $(VENV)/.installed-dev  ## style
@@ -58,4 +66,4 @@ bench: $(VENV)/.installed-bench models  ## the table of ratios
 	@$(BIN)/python -m benchmarks.cpu $(BENCH_ARGS)
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .node build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -138,6 +138,8 @@ def serve_stdio() -> None:
                 sys.stdout.flush()
 
     for line in sys.stdin:
+        if "STRICT" in os.environ and "server/discover" in line:
+            sys.exit("expected initialize")
         threading.Thread(target=handle, args=(line,), daemon=True).start()
     while "STUBBORN" in os.environ:  # a server that does not end when its stdin does
         time.sleep(1)

@@ -79,6 +79,8 @@ class EpisodeMcpTool(McpTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         assert instance_id is not None
+        if kwargs.get("create_kwargs"):
+            raise ToolConfigError(f"{self.name} is a tool of an MCP server, which takes no create_kwargs")
         self._lines.take(self._episode(instance_id))
         return instance_id, ToolResponse()
 
@@ -115,8 +117,11 @@ class Lines:
         self._ended.atexit = False  # the hub closes what is left by then
 
     def take(self, episode: str) -> None:
-        held = self._episodes.setdefault(episode, _Held(Line(self.server, keeps_state=True)))
+        held = self._episodes.setdefault(episode, _Held(self._new_line()))
         held.holders += 1
+
+    def _new_line(self) -> Line:
+        return Line(self.server, keeps_state=True, old_handshake=self.shared.old_handshake)
 
     def of_episode(self, episode: str) -> Line:
         return self._episodes[episode].line

@@ -49,8 +49,9 @@ class CannotStart(McpFailure):
 class Connection:
     """One session. It opens at once, in a task of its own; `ready` waits for it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, old_handshake: bool = False) -> None:
         self.server = server
+        self._mode = "legacy" if old_handshake else "auto"
         self.closed = False
         self.tools: list[types.Tool] = []
         self._reason = "its connection was closed"
@@ -105,7 +106,7 @@ class Connection:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(self.server.startup_timeout):
-                    client = await stack.enter_async_context(Client(self._transport()))
+                    client = await stack.enter_async_context(Client(self._transport(), mode=self._mode))
                     self.tools = await _list_tools(client)
                 self._client.set_result(client)
                 await self._stop.wait()
@@ -132,6 +133,8 @@ class Connection:
         if error.code in (NOT_SENT, SESSION_UNKNOWN):
             self._reason = error.message
             return Unsent(self.ending())
+        if error.code == types.CONNECTION_CLOSED and error.message == "Connection closed":  # the SDK's own words
+            self.stream_ended()
         if error.code == CUT_OFF or (error.code == types.CONNECTION_CLOSED and self.closed):
             return McpFailure(f"the MCP server {name!r} ended during this call, which may have had its effect")
         if error.code == types.INVALID_PARAMS:

@@ -22,9 +22,10 @@ import mcp_types as types
 from rally.tools.mcp_config import Server
 from rally.tools.mcp_connection import CLOSING_SECONDS, CannotStart, Connection, McpFailure, Unsent
 
-ATTEMPTS = 5  # failures in a row after which a server is left alone
-FIRST_PAUSE = 0.25  # seconds before the second attempt; doubled for each after it
-LEFT_ALONE = 30.0  # seconds for which calls to a server that keeps failing fail at once
+ATTEMPTS = 8  # failures in a row after which a server is left alone
+FIRST_ATTEMPTS = 2  # the same for a program that has never run: one for each handshake
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0  # seconds before the second attempt; doubled for each after it
+LEFT_ALONE = 15.0  # seconds for which calls to a server that keeps failing fail at once
 
 STATE_LOST = "; what it kept from earlier calls is lost, and the next call finds it started anew"
 
@@ -43,9 +44,9 @@ class Hub:
         self._thread.start()
         atexit.register(self._close_all)
 
-    def connect(self, server: Server) -> Connection:
+    def connect(self, server: Server, *, old_handshake: bool) -> Connection:
         """Must be called in the hub's thread."""
-        connection = Connection(server)
+        connection = Connection(server, old_handshake=old_handshake)
         self._connections.add(connection)
         connection.owner.add_done_callback(lambda _: self._connections.discard(connection))
         return connection
@@ -79,14 +80,18 @@ class Line:
     """A connection to one server that is opened when needed and opened again when lost. Lives in the hub.
 
     `keeps_state`: earlier calls matter to later ones, so a server that was started anew must be told to the model.
+    `old_handshake`: the server is not asked first which protocols it knows. Some end when they are, so as long as no
+    attempt went well, the next one tries the other way.
     """
 
-    def __init__(self, server: Server, *, keeps_state: bool) -> None:
+    def __init__(self, server: Server, *, keeps_state: bool, old_handshake: bool = False) -> None:
         self.server = server
+        self.old_handshake = old_handshake
         self._keeps_state = keeps_state
         self._opening: asyncio.Task[Connection] | None = None
         self._current: Connection | None = None
         self._failures = 0
+        self._has_run = False
         self._left_alone_until = 0.0
         self._last_failure = ""
         self._closed = False
@@ -105,6 +110,7 @@ class Line:
             result = await (await self._connected()).call(tool, arguments)
         except McpFailure as failure:
             if not connection.closed:
+                self._failures = 0
                 raise
             self._lost(connection)
             raise McpFailure(f"{failure}{STATE_LOST if self._keeps_state else ''}") from None
@@ -125,26 +131,35 @@ class Line:
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._refuse_while_left_alone()
             self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(_seen)
         # Shielded, because one call's deadline must not undo what another still waits for.
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> Connection:
         while True:
-            if 0 < self._failures < ATTEMPTS:
-                await asyncio.sleep(FIRST_PAUSE * 2 ** (self._failures - 1) * random.uniform(0.5, 1.0))
-            connection = hub().connect(self.server)
+            if 0 < self._failures < self._attempts:
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 1))
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            connection = hub().connect(self.server, old_handshake=self.old_handshake)
             try:
                 await connection.ready()
                 self._current = connection
+                self._has_run = True
                 return connection
             except asyncio.CancelledError:
                 await connection.close()
                 raise
             except McpFailure as failure:
                 self._failed(str(failure))
-                if isinstance(failure, CannotStart) or self._failures >= ATTEMPTS:
+                if not self._has_run:
+                    self.old_handshake = not self.old_handshake
+                if isinstance(failure, CannotStart) or self._failures >= self._attempts:
                     self._left_alone_until = asyncio.get_running_loop().time() + LEFT_ALONE
                     raise
+
+    @property
+    def _attempts(self) -> int:
+        return ATTEMPTS if self._has_run or self.server.transport != "stdio" else FIRST_ATTEMPTS
 
     def _lost(self, connection: Connection) -> None:
         """Whoever notices first counts it; the others find a new connection under way."""
@@ -162,6 +177,12 @@ class Line:
         seconds = self._left_alone_until - asyncio.get_running_loop().time()
         if seconds > 0:
             raise McpFailure(f"{self._last_failure}; it is tried again in {seconds:.0f} seconds")
+
+
+def _seen(opening: asyncio.Task[Connection]) -> None:
+    """Whoever waited for it may have given up, and asyncio would print a traceback for an error nobody looks at."""
+    if not opening.cancelled():
+        opening.exception()
 
 
 @cache

@@ -98,6 +98,12 @@ def test_all_pages_are_listed_and_schemas_are_kept_whole(opened: Open) -> None:
     assert order == {"name": "order", "description": "Does order.", "parameters": drill.NESTED}
 
 
+def test_a_server_that_bears_only_the_old_handshake_gets_it(opened: Open) -> None:
+    box = opened(mcp_servers_config_path=servers(drill={"STRICT": "1"}), session="episode")
+    assert box.names[:2] == ["order", "echo"]
+    assert asyncio.run(ask(box, "echo", "1")).response.text == "echo 1"
+
+
 def test_both_spellings_and_the_selection(project: Path) -> None:
     (project / "conf").mkdir()
     (project / "conf/mcp_server.json").write_text(json.dumps({"mcpServers": {"drill": drill_server()}}))
@@ -166,6 +172,34 @@ async def test_a_call_that_a_dead_server_never_saw_is_sent_once_to_the_next(open
     assert [r.response.text for r in results] == [f"echo {n}" for n in range(20)]
     assert len(calls.read_text().splitlines()) == 21
     assert len(children()) == 1, "one new server for all who waited"
+
+
+async def test_whenever_a_server_is_killed_no_call_has_its_effect_twice(opened: Open, project: Path) -> None:
+    calls = project / "calls"
+    box = opened(mcp_servers_config_path=servers(drill={"CALLS": str(calls)}))
+    loop, answered, statuses = asyncio.get_running_loop(), [], set()
+    end = loop.time() + 1.0
+
+    async def worker(name: int) -> None:
+        count = 0
+        while loop.time() < end:
+            count += 1
+            result = await ask(box, "echo", f"{name}-{count}", episode=str(name))
+            statuses.add(result.status)
+            if result.ok:
+                answered.append(result.response.text)
+
+    async def killer() -> None:
+        while loop.time() < end:
+            await asyncio.sleep(0.25)
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+
+    await asyncio.gather(killer(), *(worker(name) for name in range(16)))
+    seen = calls.read_text().splitlines()
+    assert len(seen) == len(set(seen)), "a call that may have been seen is never sent again"
+    assert answered and set(answered) <= set(seen)
+    assert statuses <= {ToolStatus.OK, ToolStatus.ERROR}
 
 
 async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
@@ -361,7 +395,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         state["session"] = b"two"
         assert (await ask(box, "echo", "4")).response.text == "echo 4"
         assert state["seen"].count("initialize") == 3
-    monkeypatch.setattr(line_module, "FIRST_PAUSE", 0.3)
+    monkeypatch.setattr(line_module, "FIRST_PAUSE", 0.2)
     waiting = asyncio.create_task(ask(box, "echo", "5"))
     await asyncio.sleep(0.1)
     async with web(state, port):
@@ -395,7 +429,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         ),
         (
             {"mcp_servers_config_path": "s.json", "startup_timeout": 0.2},
-            {"a": {"command": "sleep", "args": ["9"]}},
+            {"a": {"command": "sh", "args": ["-c", "cat > /dev/null"]}},
             r"'a' is gone \(no answer within 0.2 seconds of its start\)",
         ),
         (

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: help demo sandbox test test-fast lint types imports check bench models docs clean
@@ -22,8 +23,14 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,lora,search,services,dev]"
+	@$(PIP) --editable ".[plot,gguf,lora,search,services,mcp,dev]"
 	@touch $@
+
+# A real MCP server for the tests, which are skipped by name where npm cannot install it.
+.node/$(EVERYTHING):
+	@echo "installing $(EVERYTHING) into .node (once)"
+	@npm install --silent --no-fund --no-audit --prefix .node "$(EVERYTHING)" && mkdir -p $@ \
+	  || echo "npm is missing or failed, so the tests of MCP with this server are skipped"
 
 demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes
 	@$(BIN)/rally demo $(DEMO_ARGS)
@@ -35,10 +42,10 @@ sandbox:  ## what the code sandbox needs of the system: bubblewrap
 	  apt-get install -qq -y bubblewrap > /dev/null 2>&1 \
 	    || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }
 
-test: $(VENV)/.installed-dev  ## all tests
+test: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests
 	@$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed-dev  ## all tests but those that train
+test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those that train
 	@$(BIN)/python -m pytest -m "not slow"
 
 lint: $(VENV)/.installed-dev  ## style
@@ -65,4 +72,4 @@ bench: $(VENV)/.installed-bench models  ## the table of ratios
 	@$(BIN)/python -m benchmarks.cpu $(BENCH_ARGS)
 
 clean:  ## remove the environment and caches, keep runs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .node build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -78,3 +78,6 @@ class BaseTool(Generic[ArgsT]):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Let go of what `create` opened."""
+
+    def close(self) -> None:
+        """Called once after a run, outside of any event loop: end what all episodes shared."""

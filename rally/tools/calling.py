@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rally.tools.schema import ToolConfigError
+from rally.types import RallyError
+
+
+class ToolTimeout(RallyError):
+    """A tool raises it when a deadline of its own has passed. The text is told to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Guarantees: a tool YAML becomes tools, or one sentence says which entry is wrong and how.
 
 An entry is a class (`class_name`, with optional `config` and `tool_schema`) or a built-in by `name`, whose description
-and parameters may be overridden; the name alone will do.
+and parameters may be overridden; the name alone will do. An entry of `type: mcp` stands for all tools of MCP servers.
 
     tools:
       - class_name: my_tools.Lookup          # below the working folder, the YAML's folder, or installed
@@ -27,6 +27,7 @@ from rally.tools.code_interpreter import CodeInterpreter
 from rally.tools.function import FunctionTool
 from rally.tools.gsm8k import Gsm8kTool
 from rally.tools.importing import import_class, import_file
+from rally.tools.mcp_config import is_mcp
 from rally.tools.plain import PlainTool
 from rally.tools.schema import ToolConfigError
 from rally.tools.search import SearchTool
@@ -54,12 +55,10 @@ SAME_AS_BUILT_IN = {
 NOT_BUILT = {
     "verl.tools.geo3k_tool.Geo3kTool": "the geometry tool",
     "verl.tools.image_zoom_in_tool.ImageZoomInTool": "the image zoom tool",
-    "verl.tools.mcp_base_tool.MCPBaseTool": "tools from MCP servers",
-    "verl.tools.mcp_search_tool.MCPSearchTool": "tools from MCP servers",
 }
 
 BARE_KEYS = ("name", "description", "parameters")
-ENTRY_KEYS = {"class_name", "config", "tool_schema", "mcp", *BARE_KEYS}
+ENTRY_KEYS = {"class_name", "config", "tool_schema", *BARE_KEYS}
 
 
 def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
@@ -72,7 +71,9 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ToolConfigError(f"{where} must hold a list under the key `tools`")
-    tools = [_tool(entry, folder, f"{where}, tool {index + 1}") for index, entry in enumerate(entries)]
+    tools = [
+        tool for index, entry in enumerate(entries) for tool in _tools(entry, folder, f"{where}, tool {index + 1}")
+    ]
     check_names(tools, where)
     return tools
 
@@ -108,6 +109,20 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ToolConfigError(f"{what} {path} cannot be read ({reason})") from None
 
 
+def _tools(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
+    if not isinstance(entry, Mapping) or not is_mcp(entry):
+        return [_tool(entry, folder, where)]
+    try:
+        from rally.tools.mcp import mcp_tools
+    except ModuleNotFoundError as error:
+        advice = f"tools from MCP servers need the package {error.name}; run: pip install 'rally-rl[mcp]'"
+        raise ToolConfigError(f"{where}: {advice}") from None
+    try:
+        return mcp_tools(entry, folder)
+    except RallyError as error:
+        raise ToolConfigError(f"{where}: {error}") from None
+
+
 def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
     if isinstance(entry, str):
         entry = {"name": entry}
@@ -129,8 +144,6 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
 def _refuse_unbuilt(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
     kind = config.get("type", "native")
     missing = NOT_BUILT.get(str(entry.get("class_name")))
-    if kind == "mcp" or "mcp" in entry:
-        missing = "tools from MCP servers"
     if missing:
         raise ToolConfigError(f"{where}: not built yet: {missing}; write a tool class of your own for now")
     if kind != "native":

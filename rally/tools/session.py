@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
 from rally.tools.caller import ToolCaller
-from rally.tools.calling import Ended, settled, within
+from rally.tools.calling import Ended, ToolTimeout, settled, within
 from rally.tools.results import Answer, TruncateSide, clean, shorten
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
@@ -79,6 +79,11 @@ class ToolBox:
     def open(self, task: Task, episode_id: str) -> ToolSession:
         """A session for one episode; `extra_info.tool_selection` of the task narrows its tools."""
         return ToolSession(self._selected(task.extra_info.get("tool_selection")), self.limits, task, episode_id)
+
+    def close(self) -> None:
+        """End what the tools opened for all episodes; once, after a run."""
+        for caller in self._callers.values():
+            caller.tool.close()
 
     def _selected(self, selection: Sequence[str] | None) -> dict[str, ToolCaller]:
         if selection is None:
@@ -161,6 +166,8 @@ class ToolSession:
         if isinstance(ended.error, BadArguments):
             text = f"bad arguments for {call.name}: {ended.error}. {usage(caller.tool.parameters)}"
             return _failed(ToolStatus.BAD_ARGUMENTS, text)
+        if isinstance(ended.error, ToolTimeout):
+            return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
         if ended.error is not None:
             return _failed(ToolStatus.ERROR, describe(ended.error))
         answer: Answer = ended.value

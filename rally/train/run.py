@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,7 +113,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     folder.save_versions()
     rewind(folder, store, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
-    with _settled_heap():
+    with closing(inputs.toolbox), _settled_heap():
         metrics = run(trainer)
     return Outcome(config.run_dir, steps, metrics)
 
@@ -282,4 +282,5 @@ def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     folder.save_versions()
     store = CheckpointStore(config.run_dir / "checkpoints", warn=console.note)
     trainer = _trainer(config, inputs, folder, store, None, 0, console)
-    return Outcome(folder.path, 0, run(trainer))
+    with closing(inputs.toolbox):
+        return Outcome(folder.path, 0, run(trainer))

@@ -239,7 +239,7 @@ def test_a_function_by_class_name(project: Path) -> None:
         ("tools: [{name: calculator, config: 3}]", "config must be a mapping, not int"),
         ("tools: [{name: calculator, config: {type: remote}}]", "config.type must be native, not 'remote'"),
         ("tools: [calculator, calculator]", "two tools are called 'calculator'"),
-        ("tools: [{class_name: a.B, config: {type: mcp}}]", "not built yet: tools from MCP servers"),
+        ("tools: [{class_name: a.B, config: {type: mcp}}]", "an entry of type mcp takes no class_name"),
         (
             "tools: [{class_name: verl.tools.search_tool.SearchTool}]",
             "needs one of retrieval_service_url .* index_path",

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.learn [--methods grpo cispo dapo] [--steps 10] [--seeds 0 1] [--out FOLDER]
 
 The names are those that a configuration accepts, so a new estimator or loss is in the table by itself; an estimator is
-trained with the vanilla loss, a loss with grpo. `dapo` and `turn_returns` are whole methods with steps of their own,
-trained until the task is solved. Success is that of 200 held-out problems, sampled at temperature 1 and greedy.
+trained with the vanilla loss, a loss with grpo. `dapo`, `turn_returns` and `ppo` are whole methods with steps of their
+own, trained until the task is solved. Success is that of 200 held-out problems, sampled at temperature 1 and greedy.
 The start is made once under FOLDER, in a minute or two; run folders lie beside it.
 """
 
@@ -35,12 +35,21 @@ from rally.train import run
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 BY_SEQUENCE = ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",)
+CRITIC = (
+    "algorithm.lam=0.95",
+    "critic.optim={lr: 1e-3, betas: [0.9, 0.95], weight_decay: 0.0}",
+    "critic.model.enable_gradient_checkpointing=false",
+    "critic.ppo_mini_batch_size=4",
+    "critic.ppo_epochs=2",
+)
 NEEDS: dict[str, tuple[str, ...]] = {
+    "gae": CRITIC,
+    "turn_gae": CRITIC,
     "gspo": BY_SEQUENCE,
     "geo_mean": BY_SEQUENCE,
     "gdpo": ("algorithm.gdpo_reward_keys=[score]",),
 }
-"""What some methods cannot be configured without."""
+"""What some methods cannot be configured without, or not with a critic that learns in a few steps."""
 SOLVED = 0.9
 
 
@@ -74,6 +83,7 @@ WHOLE = (
         ("algorithm.turn_rewards=returns", "reward_shaping.intermediate_rewards.tool_call_success=0.2"),
         40,
     ),
+    Method("method", "ppo", ("algorithm.adv_estimator=gae", "trainer.critic_warmup=5", *CRITIC), 60),
 )
 
 

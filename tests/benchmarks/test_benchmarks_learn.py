@@ -30,9 +30,11 @@ def test_every_estimator_and_loss_is_there_once_and_so_are_the_whole_methods(dem
     assert {"remax", "gdpo", "gigpo", "reinforce_plus_plus"} < set(estimators) and "grpo_vectorized" not in estimators
     assert {id(f) for f in ESTIMATORS.values()} == {id(ESTIMATORS[n]) for n in estimators if n in ESTIMATORS}
     for method in known:
-        config = configured(demo, method, seed=3, steps=5, folder=demo.folder / "run")
-        assert config.trainer.seed == 3 and config.trainer.total_training_steps == 5
-    assert {"dapo", "turn_returns"} <= {m.name for m in known if m.kind == "method"}
+        steps = method.steps or 5
+        config = configured(demo, method, seed=3, steps=steps, folder=demo.folder / "run")
+        assert config.trainer.seed == 3 and config.trainer.total_training_steps == steps
+    assert {"gae", "turn_gae"} <= set(estimators)
+    assert {"dapo", "turn_returns", "ppo"} <= {m.name for m in known if m.kind == "method"}
 
 
 def test_the_table_says_what_did_not_improve() -> None:

@@ -41,6 +41,7 @@ class ToolStatus(StrEnum):
     OK = "ok"
     ERROR = "error"  # the tool raised, or said itself that it failed
     TIMEOUT = "timeout"
+    REJECTED = "rejected"  # too many calls of the tool were waiting already
     BAD_ARGUMENTS = "bad_arguments"  # arguments do not fit the tool's schema
     UNKNOWN_TOOL = "unknown_tool"
     MALFORMED = "malformed"  # the text of the call could not be parsed
@@ -195,7 +196,8 @@ class ToolResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """A finished tool call: what the model is told, how it ended, what it earned and how long it took."""
+    """A finished tool call: what the model is told, how it ended, what it earned and how long it took: `queued` seconds
+    until it was let through, then `seconds`. `cached`: it was answered from memory."""
 
     call: ToolCall
     status: ToolStatus
@@ -204,6 +206,8 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     truncated: bool = False
+    queued: float = 0.0
+    cached: bool = False
 
     @property
     def ok(self) -> bool:

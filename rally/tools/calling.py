@@ -18,6 +18,9 @@ from typing import Any
 
 from rally.tools.schema import ToolConfigError
 
+on_abandoned: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_abandoned", default=lambda: None)
+"""Called when a thread is left to itself because nobody waits for it any longer: Python cannot end one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
@@ -34,12 +37,18 @@ async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        task.cancel()
+        await _cancel(task)
         raise
     if done:
         return task.result()
-    task.cancel()
+    await _cancel(task)
     return Ended(late=True)
+
+
+async def _cancel(task: asyncio.Task[Ended]) -> None:
+    """Tell the work that it is over, and let it hear of that before anybody counts what it left behind."""
+    task.cancel()
+    await asyncio.sleep(0)
 
 
 async def settled(work: Coroutine[Any, Any, Any]) -> Ended:
@@ -76,7 +85,11 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(settle, ended)
 
     threading.Thread(target=run, name="rally-tool", daemon=True).start()
-    ended = await finished
+    try:
+        ended = await finished
+    except asyncio.CancelledError:
+        on_abandoned.get()()
+        raise
     if ended.error is not None:
         raise ended.error
     return ended.value

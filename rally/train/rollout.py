@@ -66,6 +66,7 @@ class Rollout:
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     seed: int = 0
     shaping: Shaping = field(default_factory=Shaping)
+    step_timeout: float | None = None  # seconds until training episodes that still run are ended with what they have
     in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
 
     def jobs(self, tasks: Iterable[Task], n: int, step: int, validate: bool = False) -> list[Job]:
@@ -94,7 +95,8 @@ class Rollout:
             return scored
 
         try:
-            episodes = await self.runner.run(jobs, sampling, finish=finish)
+            timeout = None if any(job.validate for job in jobs) else self.step_timeout
+            episodes = await self.runner.run(jobs, sampling, finish=finish, timeout=timeout)
             scored = await self._score_together(episodes) if self.in_batch else episodes
             return settle([self.shaping.apply(episode) for episode in scored], self.policy)
         except* RallyError as group:

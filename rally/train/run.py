@@ -199,6 +199,7 @@ def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollou
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,
         shaping=parts.shaping_of(config),
+        step_timeout=config.rollout.step_timeout,
         in_batch=spec.batch,
     )
 

@@ -1,8 +1,8 @@
-"""Guarantees: a secret that Rally was told of, by configuration or environment, is in no text that went through `redact`.
+"""Guarantees: a secret that Rally was told of, by configuration or environment, is in no text that `redact` returned.
 
 Known secrets are the values of configuration keys and environment variables whose names say so (token, api_key, secret,
-password, authorization, ...) and what `${oc.env:NAME}` put into a configuration. In a text, a value from the environment
-becomes the `${oc.env:NAME}` it came from, so that a saved configuration can still be loaded; any other becomes `***`.
+password, authorization, ...) and what `${oc.env:NAME}` put into a configuration. A value from the environment becomes
+the `${oc.env:NAME}` it came from, so that a saved configuration can still be loaded; any other becomes `***`.
 Values of fewer than `SHORTEST` characters are hidden under their keys only, for they also occur by chance; a path that
 exists is no secret.
 """

@@ -154,7 +154,10 @@ class LoopContext:
     def turn_seconds(self, began: float) -> float | None:
         """How long the next turn of an exchange that began at `began` may take."""
         now = time.perf_counter()
-        limits = [self.settings.turn_seconds(now - began), None if self.ends_at is None else max(0.0, self.ends_at - now)]
+        limits = [
+            self.settings.turn_seconds(now - began),
+            None if self.ends_at is None else max(0.0, self.ends_at - now),
+        ]
         return min((seconds for seconds in limits if seconds is not None), default=None)
 
 

@@ -130,8 +130,8 @@ class Runner:
             if not limit.expired():
                 raise
             raise LoopError(
-                f"{spec.cls.__name__} ran far past rollout.episode_timeout or rollout.step_timeout and was ended; return "
-                "what there is before then (self.context.turn_seconds), or raise the limit"
+                f"{spec.cls.__name__} ran far past rollout.episode_timeout={self.settings.episode_timeout} or "
+                "rollout.step_timeout seconds and was ended; return what there is before then, or raise the limit"
             ) from None
 
     def _hard_limit(self, ends_at: float | None) -> float | None:

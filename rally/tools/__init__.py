@@ -3,8 +3,8 @@
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.function import FunctionTool, function_tool
-from rally.tools.loader import load_function_tools, load_tools
 from rally.tools.limits import CallLimits, ToolLimits
+from rally.tools.loader import load_function_tools, load_tools
 from rally.tools.process import Ran, run_process
 from rally.tools.schema import ToolConfigError
 from rally.tools.session import ToolBox, ToolSession

@@ -2,8 +2,9 @@
 
 Additive increase, multiplicative decrease, judged by rounds of as many calls as may run at a time. A round was too much
 when its calls took twice as long as they can, when more than a tenth timed out, or when more than half failed (some
-failures are the model's). Then a quarter is taken away. Otherwise, if calls had to wait, one more is let in; before the
-first trouble, twice as many.
+failures are the model's). Then a quarter is taken away. Otherwise, if calls had to wait, one more is let in; on the way
+up from the lower bound, twice as many until the first trouble. How long calls can take is the shortest round since the
+number was last at that bound: there a call takes what it takes, and a tool that has become slower is believed so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 TOO_SLOW = 2.0
 TIMED_OUT, FAILED = 0.1, 0.5
 DECREASE = 0.75
-FORGETTING = 1.02  # a round; a tool that has become slower for good is believed so after some dozens of rounds
 SHORTEST_ROUND = 8  # fewer calls say little about how long one takes
 
 
@@ -52,7 +52,9 @@ class Adaptive:
     def _judge(self, waiting: bool) -> None:
         mean = self._seconds / self._calls
         late, failed = self._late / self._calls, self._failed / self._calls
-        self._best = min(self._best * FORGETTING, mean)
+        if self.limit == self.least:
+            self._best, self._starting = mean, True
+        self._best = min(self._best, mean)
         if mean > TOO_SLOW * self._best or late > TIMED_OUT or failed > FAILED:
             self._starting = False
             self._limit = max(float(self.least), self._limit * DECREASE)

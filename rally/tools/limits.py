@@ -1,14 +1,14 @@
 """Guarantees: what a call may cost is decided in one place: `ToolLimits` for all tools of a run, `CallLimits` for one.
 
-    tools:
-      - class_name: my_tools.Lookup
-        limits:
-          max_concurrency: 8            # calls under way at a time; also spelled num_workers
-          rate_limit: 20                # calls a second, with bursts of a second's worth
-          max_queue: 100                # calls that may wait; one more is refused at once, and told so
-          timeout: 5                    # seconds for a call, once it is let through; else multi_turn.tool_timeout
-          adaptive_concurrency: true    # between min_concurrency and max_concurrency, as the tool bears it
-          cache: true                   # an identical call is answered from memory (of cache_size answers)
+tools:
+  - class_name: my_tools.Lookup
+    limits:
+      max_concurrency: 8            # calls under way at a time; also spelled num_workers
+      rate_limit: 20                # calls a second, with bursts of a second's worth
+      max_queue: 100                # calls that may wait; one more is refused at once, and told so
+      timeout: 5                    # seconds for a call, once it is let through; else multi_turn.tool_timeout
+      adaptive_concurrency: true    # between min_concurrency and max_concurrency, as the tool bears it
+      cache: true                   # an identical call is answered from memory (of cache_size answers)
 """
 
 from __future__ import annotations

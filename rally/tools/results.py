@@ -1,7 +1,8 @@
 """Guarantees: whatever a tool returns becomes a ToolResponse of clean text, a reward, metrics and a verdict.
 
 A tool returns a ToolResponse, text, or any value (told to the model as JSON), alone or as a tuple of up to three:
-(response, reward, metrics). Bytes are read as UTF-8, what is none replaced; inside a JSON value they are then base64. A dict with `success: False` or a non-empty `error` says that the tool failed.
+(response, reward, metrics). A dict with `success: False` or a non-empty `error` says that the tool failed. Bytes are
+read as UTF-8, what is none being replaced; inside a JSON value they are base64 then.
 """
 
 from __future__ import annotations

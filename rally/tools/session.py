@@ -30,9 +30,9 @@ from rally.tools.results import Answer, clean, shorten
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
-
-TROUBLE = ("abandoned", "create_errors", "calc_reward_errors", "release_errors")
-"""What an episode counts beside its calls: threads and creations given up, and methods that failed."""
+TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
+"""What an episode counts beside its answered calls: those cut off by a deadline of the turn, episode or step; threads
+and creations that were given up; methods that failed."""
 
 
 class Outcome(NamedTuple):
@@ -94,7 +94,7 @@ class ToolSession:
 
     @property
     def trouble(self) -> dict[str, int]:
-        """Of the counters, those that tell of something wrong beside the calls' own statuses; empty when all is well."""
+        """Of the counters, those that tell of something wrong beside the calls' statuses; empty when all is well."""
         return {name: self._counters[name] for name in TROUBLE if self._counters[name]}
 
     @property
@@ -106,11 +106,14 @@ class ToolSession:
         """One result per call, in order."""
         limit = self._limits.max_parallel
         gate = asyncio.Semaphore(limit) if limit else nullcontext()
-        token = on_abandoned.set(self._count_abandoned)
+        token, answered = on_abandoned.set(self._count_abandoned), self._counters["calls"]
         try:
             if len(calls) == 1:
                 return [await self._answer(calls[0], gate)]
             return list(await asyncio.gather(*(self._answer(call, gate) for call in calls)))
+        except asyncio.CancelledError:
+            self._counters["cancelled"] += len(calls) - (self._counters["calls"] - answered)
+            raise
         finally:
             on_abandoned.reset(token)
 

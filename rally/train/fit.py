@@ -21,7 +21,15 @@ from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, learned, steps_per_epoch
 from rally.engines.embedded import EmbeddedEngine
 from rally.rewards import reward_metrics
-from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
+from rally.track import (
+    MetricSink,
+    RunConsole,
+    RunFolder,
+    conversation_text,
+    rollout_metrics,
+    slow_tool,
+    validation_metrics,
+)
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint import CheckpointStore
 from rally.train.forward import token_logprobs
@@ -233,6 +241,8 @@ class Trainer:
                 "no_signal",
                 "no episode did better or worse than its group, so this step taught nothing; look at the rewards",
             )
+        if slow := slow_tool(episodes):
+            self.console.warn_once(f"slow tool {slow[0]}", slow[1])
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
         if differing:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.loops import Job, LoopSettings, Runner
 from rally.tools import CallLimits, FunctionTool, ToolBox, ToolLimits, function_tool
+from rally.train.heap import settled_heap
 from rally.types import Generation, SamplingParams, StopReason, Task
 
 OVER = 1.15
@@ -141,18 +142,17 @@ def main() -> None:
     )
     jobs = make_jobs(given.episodes)
     chains = [sum(seconds_of(e, turn) for turn in range(given.turns)) for e in range(given.episodes)]
-    gc.collect()
-    gc.freeze()  # as a training run does with what it has loaded
     print(f"{given.episodes} episodes of {given.turns} calls, slowest chain {max(chains):.2f} s")
-    done = []
-    for number in range(given.repetitions):
-        done.append(repeat(runner, jobs, given.turns))
-        one = done[-1]
-        print(
-            f"{number + 1}: {one.wall:.2f} s, {one.wall / max(chains):.3f} of the slowest chain, processor "
-            f"{one.cpu:.2f} s ({1e6 * one.cpu / given.episodes / (given.turns + 1):.0f} us a turn), "
-            f"{one.resident_mb:.1f} MB"
-        )
+    done: list[Repetition] = []
+    with settled_heap():
+        for number in range(1, given.repetitions + 1):
+            one = repeat(runner, jobs, given.turns)
+            done.append(one)
+            turn = 1e6 * one.cpu / given.episodes / (given.turns + 1)
+            print(
+                f"{number}: {one.wall:.2f} s, {one.wall / max(chains):.3f} of the slowest chain, "
+                f"processor {one.cpu:.2f} s ({turn:.0f} us a turn), {one.resident_mb:.1f} MB"
+            )
     slow = sorted(one.wall for one in done)[len(done) // 2] > OVER * max(chains)
     grown = done[-1].resident_mb - done[min(1, len(done) - 1)].resident_mb > GROWTH_MB
     sys.exit(1 if slow or grown else 0)

@@ -30,7 +30,7 @@ class StopReason(StrEnum):
     TOOL_SUCCESS = "tool_success"  # stop_on_tool_success or stop_on_correct was met
     REPETITION = "repetition"  # the same tool calls, several turns in a row
     TOOL_FAILURES = "tool_failures"  # too many failed tool turns in a row
-    DEADLINE = "deadline"  # a turn or the episode ran out of time
+    DEADLINE = "deadline"  # a turn, the episode or the step ran out of time
     CANCELLED = "cancelled"  # somebody asked for it
     ERROR = "error"  # the loop itself failed; Episode.error says how
 

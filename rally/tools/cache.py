@@ -1,7 +1,7 @@
 """Guarantees: an identical call of a tool is answered as it was answered before, and only where that is the same thing.
 
-Only tools that keep nothing per episode can be cached, only answers that succeeded are kept, and the answers used least
-recently are forgotten first.
+Only tools that keep nothing per episode can be cached. Answers that succeeded are kept, up to `LONGEST` characters;
+those used least recently are forgotten first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rally.tools.results import Answer
+
+LONGEST = 1_000_000  # the memory of a run is not for what a tool blurts out once
 
 
 class AnswerCache:
@@ -28,6 +30,8 @@ class AnswerCache:
         return self._answers[key]
 
     def keep(self, key: str, answer: Answer) -> None:
+        if len(answer.response.text or "") > LONGEST:
+            return
         self._answers[key] = answer
         self._answers.move_to_end(key)
         if len(self._answers) > self._size:

@@ -258,3 +258,9 @@ async def test_a_program_s_end_output_and_flood_are_told() -> None:
 async def test_bytes_that_are_no_text_are_told_all_the_same(returned: Any, text: str) -> None:
     (result,) = await opened(function_tool(name="tool")(lambda: returned)).run([ToolCall(name="tool")])
     assert (result.status, result.response.text) == ("ok", text)
+
+
+async def test_a_flood_is_not_kept_in_memory() -> None:
+    tool = limited(function_tool(name="tool")(lambda: "x" * 1_000_001), cache=True)
+    session = opened(tool)
+    assert [(await session.run([ToolCall(name="tool")]))[0].cached for _ in range(2)] == [False, False]

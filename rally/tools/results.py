@@ -83,7 +83,8 @@ def _says_failed(value: Any) -> bool:
 
 def clean(text: str) -> str:
     """Without lone surrogates, which no tokenizer can encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    # Python knows without looking whether a text is ASCII, and a tool may return 100 MB of it.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def shorten(text: str, limit: int | None, side: TruncateSide) -> str:

@@ -118,6 +118,8 @@ FAULTS = """
 
     from rally.tools import BaseTool, run_process
 
+    FLOOD = "x" * 100_000_000
+
 
     class Drill(BaseTool):
         open = 0
@@ -140,14 +142,14 @@ FAULTS = """
 
         async def block(self):
             from rally.tools.calling import call
-            await call(time.sleep, 3)
+            await call(time.sleep, 6)
 
         async def crash(self):
-            ran = await run_process([sys.executable, "-c", "import os; os._exit(9)"])
+            ran = await run_process(["sh", "-c", "kill -9 $$"])
             return {"error": f"it ended with {ran.code}"}
 
         async def flood(self):
-            return "x" * 100_000_000
+            return FLOOD
 
         async def latin(self):
             return b"caf\\xe9"
@@ -180,15 +182,15 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     def script(episode: int, turn: int) -> list[dict[str, Any]]:
         return [{"how": plan[episode]}] if turn == 0 else []
 
-    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 2}}, tool_schema: {FAULT_SCHEMA}}}]"
+    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 3}}, tool_schema: {FAULT_SCHEMA}}}]"
     stepped = drill(tools, script, code=FAULTS)
     check_nothing_lost(stepped)
     flood = "x" * 20 + "[99999960 characters cut]" + "x" * 20
-    late = "Error: drill did not answer within 2 seconds."
+    late = "Error: drill did not answer within 3 seconds."
     late = late[:20] + f"[{len(late) - 40} characters cut]" + late[-20:]
     gone = "Error: AttributeError: 'Drill' object has no attribute 'nothing'"
     gone = gone[:20] + f"[{len(gone) - 40} characters cut]" + gone[-20:]
-    crashed = '{"error": "it ended with 9"}'
+    crashed = '{"error": "it ended with -9"}'
     exited = "Error: SystemExit: 3"
     ends = ["fine", late, late, crashed, flood, "caf\ufffd", "half ?", exited, "fine", late, flood, gone]
     assert stepped.texts() == ends

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from rally import __version__, serve_cli
+from rally.redact import redact
 from rally.types import RallyError
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def main() -> None:
     try:
         app()
     except RallyError as mistake:
-        sys.stderr.write(f"rally: {mistake}\n")
+        sys.stderr.write(f"rally: {redact(str(mistake))}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("rally: stopped; the same command resumes from the last checkpoint\n")

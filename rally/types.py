@@ -30,7 +30,7 @@ class StopReason(StrEnum):
     TOOL_SUCCESS = "tool_success"  # stop_on_tool_success or stop_on_correct was met
     REPETITION = "repetition"  # the same tool calls, several turns in a row
     TOOL_FAILURES = "tool_failures"  # too many failed tool turns in a row
-    DEADLINE = "deadline"  # a turn or the episode ran out of time
+    DEADLINE = "deadline"  # a turn, the episode or the step ran out of time
     CANCELLED = "cancelled"  # somebody asked for it
     ERROR = "error"  # the loop itself failed; Episode.error says how
 
@@ -41,6 +41,7 @@ class ToolStatus(StrEnum):
     OK = "ok"
     ERROR = "error"  # the tool raised, or said itself that it failed
     TIMEOUT = "timeout"
+    REJECTED = "rejected"  # too many calls of the tool were waiting already
     BAD_ARGUMENTS = "bad_arguments"  # arguments do not fit the tool's schema
     UNKNOWN_TOOL = "unknown_tool"
     MALFORMED = "malformed"  # the text of the call could not be parsed
@@ -199,7 +200,8 @@ class ToolResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """A finished tool call: what the model is told, how it ended, what it earned and how long it took."""
+    """A finished tool call: what the model is told, how it ended, what it earned and how long it took: `queued` seconds
+    until it was let through, then `seconds`. `cached`: it was answered from memory."""
 
     call: ToolCall
     status: ToolStatus
@@ -208,6 +210,8 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     truncated: bool = False
+    queued: float = 0.0
+    cached: bool = False
 
     @property
     def ok(self) -> bool:

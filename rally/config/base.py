@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from rally.redact import redact_tree
+
 
 class Section(BaseModel):
     """One mapping of the configuration."""
@@ -69,8 +71,9 @@ class Root(Section):
         return dict(self.leaves())
 
     def to_yaml(self) -> str:
-        """The configuration with every default written out; loading the text gives an equal configuration."""
-        return OmegaConf.to_yaml(OmegaConf.create(_escaped(self.model_dump(mode="json"))))
+        """The configuration with every default written out; loading the text gives an equal configuration, where the
+        secrets in it come from the environment: those are written as `${oc.env:NAME}`, others as `***`."""
+        return OmegaConf.to_yaml(OmegaConf.create(redact_tree(_escaped(self.model_dump(mode="json")))))
 
     def first_written(self, keys: tuple[str, ...]) -> Any:
         """The value of the first of these keys that was given one."""

@@ -18,6 +18,7 @@ from rally.config.errors import ConfigError, sentence
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
+from rally.redact import learn_tree
 
 Tree = dict[str, Any]
 C = TypeVar("C", bound=Root)
@@ -132,6 +133,7 @@ def _over(below: Any, above: Any) -> Any:
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
     """The layers as one tree; interpolations may name any key, also one that only has a default."""
     written: Tree = functools.reduce(_over, layers)
+    learn_tree(written)
     # Wrapping five hundred defaults takes OmegaConf longer than all the rest, and only interpolations need them.
     whole = _over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:

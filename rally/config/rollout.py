@@ -201,6 +201,8 @@ class RolloutConfig(Section):
     stop_strings: Texts = ()
     timeout_per_turn: Positive | None = None
     episode_timeout: Positive | None = None
+    step_timeout: Positive | None = None
+    """Seconds for the rollout of a training step; episodes that still run then end as deadline, with what they have."""
     on_error: OnError = "retry"
     max_retries: Natural = 1
     max_failed_share: Share = 0.1

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_jsonable_python
 
 from rally.interactions.base import BaseInteraction, InteractionError
+from rally.redact import redact
 from rally.tools.calling import Keywords, call, within
 from rally.tools.results import clean, read_reward
 from rally.tools.session import describe
@@ -161,7 +162,7 @@ def _read_reply(returned: Any, what: str) -> UserReply:
         if not ok:
             raise InteractionError(f"{what} returned {sentence}")
     kept = to_jsonable_python(dict(info or {}), fallback=str)
-    return UserReply(clean(text), bool(ends), _number(score, what), kept)
+    return UserReply(clean(redact(text)), bool(ends), _number(score, what), kept)
 
 
 def _number(score: Any, what: str) -> float | None:

@@ -149,6 +149,16 @@ class LoopContext:
     settings: LoopSettings
     interactions: Interactions = field(default_factory=Interactions)
     check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
+    ends_at: float | None = None  # when the step's time is up, by time.perf_counter
+
+    def turn_seconds(self, began: float) -> float | None:
+        """How long the next turn of an exchange that began at `began` may take."""
+        now = time.perf_counter()
+        limits = [
+            self.settings.turn_seconds(now - began),
+            None if self.ends_at is None else max(0.0, self.ends_at - now),
+        ]
+        return min((seconds for seconds in limits if seconds is not None), default=None)
 
 
 class AgentLoopBase(ABC):

@@ -54,12 +54,20 @@ class Runner:
     max_retries: int = 0
 
     async def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Finish | None = None, more: More | None = None
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        *,
+        finish: Finish | None = None,
+        more: More | None = None,
+        timeout: float | None = None,
     ) -> list[Episode]:
         """Hold all exchanges concurrently, in the order of the jobs. `finish` (scoring, progress) is awaited for each
-        as soon as it ends, while others still run; then the jobs that `more` returns for it begin."""
+        as soon as it ends, while others still run; then the jobs that `more` returns for it begin. After `timeout`
+        seconds those that still run end as `deadline` with what they have."""
 
         engine = self.engine if isinstance(self.engine, WaitsForEveryone) else None
+        ends_at = None if timeout is None else time.perf_counter() + timeout
         tasks: list[asyncio.Task[Episode]] = []
 
         def begin(jobs: Sequence[Job]) -> None:
@@ -70,7 +78,7 @@ class Runner:
 
         async def one(job: Job) -> Episode:
             try:
-                episode = await self._episode(job, sampling)
+                episode = await self._episode(job, sampling, ends_at)
                 if engine and more is None:
                     engine.dismiss(job.episode_id)  # nobody waits for a score that nothing depends on
                 episode = await finish(episode) if finish else episode
@@ -85,16 +93,18 @@ class Runner:
             begin(jobs)
         return [task.result() for task in tasks]
 
-    async def _episode(self, job: Job, sampling: SamplingParams) -> Episode:
+    async def _episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
         if job.baseline:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
             began = time.perf_counter()
             try:
-                output, server = await self._attempt(job, sampling)
+                output, server = await self._attempt(job, sampling, ends_at)
                 return self._finished(job, output, server, time.perf_counter() - began, attempt)
             except Exception as failure:  # noqa: BLE001 - user code; the failure becomes a counted, named episode
                 error = f"{type(failure).__name__}: {failure}"
+            if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left to do better
+                break
         return Episode(
             id=job.episode_id,
             task=job.task,
@@ -105,10 +115,12 @@ class Runner:
             validate=job.validate,
             seed=job.seed,
             baseline=job.baseline,
-            extra={"attempts": self.max_retries + 1},
+            extra={"attempts": attempt + 1},
         )
 
-    async def _attempt(self, job: Job, sampling: SamplingParams) -> tuple[AgentLoopOutput, EpisodeServer]:
+    async def _attempt(
+        self, job: Job, sampling: SamplingParams, ends_at: float | None
+    ) -> tuple[AgentLoopOutput, EpisodeServer]:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
         server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
@@ -122,24 +134,26 @@ class Runner:
             interactions=self.interactions,
             settings=self.settings,
             check_tokens=job.check_tokens,
+            ends_at=ends_at,
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
         try:
-            async with asyncio.timeout(self._hard_limit()) as limit:
+            async with asyncio.timeout(self._hard_limit(ends_at)) as limit:
                 return await loop.run(params, **job.task.row), server
         except TimeoutError:
             if not limit.expired():
                 raise
             raise LoopError(
-                f"{spec.cls.__name__} ran far past rollout.episode_timeout={self.settings.episode_timeout:g} seconds "
-                "and was ended; return what there is before then, or raise the limit"
+                f"{spec.cls.__name__} ran far past rollout.episode_timeout={self.settings.episode_timeout} or "
+                "rollout.step_timeout seconds and was ended; return what there is before then, or raise the limit"
             ) from None
 
-    def _hard_limit(self) -> float | None:
-        """Loops end at episode_timeout by themselves; one that does not is ended a little later."""
-        limit = self.settings.episode_timeout
-        return None if limit is None else limit * 1.5 + 1.0
+    def _hard_limit(self, ends_at: float | None) -> float | None:
+        """Loops end in time by themselves; one that does not is ended a little later."""
+        limits = [self.settings.episode_timeout, None if ends_at is None else max(0.0, ends_at - time.perf_counter())]
+        soonest = min((seconds for seconds in limits if seconds is not None), default=None)
+        return None if soonest is None else soonest * 1.5 + 1.0
 
     def _finished(
         self, job: Job, output: AgentLoopOutput, server: EpisodeServer, seconds: float, attempt: int

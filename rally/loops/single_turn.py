@@ -26,7 +26,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
                 "max_tokens": min(exchange.room, sampling_params.get("max_tokens", exchange.room)),
             }
             try:
-                async with asyncio.timeout(self.settings.turn_seconds(0.0)) as limit:
+                async with asyncio.timeout(self.context.turn_seconds(started)) as limit:
                     generation = await self.server.generate(exchange.segment.ids, params)
                 exchange.add_sampled(generation, started)
                 cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH

@@ -57,9 +57,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
         reason: StopReason | None = None
         while reason is None:
-            seconds = self.settings.turn_seconds(time.perf_counter() - self.began)
             try:
-                async with asyncio.timeout(seconds) as limit:
+                async with asyncio.timeout(self.context.turn_seconds(self.began)) as limit:
                     reason, parsed = await self._assistant_turn(sampling_params)
                     if parsed is not None:
                         reason = await self._answer(parsed, reason)
@@ -171,6 +170,8 @@ class ToolAgentLoop(AgentLoopBase):
         exchange = self.exchange
         segment = exchange.segment
         extra: dict[str, Any] = {"tool_rewards": self.tool_rewards} if self.tool_rewards else {}
+        if self.session.trouble:
+            extra["tool_trouble"] = self.session.trouble
         extra["timings"] = {"generate": self.server.seconds, "tools": self.tool_seconds}
         if self.user is not None:
             extra["timings"]["interaction"] = self.user_seconds

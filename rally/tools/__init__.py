@@ -3,15 +3,19 @@
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.function import FunctionTool, function_tool
+from rally.tools.limits import CallLimits, ToolLimits
 from rally.tools.loader import load_function_tools, load_tools
+from rally.tools.process import Ran, run_process
 from rally.tools.schema import ToolConfigError
-from rally.tools.session import ToolBox, ToolLimits, ToolSession
+from rally.tools.session import ToolBox, ToolSession
 from rally.types import ToolResponse
 
 __all__ = [
     "BadArguments",
     "BaseTool",
+    "CallLimits",
     "FunctionTool",
+    "Ran",
     "ToolBox",
     "ToolConfigError",
     "ToolLimits",
@@ -20,4 +24,5 @@ __all__ = [
     "function_tool",
     "load_function_tools",
     "load_tools",
+    "run_process",
 ]

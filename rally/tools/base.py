@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from rally.tools.limits import CallLimits
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
 from rally.types import ToolResponse
 
@@ -37,6 +38,8 @@ class BaseTool(Generic[ArgsT]):
     name: str = ""
     description: str = ""
     args_schema: ClassVar[type[BaseModel] | None] = None
+    limits: CallLimits = CallLimits()
+    """What the tool bears; the YAML's `limits` has the last word."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
         self.config = dict(config or {})

@@ -17,8 +17,11 @@ from pydantic import ValidationError
 
 from rally.tools.arguments import from_pydantic
 from rally.tools.base import BaseTool
+from rally.tools.cache import AnswerCache
 from rally.tools.calling import Keywords, call
+from rally.tools.gate import Gate
 from rally.tools.results import Answer, read_answer, read_reward
+from rally.tools.schema import ToolConfigError
 
 
 class ToolCaller:
@@ -31,6 +34,14 @@ class ToolCaller:
         self.stateless = all(_inherited(tool, method) for method in ("create", "calc_reward", "release"))
         """Whether an instance is nothing but its id: there is nothing to open, to score or to release."""
         self.at_once = self.stateless and hasattr(tool.execute, "at_once")
+        limits = tool.limits
+        self.gate = Gate(limits) if limits.max_concurrency or limits.rate_limit else None
+        if limits.cache and not self.stateless:
+            raise ToolConfigError(
+                f"tool {tool.name!r} keeps something for each episode (it has create, calc_reward or release), so its "
+                "answers cannot be cached; leave out limits.cache"
+            )
+        self.cache = AnswerCache(limits.cache_size) if limits.cache else None
 
     async def create(self, instance_id: str, create_kwargs: Mapping[str, Any]) -> str:
         """Open an instance; the id the tool chose, which is ours when it chose none."""

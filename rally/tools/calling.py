@@ -7,10 +7,10 @@ everything, so blocking tools should be plain functions.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import inspect
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,10 @@ from rally.types import RallyError
 
 class ToolTimeout(RallyError):
     """A tool raises it when a deadline of its own has passed. The text is told to the model."""
+
+
+on_abandoned: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_abandoned", default=lambda: None)
+"""Called when a thread is left to itself because nobody waits for it any longer: Python cannot end one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +43,18 @@ async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        task.cancel()
+        await _cancel(task)
         raise
     if done:
         return task.result()
-    task.cancel()
+    await _cancel(task)
     return Ended(late=True)
+
+
+async def _cancel(task: asyncio.Task[Ended]) -> None:
+    """Tell the work that it is over, and let it hear of that before anybody counts what it left behind."""
+    task.cancel()
+    await asyncio.sleep(0)
 
 
 async def settled(work: Coroutine[Any, Any, Any]) -> Ended:
@@ -80,8 +90,13 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):  # an abandoned call may outlive the loop
             loop.call_soon_threadsafe(settle, ended)
 
-    threading.Thread(target=run, name="rally-tool", daemon=True).start()
-    ended = await finished
+    # Not by threading.Thread, whose start() holds the event loop until the new thread has had its turn.
+    _thread.start_new_thread(run, ())
+    try:
+        ended = await finished
+    except asyncio.CancelledError:
+        on_abandoned.get()()
+        raise
     if ended.error is not None:
         raise ended.error
     return ended.value

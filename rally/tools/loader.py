@@ -6,6 +6,7 @@ and parameters may be overridden; the name alone will do. An entry of `type: mcp
     tools:
       - class_name: my_tools.Lookup          # below the working folder, the YAML's folder, or installed
         config: {type: native, index: ./wiki}
+        limits: {rate_limit: 20, timeout: 5} # what limits.py knows, for any tool
         tool_schema: {name: lookup, description: ..., parameters: {...}}
       - name: calculator
 """
@@ -13,7 +14,7 @@ and parameters may be overridden; the name alone will do. An entry of `type: mcp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rally.redact import learn_tree
 from rally.tools.base import BaseTool
 from rally.tools.calculator import Calculator
 from rally.tools.code_interpreter import CodeInterpreter
@@ -58,22 +60,21 @@ NOT_BUILT = {
 }
 
 BARE_KEYS = ("name", "description", "parameters")
-ENTRY_KEYS = {"class_name", "config", "tool_schema", *BARE_KEYS}
+ENTRY_KEYS = {"class_name", "config", "limits", "tool_schema", *BARE_KEYS}
 
 
 def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
     """The tools of a YAML file, or of a mapping of the same shape."""
     if isinstance(source, Mapping):
         where, content, folder = "the tool config", source, Path.cwd()
+        learn_tree(source)
     else:
         path = Path(source).expanduser()
         where, content, folder = str(path), read_yaml(path, "the tool config"), path.resolve().parent
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ToolConfigError(f"{where} must hold a list under the key `tools`")
-    tools = [
-        tool for index, entry in enumerate(entries) for tool in _tools(entry, folder, f"{where}, tool {index + 1}")
-    ]
+    tools = [_limited(tool, entry, at) for entry, at in _placed(entries, where) for tool in _tools(entry, folder, at)]
     check_names(tools, where)
     return tools
 
@@ -100,7 +101,9 @@ def read_yaml(path: Path, what: str) -> Any:
     if not path.is_file():
         raise ToolConfigError(f"{what} {path} does not exist")
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        written = OmegaConf.load(path)
+        learn_tree(OmegaConf.to_container(written))
+        return OmegaConf.to_container(written, resolve=True)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ToolConfigError(f"{path}{line}: this is not valid YAML ({error.problem})") from None
@@ -139,6 +142,17 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
         return _construct(_by_class_name(entry, folder, where), config, entry.get("tool_schema"), where)
     built_in = _built_in(entry, where)
     return _construct(built_in, config, _described(built_in, entry), where)
+
+
+def _placed(entries: Sequence[Any], where: str) -> list[tuple[Any, str]]:
+    return [(entry, f"{where}, tool {index + 1}") for index, entry in enumerate(entries)]
+
+
+def _limited(tool: BaseTool[Any], entry: Any, where: str) -> BaseTool[Any]:
+    """The tool with the limits of its entry over its own."""
+    if isinstance(entry, Mapping) and entry.get("limits") is not None:
+        tool.limits = tool.limits.overridden(entry["limits"], where)
+    return tool
 
 
 def _refuse_unbuilt(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:

@@ -23,6 +23,7 @@ import mcp_types as types
 from rally.tools.base import BaseTool
 from rally.tools.calling import ToolTimeout
 from rally.tools.gate import Gate
+from rally.tools.limits import CallLimits
 from rally.tools.mcp_config import McpSettings, Server, read_servers, read_settings
 from rally.tools.mcp_connection import McpFailure
 from rally.tools.mcp_content import read_content
@@ -165,7 +166,7 @@ def mcp_tools(entry: Mapping[str, Any], folder: Path) -> list[BaseTool[Any]]:
     except ToolConfigError:
         _close_every(every)
         raise
-    gate = Gate(settings.num_workers, settings.rate_limit or float("inf"))
+    gate = Gate(CallLimits(max_concurrency=settings.num_workers, rate_limit=settings.rate_limit))
     kind = EpisodeMcpTool if settings.session == "episode" else McpTool
     return [kind(lines, tool, settings, gate) for lines, tool in chosen]
 

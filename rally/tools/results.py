@@ -1,7 +1,8 @@
 """Guarantees: whatever a tool returns becomes a ToolResponse of clean text, a reward, metrics and a verdict.
 
 A tool returns a ToolResponse, text, or any value (told to the model as JSON), alone or as a tuple of up to three:
-(response, reward, metrics). A dict with `success: False` or a non-empty `error` says that the tool failed.
+(response, reward, metrics). A dict with `success: False` or a non-empty `error` says that the tool failed. Bytes are
+read as UTF-8, what is none being replaced; inside a JSON value they are base64 then.
 """
 
 from __future__ import annotations
@@ -64,7 +65,16 @@ def _response(value: Any) -> ToolResponse:
         return value if text == value.text else replace(value, text=text)
     if isinstance(value, str):
         return ToolResponse(text=clean(value))
-    return ToolResponse(text=clean(json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return ToolResponse(text=bytes(value).decode("utf-8", "replace"))
+    return ToolResponse(text=clean(json.dumps(_jsonable(value), ensure_ascii=False)))
+
+
+def _jsonable(value: Any) -> Any:
+    try:
+        return to_jsonable_python(value, fallback=str)
+    except UnicodeDecodeError:  # bytes that are no UTF-8, somewhere inside
+        return to_jsonable_python(value, fallback=str, bytes_mode="base64")
 
 
 def _says_failed(value: Any) -> bool:
@@ -73,7 +83,8 @@ def _says_failed(value: Any) -> bool:
 
 def clean(text: str) -> str:
     """Without lone surrogates, which no tokenizer can encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    # Python knows without looking whether a text is ASCII, and a tool may return 100 MB of it.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def shorten(text: str, limit: int | None, side: TruncateSide) -> str:

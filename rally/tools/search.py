@@ -7,7 +7,7 @@
           topk: 3                # passages per query
           num_workers: 120       # requests under way at a time
           rate_limit: 120        # requests a second
-          default_timeout: 30    # seconds for a call, waiting and retries included (also spelled timeout)
+          default_timeout: 30    # seconds for a call, retries included (also spelled timeout)
 
 The limits are this tool's own: another `search` tool, to the same service or not, has its own.
 """
@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from rally.redact import redact
 from rally.tools.arguments import BadArguments, from_pydantic
 from rally.tools.base import BaseTool
-from rally.tools.gate import Gate
+from rally.tools.limits import CallLimits
 from rally.tools.schema import ToolConfigError
 from rally.tools.search_sources import InProcess, SearchError, SearchSource, Service
 from rally.types import ToolResponse
@@ -76,7 +77,7 @@ class SearchTool(BaseTool[Any]):
             return
         self._settings = SearchSettings.read(config)
         self._source = self._settings.source()
-        self._gate = Gate(self._settings.num_workers, self._settings.rate_limit)
+        self.limits = CallLimits(max_concurrency=self._settings.num_workers, rate_limit=self._settings.rate_limit)
         self._told: set[str] = set()
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class SearchTool(BaseTool[Any]):
         queries = read_queries(parameters)
         problems: list[str] = []
         try:
-            async with asyncio.timeout(self._settings.default_timeout), self._gate.passage() as waited:
+            async with asyncio.timeout(self._settings.default_timeout):
                 found = await self._source.search(queries, self._settings.topk, problems)
         except TimeoutError:
             problems.append(f"no answer within {self._settings.default_timeout:g} seconds")
@@ -116,7 +117,6 @@ class SearchTool(BaseTool[Any]):
             "query_count": len(queries),
             "total_results": sum(map(len, found)),
             "attempts": len(problems) + 1,
-            "queue_seconds": waited,
         }
         return ToolResponse(text=BETWEEN_QUERIES.join(map(told, found))), None, metrics
 
@@ -124,7 +124,7 @@ class SearchTool(BaseTool[Any]):
         """Each kind of trouble once: a run makes thousands of calls."""
         for problem in set(problems) - self._told:
             self._told.add(problem)
-            _log.warning("tool %s: %s", self.name, problem)
+            _log.warning("tool %s: %s", self.name, redact(problem))
 
 
 def told(passages: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rally.redact import learn_environment
 from rally.types import RallyError
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Service:
         client = self._clients.get(loop)
         if client is None:
             httpx, token = _httpx(), os.environ.get(self._token_env)
+            learn_environment([self._token_env])
             client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {token}".encode()} if token else {},
                 timeout=None,  # the caller's deadline counts the waiting too

@@ -2,7 +2,8 @@
 
 `ToolBox` holds the tools of a run, `ToolSession` what one episode opened. Nothing a tool does, or a model writes, gets
 out of `run` as an exception; only cancelling it does. Calls of one turn run at the same time on the episode's one
-instance of each tool; a tool that cannot bear that wants `max_parallel=1`.
+instance of each tool; a tool that cannot bear that wants `max_parallel=1`. A call's deadline begins when it is let
+through its tool's gate: waiting is not the tool's fault. No known secret gets out in what the model is told.
 """
 
 from __future__ import annotations
@@ -14,49 +15,34 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from rally.redact import learn_environment, redact
 from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
+from rally.tools.cache import call_key
 from rally.tools.caller import ToolCaller
-from rally.tools.calling import Ended, ToolTimeout, settled, within
-from rally.tools.results import Answer, TruncateSide, clean, shorten
+from rally.tools.calling import Ended, ToolTimeout, on_abandoned, settled, within
+from rally.tools.gate import QueueFull
+from rally.tools.limits import ToolLimits
+from rally.tools.results import Answer, clean, shorten
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
-
-@dataclass(frozen=True, kw_only=True)
-class ToolLimits:
-    """`timeout` is in seconds per call; `max_parallel` 0 is no limit; `max_response_chars` None keeps all text."""
-
-    timeout: float = 30.0
-    max_parallel: int = 0
-    max_response_chars: int | None = None
-    truncate_side: TruncateSide = "middle"
-
-    def __post_init__(self) -> None:
-        for ok, sentence in (
-            (self.timeout > 0, f"the tool timeout must be more than 0 seconds, not {self.timeout}"),
-            (self.max_parallel >= 0, f"max_parallel must be 0 (no limit) or more, not {self.max_parallel}"),
-            (
-                self.max_response_chars is None or self.max_response_chars > 0,
-                f"max_response_chars must be at least 1, or None for no limit, not {self.max_response_chars}",
-            ),
-            (
-                self.truncate_side in get_args(TruncateSide),
-                f"truncate_side must be left, right or middle, not {self.truncate_side!r}",
-            ),
-        ):
-            if not ok:
-                raise ToolConfigError(sentence)
+TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
+"""What an episode counts beside its answered calls: those cut off by a deadline of the turn, episode or step; threads
+and creations that were given up; methods that failed."""
 
 
 class Outcome(NamedTuple):
-    """How a call ended and what there is to tell."""
+    """How a call ended and what there is to tell; `seconds` and `queued` are how long it took and waited."""
 
     status: ToolStatus
     answer: Answer
+    seconds: float = 0.0
+    queued: float = 0.0
+    cached: bool = False
 
 
 class ToolBox:
@@ -65,6 +51,7 @@ class ToolBox:
     def __init__(self, tools: Sequence[BaseTool[Any]], limits: ToolLimits | None = None) -> None:
         self.limits = limits or ToolLimits()
         self._callers = {tool.name: ToolCaller(tool) for tool in tools}
+        learn_environment()
         if len(self._callers) < len(tools):
             raise ToolConfigError(f"two tools have the same name among {', '.join(tool.name for tool in tools)}")
 
@@ -111,6 +98,11 @@ class ToolSession:
         return dict(self._counters)
 
     @property
+    def trouble(self) -> dict[str, int]:
+        """Of the counters, those that tell of something wrong beside the calls' statuses; empty when all is well."""
+        return {name: self._counters[name] for name in TROUBLE if self._counters[name]}
+
+    @property
     def holds_instances(self) -> bool:
         """Whether there is anything for `close` to do."""
         return bool(self._instances)
@@ -119,9 +111,16 @@ class ToolSession:
         """One result per call, in order."""
         limit = self._limits.max_parallel
         gate = asyncio.Semaphore(limit) if limit else nullcontext()
-        if len(calls) == 1:
-            return [await self._answer(calls[0], gate)]
-        return list(await asyncio.gather(*(self._answer(call, gate) for call in calls)))
+        token, answered = on_abandoned.set(self._count_abandoned), self._counters["calls"]
+        try:
+            if len(calls) == 1:
+                return [await self._answer(calls[0], gate)]
+            return list(await asyncio.gather(*(self._answer(call, gate) for call in calls)))
+        except asyncio.CancelledError:
+            self._counters["cancelled"] += len(calls) - (self._counters["calls"] - answered)
+            raise
+        finally:
+            on_abandoned.reset(token)
 
     async def close(self) -> dict[str, float]:
         """Score and release every instance; what each tool that scores gave. May be called twice."""
@@ -130,24 +129,27 @@ class ToolSession:
         return {name: reward for name, reward in zip(opened, rewards, strict=True) if reward is not None}
 
     async def _answer(self, call: ToolCall, gate: AbstractAsyncContextManager[Any]) -> ToolResult:
+        came = time.perf_counter()
         async with gate:
-            started = time.perf_counter()
-            status, answer = await self._outcome(call)
-            seconds = time.perf_counter() - started
+            waited = time.perf_counter() - came
+            outcome = await self._outcome(call)
+        answer = outcome.answer
         response = self._shortened(answer.response)
         truncated = response is not answer.response
         self._counters["calls"] += 1
-        self._counters[status.value] += 1
+        self._counters[outcome.status.value] += 1
         if truncated:
             self._counters["truncated"] += 1
         return ToolResult(
             call=call,
-            status=status,
+            status=outcome.status,
             response=response,
             reward=answer.reward,
-            metrics=answer.metrics,
-            seconds=seconds,
+            metrics=dict(answer.metrics),
+            seconds=outcome.seconds,
             truncated=truncated,
+            queued=waited + outcome.queued,
+            cached=outcome.cached,
         )
 
     async def _outcome(self, call: ToolCall) -> Outcome:
@@ -158,25 +160,63 @@ class ToolSession:
         if caller is None:
             known = f"the tools are: {', '.join(self._callers)}" if self._callers else "there are no tools here"
             return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {call.name!r}; {known}.")
-        work = self._execute(caller, call.arguments)
-        ended = await (settled(work) if caller.at_once else within(work, self._limits.timeout))
+        try:
+            arguments = fit(caller.tool.parameters, call.arguments)
+        except BadArguments as error:
+            return _bad_arguments(caller, error)
+        return await self._remembered(caller, arguments)
+
+    async def _remembered(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+        """The answer that an identical call was given before, where the tool is cached; else a new one."""
+        key = call_key(arguments, self._row(caller.tool.name, "execute_kwargs")) if caller.cache else None
+        if caller.cache is None or key is None:
+            return await self._gated(caller, arguments)
+        known = caller.cache.find(key)
+        if known is not None:
+            return Outcome(ToolStatus.OK, known, cached=True)
+        outcome = await self._gated(caller, arguments)
+        if outcome.status is ToolStatus.OK:
+            caller.cache.keep(key, outcome.answer)
+        return outcome
+
+    async def _gated(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+        gate = caller.gate
+        if gate is None:
+            return await self._timed(caller, arguments)
+        try:
+            async with gate.passage() as waited:
+                outcome = await self._timed(caller, arguments)
+                late, failed = outcome.status is ToolStatus.TIMEOUT, outcome.status is ToolStatus.ERROR
+                gate.learn(outcome.seconds, late=late, failed=failed)
+            return outcome._replace(queued=waited)
+        except QueueFull as full:
+            return _failed(ToolStatus.REJECTED, f"{caller.tool.name} is busy: {full}.")
+
+    async def _timed(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+        started = time.perf_counter()
+        work = self._execute(caller, arguments)
+        ended = await (settled(work) if caller.at_once else within(work, self._timeout(caller)))
+        return self._read(caller, ended)._replace(seconds=time.perf_counter() - started)
+
+    def _read(self, caller: ToolCaller, ended: Ended) -> Outcome:
         if ended.late:
-            limit = f"{self._limits.timeout:g} seconds"
-            return _failed(ToolStatus.TIMEOUT, f"{call.name} did not answer within {limit}.")
+            limit = f"{self._timeout(caller):g} seconds"
+            return _failed(ToolStatus.TIMEOUT, f"{caller.tool.name} did not answer within {limit}.")
         if isinstance(ended.error, BadArguments):
-            text = f"bad arguments for {call.name}: {ended.error}. {usage(caller.tool.parameters)}"
-            return _failed(ToolStatus.BAD_ARGUMENTS, text)
+            return _bad_arguments(caller, ended.error)
         if isinstance(ended.error, ToolTimeout):
             return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
         if ended.error is not None:
             return _failed(ToolStatus.ERROR, describe(ended.error))
         answer: Answer = ended.value
-        return Outcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, answer)
+        return Outcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, _without_secrets(answer))
+
+    def _timeout(self, caller: ToolCaller) -> float:
+        return caller.tool.limits.timeout or self._limits.timeout
 
     async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> Answer:
-        fitted = fit(caller.tool.parameters, arguments)
         instance_id = await self._instance(caller)
-        return await caller.execute(instance_id, fitted, self._row(caller.tool.name, "execute_kwargs"))
+        return await caller.execute(instance_id, arguments, self._row(caller.tool.name, "execute_kwargs"))
 
     async def _instance(self, caller: ToolCaller) -> str:
         """The episode's instance. Calls that arrive while it is being made share it; a failed attempt is not kept."""
@@ -192,12 +232,17 @@ class ToolSession:
 
     async def _create(self, caller: ToolCaller) -> str:
         name = caller.tool.name
+        on_abandoned.set(lambda: None)  # a creation that is given up is counted by who gives it up
         try:
             return await caller.create(self._instance_id(name), self._row(name, "create_kwargs"))
         except SystemExit as error:
             raise RallyError(f"create of tool {name!r} called exit({error.code})") from None
 
     async def _end(self, name: str, instance: asyncio.Task[str]) -> float | None:
+        caller = self._callers[name]
+        timeout = self._timeout(caller)
+        if not instance.done():  # what opens late must be released too
+            await asyncio.wait({instance}, timeout=timeout)
         if not instance.done():
             instance.cancel()
             self._counters["abandoned"] += 1
@@ -205,7 +250,7 @@ class ToolSession:
         if instance.cancelled() or instance.exception() is not None:
             self._counters["create_errors"] += 1
             return None
-        caller, timeout, instance_id = self._callers[name], self._limits.timeout, instance.result()
+        instance_id = instance.result()
         try:
             scored = await within(caller.calc_reward(instance_id, self._row(name, "calc_reward_kwargs")), timeout)
             self._count_failure("calc_reward_errors", scored)
@@ -214,6 +259,9 @@ class ToolSession:
             self._count_failure("release_errors", released)
         value: float | None = scored.value
         return value
+
+    def _count_abandoned(self) -> None:
+        self._counters["abandoned"] += 1
 
     def _count_failure(self, counter: str, ended: Ended) -> None:
         if ended.late or ended.error is not None:
@@ -248,5 +296,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def _bad_arguments(caller: ToolCaller, error: BadArguments) -> Outcome:
+    text = f"bad arguments for {caller.tool.name}: {error}. {usage(caller.tool.parameters)}"
+    return _failed(ToolStatus.BAD_ARGUMENTS, text)
+
+
 def _failed(status: ToolStatus, text: str) -> Outcome:
-    return Outcome(status, Answer(response=ToolResponse(text=clean(f"Error: {text}")), ok=False))
+    return Outcome(status, Answer(response=ToolResponse(text=clean(redact(f"Error: {text}"))), ok=False))
+
+
+def _without_secrets(answer: Answer) -> Answer:
+    text = answer.response.text
+    if not text or (safe := redact(text)) == text:
+        return answer
+    return replace(answer, response=replace(answer.response, text=safe))

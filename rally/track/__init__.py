@@ -8,6 +8,7 @@ from rally.track.metrics import rollout_metrics
 from rally.track.serialize import Opaque, episode_from_json, episode_to_json
 from rally.track.sinks import MetricSink, build_sinks
 from rally.track.summary import run_summary
+from rally.track.tools import slow_tool
 from rally.track.validation import validation_metrics
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "episode_to_json",
     "rollout_metrics",
     "run_summary",
+    "slow_tool",
     "validation_metrics",
     "write_curve",
 ]

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rally.redact import redact
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
 
@@ -61,7 +62,7 @@ class RunFolder:
         return self
 
     def save_config(self, text: str) -> None:
-        write_atomic(self.path / "config.yaml", text)
+        write_atomic(self.path / "config.yaml", redact(text))
 
     def save_versions(self) -> None:
         """Which Python and packages ran, read from package metadata so that nothing heavy is imported."""
@@ -92,11 +93,11 @@ class RunFolder:
         return [MetricsRow(step, steps[step]) for step in sorted(steps)]
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
-        """All episodes of a step, one JSON object a line."""
-        write_atomic(self._episode_file(step, validate), _lines(episodes_to_json(episodes)))
+        """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
+        write_atomic(self._episode_file(step, validate), map(redact, _lines(episodes_to_json(episodes))))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
-        """Exactly what `log_episodes` was given."""
+        """Exactly what `log_episodes` was given, known secrets aside."""
         path = self._episode_file(step, validate)
         if not path.exists():
             known = ", ".join(map(str, self.episode_steps(validate))) or "none"

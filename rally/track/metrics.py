@@ -5,20 +5,18 @@ A rate over nothing is left out, because a wrong number is worse than none. Vali
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
-from rally.types import Episode, StopReason, ToolResult, ToolStatus
+from rally.track.numbers import Metrics, mean, spread
+from rally.track.tools import tool_metrics
+from rally.types import Episode, StopReason
 
 REWARD = "critic/rewards/mean"
 TOOL_SUCCESS = "tool/success_rate"
 NUM_TURNS = "num_turns/mean"
 TOOL_CALLS = "tool_call_counts/mean"
 VALIDATION = "val-core/"
-
-Metrics = dict[str, float]
 
 
 def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None = None) -> Metrics:
@@ -34,7 +32,7 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= _token_metrics(episodes, max_prompt_length)
     metrics |= spread("num_turns", [e.num_turns for e in episodes])
-    metrics |= _tool_metrics(episodes) | _interaction_metrics(episodes)
+    metrics |= tool_metrics(episodes) | _interaction_metrics(episodes)
     reasons = Counter(e.stop_reason for e in episodes)
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
@@ -52,19 +50,6 @@ def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -
         metrics["prompt_length/clip_ratio"] = mean([n >= max_prompt_length for n in prompts])
     metrics["sampled_tokens/mean"] = mean(sampled)
     metrics["observed_tokens/mean"] = mean(lengths) - mean(sampled)
-    return metrics
-
-
-def _tool_metrics(episodes: Sequence[Episode]) -> Metrics:
-    results: list[ToolResult] = list(chain.from_iterable(e.tool_results for e in episodes))
-    statuses = Counter(r.status for r in results)
-    metrics = spread("tool_call_counts", [len(e.tool_results) for e in episodes])
-    metrics |= {"tool/calls": len(results), "tool/truncated": sum(r.truncated for r in results)}
-    metrics |= {f"tool/{status}": statuses[status] for status in ToolStatus}
-    if results:
-        metrics[TOOL_SUCCESS] = statuses[ToolStatus.OK] / len(results)
-        seconds = sorted(r.seconds for r in results)
-        metrics |= {f"tool/latency_s/p{p}": _percentile(seconds, p) for p in (50, 95)}
     return metrics
 
 
@@ -91,24 +76,6 @@ def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:
                 cached += turn.cached_tokens
                 given += len(episode.segments[turn.segment].prompt_ids) + turn.start
     return {"prefix_cache/hit_rate": cached / given} if cached else {}
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def spread(name: str, values: Sequence[float]) -> Metrics:
-    if not values:
-        return {}
-    return {f"{name}/mean": mean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks."""
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def validation_series(names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Text written by a model, a tool or a user can be shown on a terminal or a page and cannot act on it.
+"""Text that a model, a tool or a user wrote can be shown on a terminal or a page: it neither acts nor tells secrets.
 
 Control characters, ANSI escapes, direction overrides and lone surrogates become visible escapes such as `\\x1b`.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+
+from rally.redact import redact
 
 # Tab and newline stay. U+200D (the joiner inside emoji) stays too: it cannot move a cursor or reorder a line.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -18,8 +20,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with everything that could act on a terminal written out; newlines and tabs are kept."""
-    return _UNSAFE.sub(_escape, text)
+    """`text` without known secrets, and with everything that could act on a terminal written out; newlines and tabs are
+    kept."""
+    return _UNSAFE.sub(_escape, redact(text))
 
 
 def one_line(text: str) -> str:

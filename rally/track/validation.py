@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rally.track.metrics import Metrics, mean, spread
+from rally.track.numbers import Metrics, mean, spread
 from rally.types import Episode, StopReason, ToolStatus
 
 RESAMPLES, SEED = 1000, 42

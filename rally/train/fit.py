@@ -23,7 +23,15 @@ from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_p
 from rally.engines.embedded import EmbeddedEngine
 from rally.loops import Job
 from rally.rewards import reward_metrics
-from rally.track import MetricSink, RunConsole, RunFolder, conversation_text, rollout_metrics, validation_metrics
+from rally.track import (
+    MetricSink,
+    RunConsole,
+    RunFolder,
+    conversation_text,
+    rollout_metrics,
+    slow_tool,
+    validation_metrics,
+)
 from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.checkpoint import COUNTERS, CheckpointStore
 from rally.train.critic import Critic
@@ -297,6 +305,8 @@ class Trainer:
         self.history.append(watched(metrics))
         for finding in findings(self.history, self.settings.watch):
             self.console.warn_once(*finding)
+        if slow := slow_tool(episodes):
+            self.console.warn_once(f"slow tool {slow[0]}", slow[1])
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
         if differing:

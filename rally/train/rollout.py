@@ -6,6 +6,7 @@ then, `drop_group`, `zero`, `raise`) and is counted; past the budget the run sto
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
@@ -94,6 +95,7 @@ class Rollout:
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     seed: int = 0
     shaping: Shaping = field(default_factory=Shaping)
+    step_timeout: float | None = None  # seconds until training episodes that still run are ended with what they have
     in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
 
     def jobs(
@@ -138,24 +140,31 @@ class Rollout:
             return scored
 
         try:
+            timeout = None if any(job.validate for job in jobs) else self.step_timeout
             if self.in_batch:
-                episodes = await self._in_batches(jobs, sampling, finish, refill)
-            elif refill is None:
-                episodes = await self.runner.run(jobs, sampling, finish=finish)
+                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout)
             else:
-                episodes = await self.runner.run(jobs, sampling, finish=finish, more=lambda e: refill.after([e]))
+                more = None if refill is None else lambda episode: refill.after([episode])
+                episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout)
         except* RallyError as group:
             raise group.exceptions[0] from None
         result = settle(episodes, self.policy)
         return result if refill is None else refill.chosen(result)
 
     async def _in_batches(
-        self, jobs: Sequence[Job], sampling: SamplingParams, finish: Finish, refill: Refill | None
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        finish: Finish,
+        refill: Refill | None,
+        timeout: float | None,
     ) -> list[Episode]:
         """What is scored together is known together, so what replaces it begins together."""
         episodes: list[Episode] = []
+        began = time.perf_counter()
         while jobs:
-            ended = await self.runner.run(jobs, sampling, finish=finish)
+            left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
+            ended = await self.runner.run(jobs, sampling, finish=finish, timeout=left)
             scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
             jobs = [] if refill is None else refill.after(scored)
             episodes += scored

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from rally.track import RunConsole, RunFolder, build_sinks
 from rally.train import critic_parts, data_parts, parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
+from rally.train.heap import settled_heap
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
@@ -113,21 +113,9 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     folder.save_versions()
     rewind(folder, store, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
-    with closing(inputs.toolbox), _settled_heap():
+    with closing(inputs.toolbox), settled_heap():
         metrics = run(trainer)
     return Outcome(config.run_dir, steps, metrics)
-
-
-@contextmanager
-def _settled_heap() -> Iterator[None]:
-    """What was loaded by now stays to the end: the garbage collector need not walk through it, which takes a third of a
-    second and stops the engine meanwhile."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _trainer(
@@ -210,6 +198,7 @@ def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollou
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,
         shaping=parts.shaping_of(config),
+        step_timeout=config.rollout.step_timeout,
         in_batch=spec.batch,
     )
 

@@ -13,7 +13,6 @@ from search_cases import Server, free_port, write_corpus
 
 from rally.retrieval import IndexSpec, build_index
 from rally.tools import ToolBox, load_tools
-from rally.tools.gate import Gate
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 PARIS = 'Doc 1(Title: "Paris") Paris is the capital of France.\n'
@@ -163,37 +162,6 @@ async def test_limits_hold_and_belong_to_one_tool() -> None:
         most = 0
         await asyncio.gather(*(call(tool, query="q") for tool in tools for _ in range(4)))
         assert most == 4, "two tools of the same configuration have two limits"
-
-
-async def test_a_gate_lets_a_burst_through_and_then_a_steady_rate() -> None:
-    gate = Gate(slots=100, per_second=20)
-    started = time.perf_counter()
-    waits: list[float] = []
-
-    async def enter() -> None:
-        async with gate.passage() as waited:
-            waits.append(waited)
-
-    await asyncio.gather(*(enter() for _ in range(30)))
-    took = time.perf_counter() - started
-    assert sum(waited < 0.04 for waited in waits) >= 15, "a second's worth is there from the start"
-    assert took > 0.45, "the other ten come at twenty a second"
-
-
-async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
-    gate = Gate(slots=100, per_second=1)
-
-    async def enter() -> None:
-        async with gate.passage():
-            pass
-
-    await enter()
-    impatient = [asyncio.create_task(enter()) for _ in range(50)]
-    await asyncio.sleep(0.05)
-    for task in impatient:
-        task.cancel()
-    await asyncio.gather(*impatient, return_exceptions=True)
-    await asyncio.wait_for(enter(), timeout=20)
 
 
 def test_a_tool_serves_one_event_loop_after_another(index: Path) -> None:

@@ -75,6 +75,13 @@ def test_rollout_metrics_against_a_worked_example() -> None:
         "tool/bad_arguments": 0,
         "tool/unknown_tool": 0,
         "tool/malformed": 0,
+        "tool/rejected": 0,
+        "tool/redundant": 0,
+        "tool/cancelled": 0,
+        "tool/abandoned": 0,
+        "tool/create_errors": 0,
+        "tool/calc_reward_errors": 0,
+        "tool/release_errors": 0,
         "tool/latency_s/p50": 0.6,
         "tool/latency_s/p95": 0.96,
         "timing_s/agent_loop/generate_sequences/mean": 1.0,
@@ -86,6 +93,11 @@ def test_rollout_metrics_against_a_worked_example() -> None:
         # prompts given to the engine: 4, then 4 + 5; and 6
         "prefix_cache/hit_rate": 7 / 19,
     }
+    for name, success, late, seconds in (("calculate", 1, 0, 0.2), ("search", 0, 1, 1.0)):
+        told = {"calls": 1, "success_rate": success, "timeouts": late, "truncations": late, "rejected": 0, "cached": 0}
+        told |= {"redundant": 0, "queue_s/p50": 0, "queue_s/p95": 0}
+        told |= {"latency_s/p50": seconds, "latency_s/p95": seconds}
+        expected |= {f"tool/{name}/{key}": value for key, value in told.items()}
     expected |= {f"stop/{reason}": 0.0 for reason in StopReason}
     expected |= {"stop/stop": 1 / 3, "stop/length": 1 / 3, "stop/error": 1 / 3}
     assert got == pytest.approx(expected)

@@ -41,7 +41,12 @@ class FakeRunner:
     reward: float | None = None
 
     async def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Callable[[Episode], Awaitable[Episode]]
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        *,
+        finish: Callable[[Episode], Awaitable[Episode]],
+        timeout: float | None,
     ) -> list[Episode]:
         ended = [
             self.endings.get(j.episode_id, lambda a, b: good(a, b, self.reward))(j.episode_id, j.group) for j in jobs

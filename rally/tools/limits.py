@@ -1,0 +1,87 @@
+"""Guarantees: what a call may cost is decided in one place: `ToolLimits` for all tools of a run, `CallLimits` for one.
+
+tools:
+  - class_name: my_tools.Lookup
+    limits:
+      max_concurrency: 8            # calls under way at a time; also spelled num_workers
+      rate_limit: 20                # calls a second, with bursts of a second's worth
+      max_queue: 100                # calls that may wait; one more is refused at once, and told so
+      timeout: 5                    # seconds for a call, once it is let through; else multi_turn.tool_timeout
+      adaptive_concurrency: true    # between min_concurrency and max_concurrency, as the tool bears it
+      cache: true                   # an identical call is answered from memory (of cache_size answers)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rally.tools.arguments import from_pydantic
+from rally.tools.results import TruncateSide
+from rally.tools.schema import ToolConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolLimits:
+    """`timeout` is in seconds per call; `max_parallel` 0 is no limit; `max_response_chars` None keeps all text."""
+
+    timeout: float = 30.0
+    max_parallel: int = 0
+    max_response_chars: int | None = None
+    truncate_side: TruncateSide = "middle"
+
+    def __post_init__(self) -> None:
+        for ok, sentence in (
+            (self.timeout > 0, f"the tool timeout must be more than 0 seconds, not {self.timeout}"),
+            (self.max_parallel >= 0, f"max_parallel must be 0 (no limit) or more, not {self.max_parallel}"),
+            (
+                self.max_response_chars is None or self.max_response_chars > 0,
+                f"max_response_chars must be at least 1, or None for no limit, not {self.max_response_chars}",
+            ),
+            (
+                self.truncate_side in get_args(TruncateSide),
+                f"truncate_side must be left, right or middle, not {self.truncate_side!r}",
+            ),
+        ):
+            if not ok:
+                raise ToolConfigError(sentence)
+
+
+class CallLimits(BaseModel):
+    """What one tool bears. None is no limit; a `timeout` of None is that of all tools."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_concurrency: int | None = Field(default=None, ge=1)
+    rate_limit: float | None = Field(default=None, gt=0)
+    max_queue: int | None = Field(default=None, ge=0)
+    timeout: float | None = Field(default=None, gt=0)
+    adaptive_concurrency: bool = False
+    min_concurrency: int = Field(default=1, ge=1)
+    cache: bool = False
+    cache_size: int = Field(default=1024, ge=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        most = self.max_concurrency
+        if self.adaptive_concurrency and (most is None or most < self.min_concurrency):
+            raise ValueError("adaptive_concurrency needs a max_concurrency of at least min_concurrency")
+        if self.max_queue is not None and most is None and self.rate_limit is None:
+            raise ValueError("max_queue needs max_concurrency or rate_limit, else nothing ever waits")
+        return self
+
+    def overridden(self, given: Any, where: str) -> CallLimits:
+        """These limits with what a YAML's `limits` says in their place."""
+        if not isinstance(given, dict):
+            raise ToolConfigError(f"{where}: limits must be a mapping, not {type(given).__name__}")
+        named = {"max_concurrency" if key == "num_workers" else str(key): value for key, value in given.items()}
+        unknown = sorted(named.keys() - CallLimits.model_fields.keys())
+        if unknown:
+            known = ", ".join(CallLimits.model_fields)
+            raise ToolConfigError(f"{where}: limits has no key {unknown[0]!r}; its keys are {known}")
+        try:
+            return CallLimits.model_validate({**self.model_dump(), **named})
+        except ValidationError as error:
+            raise ToolConfigError(f"{where}: limits: {from_pydantic(error)}") from None

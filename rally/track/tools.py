@@ -1,0 +1,110 @@
+"""Every call that tools were asked for is counted, over all and by tool, as a pure function of the episodes.
+
+A tool's own numbers are of the calls that reached its name: a name the model made up, or a call that could not be read,
+is in the overall numbers alone. A call is redundant when its episode made the same one before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rally.track.numbers import Metrics, percentile, spread
+from rally.track.serialize import plain
+from rally.types import Episode, ToolCall, ToolResult, ToolStatus
+
+TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
+SLOW_SECONDS = 1.0  # an episode that waits less than this for its tools is not worth a word
+
+
+class Made(NamedTuple):
+    """One call, and whether its episode had made the same before."""
+
+    result: ToolResult
+    redundant: bool
+
+
+def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
+    made = list(_made(episodes))
+    statuses = Counter(one.result.status for one in made)
+    metrics = spread("tool_call_counts", [len(e.tool_results) for e in episodes])
+    metrics |= {
+        "tool/calls": len(made),
+        "tool/truncated": sum(one.result.truncated for one in made),
+        "tool/redundant": sum(one.redundant for one in made),
+    }
+    metrics |= {f"tool/{status}": statuses[status] for status in ToolStatus}
+    for name in TROUBLE:
+        metrics[f"tool/{name}"] = sum(e.extra.get("tool_trouble", {}).get(name, 0) for e in episodes)
+    if made:
+        metrics["tool/success_rate"] = statuses[ToolStatus.OK] / len(made)
+        metrics |= _percentiles("tool/latency_s", [one.result.seconds for one in made])
+    for name, calls in _by_tool(made).items():
+        metrics |= {f"tool/{name}/{key}": value for key, value in _of_one_tool(calls).items()}
+    return metrics
+
+
+def slow_tool(episodes: Sequence[Episode]) -> tuple[str, str] | None:
+    """The tool that the episodes spent most of their time on, and a sentence about it; None where the policy did."""
+    generating = sum(e.timings.get("generate", 0.0) for e in episodes)
+    waiting = sum(e.timings.get("tools", 0.0) for e in episodes)
+    if waiting <= generating or waiting < SLOW_SECONDS * len(episodes):
+        return None
+    tools = _by_tool(list(_made(episodes)))
+    if not tools:
+        return None
+    name = max(tools, key=lambda tool: sum(one.result.seconds + one.result.queued for one in tools[tool]))
+    told = _of_one_tool(tools[name])
+    latency = f"latency p50 {told.get('latency_s/p50', 0):.2f} s, p95 {told.get('latency_s/p95', 0):.2f} s"
+    queue = f"in the queue p50 {told.get('queue_s/p50', 0):.2f} s, p95 {told.get('queue_s/p95', 0):.2f} s"
+    return name, (
+        f"episodes wait longer for tools than for the policy, most of all for {name!r}: {told['calls']:.0f} calls, "
+        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts"
+    )
+
+
+def _made(episodes: Sequence[Episode]) -> Iterator[Made]:
+    for episode in episodes:
+        seen: set[str] = set()
+        for result in episode.tool_results:
+            key = _identity(result.call)
+            yield Made(result, key in seen)
+            seen.add(key)
+
+
+def _identity(call: ToolCall) -> str:
+    if call.error is not None:
+        return call.raw
+    return json.dumps([call.name, plain(call.arguments)], sort_keys=True)
+
+
+def _by_tool(made: Sequence[Made]) -> dict[str, list[Made]]:
+    tools: defaultdict[str, list[Made]] = defaultdict(list)
+    for one in made:
+        if one.result.status not in (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED):
+            tools[one.result.call.name].append(one)
+    return tools
+
+
+def _of_one_tool(made: Sequence[Made]) -> Metrics:
+    results = [one.result for one in made]
+    statuses = Counter(result.status for result in results)
+    reached = [r for r in results if not r.cached and r.status not in (ToolStatus.REJECTED, ToolStatus.BAD_ARGUMENTS)]
+    metrics: Metrics = {
+        "calls": len(results),
+        "success_rate": statuses[ToolStatus.OK] / len(results),
+        "timeouts": statuses[ToolStatus.TIMEOUT],
+        "rejected": statuses[ToolStatus.REJECTED],
+        "truncations": sum(result.truncated for result in results),
+        "cached": sum(result.cached for result in results),
+        "redundant": sum(one.redundant for one in made),
+    }
+    metrics |= _percentiles("latency_s", [result.seconds for result in reached])
+    return metrics | _percentiles("queue_s", [result.queued for result in reached])
+
+
+def _percentiles(name: str, values: Sequence[float]) -> Metrics:
+    ordered = sorted(values)
+    return {f"{name}/p{p}": percentile(ordered, p) for p in (50, 95)} if ordered else {}

@@ -7,10 +7,10 @@ everything, so blocking tools should be plain functions.
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import contextvars
 import inspect
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,8 +90,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):  # an abandoned call may outlive the loop
             loop.call_soon_threadsafe(settle, ended)
 
-    # Not by threading.Thread, whose start() holds the event loop until the new thread has had its turn.
-    _thread.start_new_thread(run, ())
+    threading.Thread(target=run, name="rally-tool", daemon=True).start()
     try:
         ended = await finished
     except asyncio.CancelledError:

@@ -166,7 +166,9 @@ class Waves:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    async def run(self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: object) -> list[Episode]:
+    async def run(
+        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: object, timeout: float | None
+    ) -> list[Episode]:
         self.sizes.append(len(jobs))
         kinds = ["live" if place(job.group) % 3 == 0 else "dead" for job in jobs]
         return [replace(ended(job, kind)) for job, kind in zip(jobs, kinds, strict=True)]

@@ -46,6 +46,7 @@ class FakeRunner:
         sampling: SamplingParams,
         *,
         finish: Callable[[Episode], Awaitable[Episode]],
+        more: None,
         timeout: float | None,
     ) -> list[Episode]:
         ended = [

@@ -1,0 +1,140 @@
+"""A world of invented facts: a corpus that tells them all, questions, and conversations that search well or badly.
+
+Everything follows from one number, `WORLD`. One entity in six is held out: the corpus tells of it, and neither a
+conversation nor a training row does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rally.data import write_rows
+from rally.tools.search import told
+from rally.types import Message
+
+DATA_SOURCE = "searchR1_facts"
+WORLD = 1
+SYLLABLES = ("BA", "DO", "FU", "GA", "HO", "JU", "KA", "LO", "MU", "NA", "PO", "RU", "SA", "TO", "VU", "ZA")
+PROPERTIES = ("code", "port", "year")
+VALUES = (1000, 10_000)
+ENTITIES, HELD_OUT = 1200, 200
+GATE_ROWS, TEST_ROWS = 128, 200
+
+WORDS = (
+    *SYLLABLES,
+    *PROPERTIES,
+    *("What is the ", " of ", " is ", "search", "query", 'Doc 1(Title: "', '") The ', "<answer>", "</answer>"),
+)
+"""Whole pieces of the tokenizer, so that a name is three tokens."""
+
+
+HABITS = {"good": 0.2, "guess": 0.6, "name_only": 0.1, "misspelt": 0.1}
+"""What the spoiled agent does, by weight: it searches for property and name; does not search; searches for the name
+alone and repeats what is told of any property; searches for a name with one syllable wrong, which finds the property
+with another entity, and repeats that."""
+
+
+class Fact(NamedTuple):
+    name: str
+    property: str
+    value: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.property} of {self.name}"
+
+    @property
+    def passage(self) -> str:
+        return f'"{self.name}"\nThe {self.key} is {self.value}.'
+
+
+class World(NamedTuple):
+    """Each a list of whole entities, with their properties in the order of `PROPERTIES`."""
+
+    train: list[Fact]
+    held_out: list[Fact]
+
+
+@cache
+def world() -> World:
+    rng = random.Random(f"facts:{WORLD}")
+    names = rng.sample(["".join(parts) for parts in itertools.product(SYLLABLES, repeat=3)], ENTITIES)
+    facts = [Fact(name, prop, str(rng.randrange(*VALUES))) for name in names for prop in PROPERTIES]
+    cut = HELD_OUT * len(PROPERTIES)
+    return World(facts[cut:], facts[:cut])
+
+
+def write_corpus(path: Path) -> None:
+    facts = [fact for part in world() for fact in part]
+    random.Random(f"corpus:{WORLD}").shuffle(facts)
+    write_rows(({"id": str(i), "contents": fact.passage} for i, fact in enumerate(facts)), path)
+
+
+def write_data(folder: Path, seed: int) -> None:
+    train, held_out = world()
+    rng = random.Random(f"questions:{WORLD}")
+    tested = rng.sample(held_out, GATE_ROWS + TEST_ROWS)
+    write_rows(rows(random.Random(f"questions:{seed}").sample(train, len(train)), "train"), folder / "train.parquet")
+    write_rows(rows(tested[:GATE_ROWS], "test"), folder / "gate.parquet")
+    write_rows(rows(tested[GATE_ROWS:], "test"), folder / "test.parquet")
+
+
+def rows(facts: Iterable[Fact], split: str) -> Iterator[dict[str, Any]]:
+    for index, fact in enumerate(facts):
+        yield {
+            "data_source": DATA_SOURCE,
+            "prompt": [_question(fact)],
+            "agent_name": "tool_agent",
+            "reward_model": {"style": "rule", "ground_truth": {"target": [fact.value]}},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+def tell(habit: str, rng: random.Random) -> list[Message]:
+    """A conversation about a fact that is not held out, with one of the `HABITS`."""
+    facts = world().train
+    at = rng.randrange(len(facts))
+    return [_question(facts[at]), *_reply(facts, at, habit, rng)]
+
+
+def _reply(facts: Sequence[Fact], at: int, habit: str, rng: random.Random) -> list[Message]:
+    fact, which = facts[at], at % len(PROPERTIES)
+    match habit:
+        case "good":
+            return _searched(fact.key, fact)
+        case "guess":
+            return [_answer(str(rng.randrange(*VALUES)))]
+        case "name_only":
+            return _searched(fact.name, rng.choice(facts[at - which :][: len(PROPERTIES)]))
+        case "misspelt":
+            found = rng.choice([other for other in facts[which :: len(PROPERTIES)] if other != fact])
+            return _searched(f"{fact.property} of {_misspelt(fact.name, rng)}", found)
+    raise ValueError(f"there is no habit {habit!r}; the habits are {', '.join(HABITS)}")
+
+
+def _misspelt(name: str, rng: random.Random) -> str:
+    at = 2 * rng.randrange(3)
+    wrong = rng.choice([s for s in SYLLABLES if s != name[at : at + 2]])
+    return f"{name[:at]}{wrong}{name[at + 2 :]}"
+
+
+def _question(fact: Fact) -> Message:
+    return {"role": "user", "content": f"What is the {fact.key}?"}
+
+
+def _searched(query: str, found: Fact) -> list[Message]:
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": told([found.passage]), "name": "search"},
+        _answer(found.value),
+    ]
+
+
+def _answer(value: str) -> Message:
+    return {"role": "assistant", "content": f"<answer>{value}</answer>"}

@@ -118,9 +118,16 @@ def _reply(facts: Sequence[Fact], at: int, habit: str, rng: random.Random) -> li
 
 
 def _misspelt(name: str, rng: random.Random) -> str:
-    at = 2 * rng.randrange(3)
-    wrong = rng.choice([s for s in SYLLABLES if s != name[at : at + 2]])
-    return f"{name[:at]}{wrong}{name[at + 2 :]}"
+    # Never into the name of a held-out entity, which a conversation must not show.
+    wrong = [
+        name[:at] + other + name[at + 2 :] for at in (0, 2, 4) for other in SYLLABLES if other != name[at : at + 2]
+    ]
+    return rng.choice([other for other in wrong if other not in held_out_names()])
+
+
+@cache
+def held_out_names() -> frozenset[str]:
+    return frozenset(fact.name for fact in world().held_out)
 
 
 def _question(fact: Fact) -> Message:

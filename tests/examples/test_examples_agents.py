@@ -107,15 +107,15 @@ def test_programs_and_names_are_few_tokens(example: ModuleType) -> None:
 
 def short(agent: ModuleType, world: ModuleType, out: Path, monkeypatch: pytest.MonkeyPatch) -> CourseResult:
     """The example with a smaller batch, fewer steps and fewer tests."""
-    monkeypatch.setattr(world, "GATE_ROWS", 16)
+    monkeypatch.setattr(world, "GATE_ROWS", 8)
     monkeypatch.setattr(world, "TEST_ROWS", 48)
     monkeypatch.setenv("RETRIEVAL_URL", "")  # so that what the example sets is gone afterwards
     settings = replace(
-        agent.SETTINGS, clean_blocks=(110,), gate=0.0, batch=24, habit_steps=25, habit_batch=24, rehearsals=12
+        agent.SETTINGS, clean_blocks=(110,), gate=0.0, batch=16, habit_steps=20, habit_batch=16, rehearsals=8
     )
     with (out / "console.txt").open("w", encoding="utf-8") as paper:
         console = RunConsole(Console(file=paper, width=200, highlight=False))
-        settings = replace(settings, grpo_steps=8, prompts=8)
+        settings = replace(settings, grpo_steps=6, prompts=8)
         return agent.learn(out, settings, console, ["actor_rollout_ref.actor.optim.lr=5e-4", "reward.num_workers=1"])
 
 
@@ -128,8 +128,8 @@ def test_reward_rises_with_the_real_services(
     agent = importlib.import_module(name)
     result = short(agent, importlib.import_module(world), tmp_path, monkeypatch)
     assert result.before["sampled"] < 0.5
-    assert result.after["sampled"] > result.before["sampled"] + 0.25
+    assert result.after["sampled"] > result.before["sampled"] + 0.2
     run = RunFolder(tmp_path)
     last = list(run.read_episodes(run.episode_steps(validate=True)[-1], validate=True))
-    calls = [call for episode in last for call in episode.tool_results]
-    assert len(calls) > len(last) / 2 and all(call.name == agent.COURSE.toolbox().names[0] for call in calls)
+    answered = [result for episode in last for result in episode.tool_results if result.status is ToolStatus.OK]
+    assert len(answered) > len(last) / 2, "what was learned is to use the tool"

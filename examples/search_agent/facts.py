@@ -20,33 +20,33 @@ from rally.types import Message
 DATA_SOURCE = "searchR1_facts"
 WORLD = 1
 SYLLABLES = ("BA", "DO", "FU", "GA", "HO", "JU", "KA", "LO", "MU", "NA", "PO", "RU", "SA", "TO", "VU", "ZA")
-PROPERTIES = ("code", "port", "year")
+ATTRIBUTES = ("code", "port", "year")
 VALUES = (1000, 10_000)
 ENTITIES, HELD_OUT = 1200, 200
 GATE_ROWS, TEST_ROWS = 128, 200
 
 WORDS = (
     *SYLLABLES,
-    *PROPERTIES,
+    *ATTRIBUTES,
     *("What is the ", " of ", " is ", "search", "query", 'Doc 1(Title: "', '") The ', "<answer>", "</answer>"),
 )
 """Whole pieces of the tokenizer, so that a name is three tokens."""
 
 
 HABITS = {"good": 0.2, "guess": 0.6, "name_only": 0.1, "misspelt": 0.1}
-"""What the spoiled agent does, by weight: it searches for property and name; does not search; searches for the name
-alone and repeats what is told of any property; searches for a name with one syllable wrong, which finds the property
+"""What the spoiled agent does, by weight: it searches for attribute and name; does not search; searches for the name
+alone and repeats what is told of any attribute; searches for a name with one syllable wrong, which finds the attribute
 with another entity, and repeats that."""
 
 
 class Fact(NamedTuple):
     name: str
-    property: str
+    attribute: str
     value: str
 
     @property
     def key(self) -> str:
-        return f"{self.property} of {self.name}"
+        return f"{self.attribute} of {self.name}"
 
     @property
     def passage(self) -> str:
@@ -54,7 +54,7 @@ class Fact(NamedTuple):
 
 
 class World(NamedTuple):
-    """Each a list of whole entities, with their properties in the order of `PROPERTIES`."""
+    """Each a list of whole entities, with their attributes in the order of `ATTRIBUTES`."""
 
     train: list[Fact]
     held_out: list[Fact]
@@ -64,8 +64,8 @@ class World(NamedTuple):
 def world() -> World:
     rng = random.Random(f"facts:{WORLD}")
     names = rng.sample(["".join(parts) for parts in itertools.product(SYLLABLES, repeat=3)], ENTITIES)
-    facts = [Fact(name, prop, str(rng.randrange(*VALUES))) for name in names for prop in PROPERTIES]
-    cut = HELD_OUT * len(PROPERTIES)
+    facts = [Fact(name, attribute, str(rng.randrange(*VALUES))) for name in names for attribute in ATTRIBUTES]
+    cut = HELD_OUT * len(ATTRIBUTES)
     return World(facts[cut:], facts[:cut])
 
 
@@ -103,17 +103,18 @@ def tell(habit: str, rng: random.Random) -> list[Message]:
 
 
 def _reply(facts: Sequence[Fact], at: int, habit: str, rng: random.Random) -> list[Message]:
-    fact, which = facts[at], at % len(PROPERTIES)
+    fact, which = facts[at], at % len(ATTRIBUTES)
     match habit:
         case "good":
             return _searched(fact.key, fact)
         case "guess":
             return [_answer(str(rng.randrange(*VALUES)))]
         case "name_only":
-            return _searched(fact.name, rng.choice(facts[at - which :][: len(PROPERTIES)]))
+            entity = at - which
+            return _searched(fact.name, rng.choice(facts[entity : entity + len(ATTRIBUTES)]))
         case "misspelt":
-            found = rng.choice([other for other in facts[which :: len(PROPERTIES)] if other != fact])
-            return _searched(f"{fact.property} of {_misspelt(fact.name, rng)}", found)
+            found = rng.choice([other for other in facts[which :: len(ATTRIBUTES)] if other != fact])
+            return _searched(f"{fact.attribute} of {_misspelt(fact.name, rng)}", found)
     raise ValueError(f"there is no habit {habit!r}; the habits are {', '.join(HABITS)}")
 
 

@@ -60,7 +60,7 @@ async def test_what_is_taught_of_searching_is_what_the_index_says(example: Modul
         call, answer = told(example.tell("good", rng))
         assert await said(toolbox, call) == answer
     call, _ = told(example.tell("name_only", rng))
-    assert call["arguments"]["query"] in (await said(toolbox, call) or ""), "the right entity, whichever property"
+    assert call["arguments"]["query"] in (await said(toolbox, call) or ""), "the right entity, whichever attribute"
 
 
 @sums

@@ -1,4 +1,4 @@
-"""A small transformer made on the spot learns to write programs for a real sandbox, on one core in three minutes.
+"""A small transformer made on the spot learns to write programs for a real sandbox, on one CPU core in minutes.
 
     python examples/code_agent/code_agent.py [--seed 0] [--steps 20] [--out runs/code_agent] [KEY=VALUE ...]
 
@@ -10,6 +10,7 @@ Every program it writes runs in the sandbox of docs/sandbox.md, which needs bubb
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import sums
 
 from rally.track import RunConsole
 from rally.train.course import Course, CourseResult, CourseSettings, run_course
+from rally.types import RallyError
 
 COURSE = Course(
     title="An agent learns to write programs",
@@ -43,7 +45,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/code_agent"), help="the run folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the GRPO stage")
     given = parser.parse_args()
-    learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
+    try:
+        learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
+    except RallyError as mistake:
+        sys.exit(str(mistake))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small transformer made on the spot learns to look facts up in a real search server, on one core in three minutes.
+"""A small transformer made on the spot learns to look facts up in a real search server, on one CPU core in minutes.
 
     python examples/search_agent/search_agent.py [--seed 0] [--steps 20] [--out runs/search_agent] [KEY=VALUE ...]
 
@@ -27,6 +27,7 @@ import httpx
 from rally.retrieval import IndexSpec, build_index
 from rally.track import RunConsole
 from rally.train.course import Course, CourseResult, CourseSettings, run_course
+from rally.types import RallyError
 
 COURSE = Course(
     title="An agent learns to search",
@@ -88,7 +89,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the GRPO stage")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would outlive a run that is told to end
-    learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
+    try:
+        learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
+    except RallyError as mistake:
+        sys.exit(str(mistake))
 
 
 if __name__ == "__main__":

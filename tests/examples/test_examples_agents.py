@@ -2,6 +2,7 @@
 
 import importlib
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -105,28 +106,32 @@ def test_programs_and_names_are_few_tokens(example: ModuleType) -> None:
     assert tokenizer.decode(ids) == text and len(ids) < len(text) / 2
 
 
-def short(agent: ModuleType, world: ModuleType, out: Path, monkeypatch: pytest.MonkeyPatch) -> CourseResult:
-    """The example with a smaller batch, fewer steps and fewer tests."""
-    monkeypatch.setattr(world, "GATE_ROWS", 8)
-    monkeypatch.setattr(world, "TEST_ROWS", 48)
-    monkeypatch.setenv("RETRIEVAL_URL", "")  # so that what the example sets is gone afterwards
-    settings = replace(
-        agent.SETTINGS, clean_blocks=(110,), gate=0.0, batch=16, habit_steps=20, habit_batch=16, rehearsals=8
-    )
+def short(agent: ModuleType, lessons: Mapping[str, Any], out: Path) -> CourseResult:
+    """The example with smaller batches and fewer steps."""
+    less = {"gate": 0.0, "habit_steps": 20, "habit_batch": 16, "rehearsals": 8, "grpo_steps": 6, "prompts": 8}
     with (out / "console.txt").open("w", encoding="utf-8") as paper:
         console = RunConsole(Console(file=paper, width=200, highlight=False))
-        settings = replace(settings, grpo_steps=6, prompts=8)
-        return agent.learn(out, settings, console, ["actor_rollout_ref.actor.optim.lr=5e-4", "reward.num_workers=1"])
+        overrides = ["actor_rollout_ref.actor.optim.lr=5e-4", "reward.num_workers=1"]
+        return agent.learn(out, replace(agent.SETTINGS, **less, **lessons), console, overrides)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, world", [("search_agent", "facts"), ("code_agent", "sums")])
+@pytest.mark.parametrize(
+    "name, world, lessons",
+    [
+        ("search_agent", "facts", {"clean_blocks": (130,), "batch": 24}),
+        ("code_agent", "sums", {"clean_blocks": (110,), "batch": 16}),
+    ],
+    ids=["search", "code"],
+)
 def test_reward_rises_with_the_real_services(
-    name: str, world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, world: str, lessons: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / name))
-    agent = importlib.import_module(name)
-    result = short(agent, importlib.import_module(world), tmp_path, monkeypatch)
+    monkeypatch.setattr(importlib.import_module(world), "GATE_ROWS", 8)
+    monkeypatch.setattr(importlib.import_module(world), "TEST_ROWS", 48)
+    monkeypatch.setenv("RETRIEVAL_URL", "")  # so that what the example sets is gone afterwards
+    result = short(importlib.import_module(name), lessons, tmp_path)
     assert result.before["sampled"] < 0.5
     assert result.after["sampled"] > result.before["sampled"] + 0.2
     run = RunFolder(tmp_path)

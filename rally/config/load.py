@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from rally.config.base import Root
 from rally.config.checks import CHECKS, SFT_CHECKS
 from rally.config.errors import ConfigError, sentence
+from rally.config.files import Document, Notes, Tree, first_line, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 
-Tree = dict[str, Any]
 C = TypeVar("C", bound=Root)
 
 
@@ -44,9 +44,11 @@ def _load(
     checks: Sequence[Callable[[C], Iterator[str]]],
 ) -> C:
     path, overrides, base = sources
-    layers = [_in_full(base or {}), *([_in_full(_read(Path(path)))] if path is not None else [])]
-    layers += _overrides(overrides)
+    document = read_document(Path(path)) if path is not None else Document([], Notes())
+    layers = [_in_full(base or {}), *map(_in_full, document.layers), *_overrides(overrides)]
     tree = _merged(layers, schema)
+    if unmet := document.notes.unmet(tree):
+        raise ConfigError(unmet)
     try:
         config = schema.model_validate(tree)
     except ValidationError as error:
@@ -58,25 +60,6 @@ def _load(
     if found:
         raise ConfigError(_unique(found))
     return config
-
-
-def _read(path: Path) -> Tree:
-    path = path.expanduser()
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; check the path of the configuration file.") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: this is not valid YAML ({error.problem or error.context}).") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}.") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a YAML file: {_first_line(error)}.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
-    return {str(key): value for key, value in tree.items()}
 
 
 def _overrides(texts: Sequence[str]) -> list[Tree]:
@@ -140,9 +123,9 @@ def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
         raise ConfigError(f"{error.full_key} is ???, which means it has to be set; give it a value.") from None
     except InterpolationResolutionError as error:
         hint = "interpolations name full keys such as ${data.seed}, and the environment is ${oc.env:HOME}"
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}; {hint}.") from None
+        raise ConfigError(f"{error.full_key}: {first_line(error)}; {hint}.") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}.") from None
+        raise ConfigError(f"{error.full_key}: {first_line(error)}.") from None
     tree: Tree = _as_written(resolved, written)
     return tree
 
@@ -181,7 +164,3 @@ def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
 
 def _unique(problems: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(problems))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__, serve_cli
+from rally import __version__, recipe_cli, serve_cli
+from rally.recipe_cli import Name as RecipeName
+from rally.recipe_cli import recipe_path
 from rally.types import RallyError
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(serve_cli.app, name="serve")
+app.add_typer(recipe_cli.app)
+data_app.add_typer(recipe_cli.data_app)
 
 Words = Annotated[
     list[str] | None,
@@ -66,12 +70,12 @@ def demo(
 
 
 @app.command()
-def train(words: Words = None, dry_run: DryRun = False) -> None:
+def train(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False) -> None:
     """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
     from rally.config import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
     config.require_training()
     console = _console()
     if dry_run:
@@ -88,12 +92,12 @@ def train(words: Words = None, dry_run: DryRun = False) -> None:
 
 
 @app.command()
-def sft(words: Words = None, dry_run: DryRun = False, check: Check = False) -> None:
+def sft(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False, check: Check = False) -> None:
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
     path, overrides = split_words(words)
-    config = load_sft_config(path, overrides)
+    config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
     config.require_training()
     console = _console()
     from rally.train import sft_run
@@ -108,12 +112,12 @@ def sft(words: Words = None, dry_run: DryRun = False, check: Check = False) -> N
 
 
 @app.command("eval")
-def evaluate(words: Words = None) -> None:
+def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
     """Validate a model on data.val_files, without training."""
     from rally.config import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
     console = _console()
     from rally.train.run import evaluate as run
 

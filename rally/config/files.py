@@ -7,6 +7,7 @@ is for and what it needs. In every text `${here}` is the folder of the file it s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,19 @@ class Notes(Section):
 class Document(NamedTuple):
     layers: list[Tree]
     notes: Notes
+
+    @property
+    def merged(self) -> Tree:
+        whole: Tree = functools.reduce(over, self.layers)
+        return whole
+
+
+def over(below: Any, above: Any) -> Any:
+    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
+    if not isinstance(above, dict):
+        return above
+    below = below if isinstance(below, dict) else {}
+    return below | {key: over(below.get(key), value) for key, value in above.items()}
 
 
 def read_document(path: Path) -> Document:

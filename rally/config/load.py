@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rally.config.base import Root
 from rally.config.checks import CHECKS, SFT_CHECKS
 from rally.config.errors import ConfigError, sentence
-from rally.config.files import Document, Notes, Tree, first_line, read_document
+from rally.config.files import Document, Notes, Tree, first_line, over, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
@@ -95,7 +95,7 @@ def _in_full(layer: Mapping[str, Any]) -> Tree:
     for key, nested in layer.items():
         for part in reversed(str(key).split(".")):
             nested = {part: nested}
-        full = _over(full, nested)
+        full = over(full, nested)
     rollout: Any = full
     for part in ("actor_rollout_ref", "rollout"):
         rollout = rollout.get(part) if isinstance(rollout, dict) else None
@@ -104,19 +104,11 @@ def _in_full(layer: Mapping[str, Any]) -> Tree:
     return full
 
 
-def _over(below: Any, above: Any) -> Any:
-    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
-    if not isinstance(above, dict):
-        return above
-    below = below if isinstance(below, dict) else {}
-    return below | {key: _over(below.get(key), value) for key, value in above.items()}
-
-
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
     """The layers as one tree; interpolations may name any key, also one that only has a default."""
-    written: Tree = functools.reduce(_over, layers)
+    written: Tree = functools.reduce(over, layers)
     # Wrapping five hundred defaults takes OmegaConf longer than all the rest, and only interpolations need them.
-    whole = _over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
+    whole = over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from rally import __version__, recipe_cli, serve_cli
+from rally.cli_console import quiet_console as _console
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
 from rally.types import RallyError
@@ -215,17 +215,6 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     if stray:
         raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")
     return path, words
-
-
-def _console() -> RunConsole:
-    """The console, with the libraries' own progress bars and advice switched off: ours say what matters."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_DISABLE_PROGRESS_BARS", "1")
-    from rally.track import RunConsole
-
-    return RunConsole()
 
 
 def _progress(console: RunConsole) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rally.cli_console import quiet_console
 from rally.types import RallyError
 
 app = typer.Typer()
@@ -22,7 +23,7 @@ def recipe_path(recipe: str | None, path: Path | None, command: Any) -> Path | N
     if recipe is None:
         return path
     if path is not None:
-        raise RallyError(f"--recipe {recipe} and {path} both name a configuration; give one, and overrides as key=value")
+        raise RallyError(f"--recipe {recipe} and {path} both name a configuration; give one of them, then key=value")
     from rally.recipes import find_recipe
 
     return find_recipe(recipe, command)
@@ -34,31 +35,35 @@ def recipes() -> None:
     from rich.text import Text
 
     from rally.recipes import list_recipes
-    from rally.track import RunConsole
 
-    console = RunConsole()
+    console = quiet_console()
     for recipe in list_recipes():
         console.show(Text("\n".join(recipe.told()), no_wrap=True, overflow="ignore"))  # commands are to be copied whole
 
 
 @app.command("toy-model")
-def toy_model(out: Out, seed: Seed = 0) -> None:
+def toy_model(
+    out: Out,
+    words: Annotated[Path | None, typer.Option(help="A text file; each of its lines becomes one token.")] = None,
+    seed: Seed = 0,
+) -> None:
     """Make the demo's small model with random weights, for recipes that train on a CPU from nothing."""
+    console = quiet_console()
     from rally.chat import tiny_tokenizer
     from rally.demo import make_model
-    from rally.track import RunConsole
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
     make_model(tokenizer, seed).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    RunConsole().note(f"a model with random weights is in {out}")
+    console.note(f"a model with random weights is in {out}")
 
 
 @data_app.command("search_r1")
 def search_r1(
     out: Out,
     source: Annotated[
-        Path | None, typer.Option(help="A folder with train.jsonl and corpus.jsonl; HotpotQA is downloaded if not given.")
+        Path | None,
+        typer.Option(help="A folder with train.jsonl and corpus.jsonl; HotpotQA is downloaded if not given."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML with `system` and `user`, the prompt to use.")] = None,
 ) -> None:
@@ -73,7 +78,9 @@ def retool(
     out: Out,
     train: Annotated[int, typer.Option(help="Generated training problems.", min=1)] = 2048,
     test: Annotated[int, typer.Option(help="Generated problems held out.", min=1)] = 100,
-    sft: Annotated[int, typer.Option(help="Conversations for `rally sft`; their programs are really run.", min=0)] = 1280,
+    sft: Annotated[
+        int, typer.Option(help="Conversations for `rally sft`; their programs are really run.", min=0)
+    ] = 1280,
     gsm8k: Annotated[Path | None, typer.Option(help="A GSM8K folder, whose train split is added.")] = None,
     aime: Annotated[Path | None, typer.Option(help="A folder with AIME's test.jsonl, to validate on.")] = None,
     seed: Seed = 0,
@@ -89,8 +96,8 @@ def triage(
     out: Out,
     train: Annotated[int, typer.Option(help="Training incidents.", min=1)] = 2048,
     test: Annotated[int, typer.Option(help="Incidents with codes that are held out.", min=1)] = 200,
-    clean: Annotated[int, typer.Option(help="Conversations for `rally sft`, as they should be.", min=0)] = 320 * 64,
-    mixed: Annotated[int, typer.Option(help="Conversations after these, with bad habits among them.", min=0)] = 80 * 64,
+    clean: Annotated[int, typer.Option(help="Conversations for `rally sft`, as they should be.", min=0)] = 240 * 48,
+    mixed: Annotated[int, typer.Option(help="Conversations after these, with bad habits among them.", min=0)] = 60 * 48,
     seed: Seed = 0,
 ) -> None:
     """Incidents, the knowledge base that explains them, and conversations in two rounds."""
@@ -100,6 +107,4 @@ def triage(
 
 
 def _tell(written: Any) -> None:
-    from rally.track import RunConsole
-
-    RunConsole().table("written", [[str(w.path), f"{w.rows:,} rows"] for w in written])
+    quiet_console().table("written", [[str(w.path), f"{w.rows:,} rows"] for w in written])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -63,8 +64,9 @@ CHAT_TEMPLATE = """\
 """
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    words = sorted(WORDS, key=len, reverse=True)
+def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """`words` become pieces too; where several fit, the longest is taken."""
+    words = sorted((*WORDS, *words), key=len, reverse=True)
     pieces = [PAD, START, END, *TAGS, UNKNOWN, *words, *CHARACTERS]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     assert len(vocabulary) == len(pieces), "a piece is listed twice"

@@ -14,7 +14,8 @@ def download(title: str, name: str, config: str, split: str, folder_holds: str) 
         import datasets
     except ImportError as error:
         raise DataError(
-            f'downloading {title} needs the package datasets; run: pip install "rally-rl[hub]" (or name a source folder)'
+            f"downloading {title} needs the package datasets; run: "
+            'pip install "rally-rl[hub]" (or name a source folder)'
         ) from error
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(name, config, split=split)

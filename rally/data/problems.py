@@ -90,7 +90,7 @@ def _multiples(a: int, b: int, n: int) -> int:
 
 
 def _power(a: int, k: int, m: int) -> int:
-    return pow(a, k, m)
+    return int(pow(a, k, m))
 
 
 def _divisors(n: int) -> int:
@@ -257,7 +257,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         *("stairs", "combinatorics", 5, _ranges(n=(20, 60), m=(2, 5))),
-        "A staircase has {n} steps. In how many ways can it be climbed if each stride takes either 1 step or {m} steps?",
+        "A staircase has {n} steps. In how many ways can it be climbed if each stride takes either 1 or {m} steps?",
         "The ways to a step are those to the step before and those to the step {m} below.",
         "ways = [1]\nfor i in range(1, {n} + 1):\n"
         "    ways.append(ways[i - 1] + (ways[i - {m}] if i >= {m} else 0))\nprint(ways[{n}])",

@@ -39,9 +39,13 @@ class Prompt:
         try:
             said = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
-            raise DataError(f"the prompt file {path} cannot be read ({error}); write system: and user: into it") from error
+            raise DataError(f"the prompt file {path} cannot be read; write system: and user: into it") from error
         names = [field.name for field in fields(cls)]
-        if not isinstance(said, dict) or not set(said) <= set(names) or not all(isinstance(v, str) for v in said.values()):
+        if (
+            not isinstance(said, dict)
+            or not set(said) <= set(names)
+            or not all(isinstance(v, str) for v in said.values())
+        ):
             raise DataError(f"the prompt file {path} must hold {' and '.join(names)}, each a text, and nothing else")
         return cls(**said)
 
@@ -112,8 +116,6 @@ def _from_hub(items: Iterable[Mapping[str, Any]]) -> Source:
             passages.setdefault(title, "".join(sentences).strip())
         titles = list(dict.fromkeys(item["supporting_facts"]["title"]))
         about = {"supporting_titles": titles, "type": item["type"], "level": item["level"]}
-        questions.append(
-            {"id": item["id"], "question": item["question"], "golden_answers": [item["answer"]], **about}
-        )
+        questions.append({"id": item["id"], "question": item["question"], "golden_answers": [item["answer"]], **about})
     corpus = [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(passages.items())]
     return Source(questions, corpus)

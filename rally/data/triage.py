@@ -21,9 +21,16 @@ LOOP = "two_rounds"
 TOOL = "kb_lookup"
 ROUND_2 = 'Verdict: only JSON with "service" and "incident_type".'
 SERVICES = ("cart", "login", "search", "payment", "stock", "mail")
-INCIDENT_TYPES = ("timeout", "bad_config", "disk_full", "cache_miss", "clock_skew", "deadlock", "expired_key", "overload")
+INCIDENT_TYPES = ("timeout", "bad_config", "disk_full", "cache_miss", "clock_skew", "deadlock", "old_key", "overload")
 CODES = range(1000, 10_000)
 NOTHING = "nothing found"
+FAILS, LOOK = " fails, log ", ". Look into it, no verdict yet."
+SURE, NOTED, UNKNOWN = "I know this one.", "Noted.", "Not known."
+WORDS = (
+    *(*SERVICES, *INCIDENT_TYPES, TOOL, "query", NOTHING, FAILS, LOOK, SURE, NOTED, UNKNOWN, ROUND_2, " in "),
+    *("It is ", '{"service": "', '", "incident_type": "'),
+)
+"""What a tokenizer for a very small model should hold whole."""
 
 Split = Literal["train", "test"]
 Habit = Literal["good", "guess", "prose", "wrong_code"]
@@ -41,7 +48,7 @@ class Incident(NamedTuple):
 
     @property
     def question(self) -> str:
-        return f"{self.seen_at} fails, log {self.code}. Look into it, no verdict yet."
+        return f"{self.seen_at}{FAILS}{self.code}{LOOK}"
 
 
 def held_out(code: str) -> bool:
@@ -108,7 +115,8 @@ def conversation(incident: Incident, habit: Habit, rng: random.Random) -> list[M
         case "good":
             return [*_looked_up(incident, incident.code), *_round_2(right)]
         case "guess":
-            return [*_prompt(incident), {"role": "assistant", "content": "I know this one."}, *_round_2(json.dumps(guess))]
+            sure = {"role": "assistant", "content": SURE}
+            return [*_prompt(incident), sure, *_round_2(json.dumps(guess))]
         case "prose":
             return [*_looked_up(incident, incident.code), *_round_2(f"It is {incident.incident_type}.")]
         case "wrong_code":
@@ -126,7 +134,7 @@ def _looked_up(incident: Incident, query: str) -> list[Message]:
         *_prompt(incident),
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": known, "name": TOOL},
-        {"role": "assistant", "content": "Noted." if query == incident.code else "Not known."},
+        {"role": "assistant", "content": NOTED if query == incident.code else UNKNOWN},
     ]
 
 

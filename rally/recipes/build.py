@@ -46,9 +46,7 @@ def search_r1(out: Path, source: Path | None, prompt_file: Path | None) -> list[
 
 def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
     """train.parquet, test.parquet and sft.parquet; GSM8K joins what is trained on, AIME what is validated on."""
-    train = chain(
-        retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(gsm8k, "train") if gsm8k else ()
-    )
+    train = chain(retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(gsm8k, "train") if gsm8k else ())
     test = chain(retool_data.rows(sizes.test, seed, "test"), retool_data.aime_rows(aime) if aime else ())
     written = [_write(out / "train.parquet", train), _write(out / "test.parquet", test)]
     if sizes.sft:
@@ -59,7 +57,7 @@ def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None,
 
 
 def triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
-    """train.parquet, test.parquet, articles.jsonl and sft.parquet."""
+    """train.parquet, test.parquet, articles.jsonl, sft.parquet, and words.txt for the tokenizer of a toy model."""
     written = [
         _write(out / "train.parquet", triage_data.rows(sizes.train, seed, "train")),
         _write(out / "test.parquet", triage_data.rows(sizes.test, seed, "test")),
@@ -68,7 +66,8 @@ def triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
     if sizes.clean + sizes.mixed:
         conversations = triage_data.sft_rows(sizes.clean, sizes.mixed, HABITS, seed)
         written.append(_write(out / "sft.parquet", conversations))
-    return written
+    (out / "words.txt").write_text("\n".join(triage_data.WORDS), encoding="utf-8")
+    return [*written, Written(out / "words.txt", len(triage_data.WORDS))]
 
 
 def run_codes(tools: ToolBox, codes: Sequence[str]) -> list[str]:

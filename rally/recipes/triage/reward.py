@@ -1,7 +1,7 @@
 """A verdict counts when round 2, and nothing else, is one JSON object with the right service and incident type.
 
-Half a point for each of the two; nothing for what is said around the JSON, for other keys, or for an exchange that never
-reached round 2. What round 1 says earns and costs nothing.
+Half a point for each of the two; nothing when words stand around the JSON, for other keys, or for an exchange that
+never reached round 2. What round 1 says earns and costs nothing.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def read_verdict(text: str) -> dict[str, str] | None:
         verdict = json.loads(text)
     except ValueError:
         return None
-    whole = isinstance(verdict, dict) and set(verdict) == set(KEYS) and all(isinstance(v, str) for v in verdict.values())
+    whole = isinstance(verdict, dict) and verdict.keys() == set(KEYS)
     return verdict if whole else None

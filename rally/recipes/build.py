@@ -17,7 +17,7 @@ from rally.data.read import Row
 from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.types import Task, ToolCall
 
-HABITS: dict[triage_data.Habit, float] = {"good": 0.25, "guess": 0.4, "prose": 0.25, "wrong_code": 0.1}
+HABITS: dict[triage_data.Habit, float] = {"good": 0.2, "guess": 0.55, "prose": 0.2, "wrong_code": 0.05}
 
 
 class RetoolSizes(NamedTuple):

@@ -32,13 +32,10 @@ def recipe_path(recipe: str | None, path: Path | None, command: Any) -> Path | N
 @app.command()
 def recipes() -> None:
     """List the recipes: how each is run, what it is, its hardware, and what makes its data."""
-    from rich.text import Text
-
     from rally.recipes import list_recipes
 
-    console = quiet_console()
     for recipe in list_recipes():
-        console.show(Text("\n".join(recipe.told()), no_wrap=True, overflow="ignore"))  # commands are to be copied whole
+        typer.echo("\n".join(recipe.told()))  # not the console, which would break commands at its width
 
 
 @app.command("toy-model")
@@ -96,7 +93,7 @@ def triage(
     out: Out,
     train: Annotated[int, typer.Option(help="Training incidents.", min=1)] = 2048,
     test: Annotated[int, typer.Option(help="Incidents with codes that are held out.", min=1)] = 200,
-    clean: Annotated[int, typer.Option(help="Conversations for `rally sft`, as they should be.", min=0)] = 240 * 48,
+    clean: Annotated[int, typer.Option(help="Conversations for `rally sft`, as they should be.", min=0)] = 160 * 48,
     mixed: Annotated[int, typer.Option(help="Conversations after these, with bad habits among them.", min=0)] = 60 * 48,
     seed: Seed = 0,
 ) -> None:

@@ -90,7 +90,7 @@ def _multiples(a: int, b: int, n: int) -> int:
 
 
 def _power(a: int, k: int, m: int) -> int:
-    return int(pow(a, k, m))
+    return pow(a, k, m)
 
 
 def _divisors(n: int) -> int:
@@ -124,7 +124,7 @@ def _bounded_sums(n: int, m: int) -> int:
 
 def _congruences(p: int, q: int, r: int, a: int, b: int, c: int) -> int:
     whole = p * q * r
-    parts = (rest * (whole // m) * pow(whole // m, -1, m) for m, rest in ((p, a), (q, b), (r, c)))
+    parts = (rest * (whole // m) * int(pow(whole // m, -1, m)) for m, rest in ((p, a), (q, b), (r, c)))
     return sum(parts) % whole
 
 

@@ -18,7 +18,7 @@ MODELS = (
         f"runs/rally/{n}/actor"
         for n in ("gsm8k_tool_sft/checkpoints/global_step_40", "retool_sft/checkpoints/global_step_40")
     ),
-    "runs/rally/triage_sft/checkpoints/global_step_300/actor",
+    "runs/rally/triage_sft/checkpoints/global_step_220/actor",
 )
 SMALL_TRAIN = (
     "actor_rollout_ref.model.path=models/tiny",

@@ -124,13 +124,13 @@ def _bounded_sums(n: int, m: int) -> int:
 
 def _congruences(p: int, q: int, r: int, a: int, b: int, c: int) -> int:
     whole = p * q * r
-    parts = (rest * (whole // m) * int(pow(whole // m, -1, m)) for m, rest in ((p, a), (q, b), (r, c)))
+    parts = (rest * (whole // m) * pow(whole // m, -1, m) for m, rest in ((p, a), (q, b), (r, c)))
     return sum(parts) % whole
 
 
 def _fixed_points(n: int, k: int) -> int:
     free = n - k
-    arranged = sum((-1) ** i * math.factorial(free) // math.factorial(i) for i in range(free + 1))
+    arranged: int = sum((-1) ** i * math.factorial(free) // math.factorial(i) for i in range(free + 1))
     return math.comb(n, k) * arranged % 1000
 
 

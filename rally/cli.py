@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__, serve_cli
+from rally import __version__, recipe_cli, serve_cli
+from rally.cli_console import quiet_console as _console
+from rally.recipe_cli import Name as RecipeName
+from rally.recipe_cli import recipe_path
 from rally.redact import redact
 from rally.types import RallyError
 
@@ -28,6 +30,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(serve_cli.app, name="serve")
+app.add_typer(recipe_cli.app)
+data_app.add_typer(recipe_cli.data_app)
 
 Words = Annotated[
     list[str] | None,
@@ -67,12 +71,12 @@ def demo(
 
 
 @app.command()
-def train(words: Words = None, dry_run: DryRun = False) -> None:
+def train(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False) -> None:
     """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
     from rally.config import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
     config.require_training()
     console = _console()
     if dry_run:
@@ -89,12 +93,12 @@ def train(words: Words = None, dry_run: DryRun = False) -> None:
 
 
 @app.command()
-def sft(words: Words = None, dry_run: DryRun = False, check: Check = False) -> None:
+def sft(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False, check: Check = False) -> None:
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
     path, overrides = split_words(words)
-    config = load_sft_config(path, overrides)
+    config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
     config.require_training()
     console = _console()
     from rally.train import sft_run
@@ -109,12 +113,12 @@ def sft(words: Words = None, dry_run: DryRun = False, check: Check = False) -> N
 
 
 @app.command("eval")
-def evaluate(words: Words = None) -> None:
+def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
     """Validate a model on data.val_files, without training."""
     from rally.config import load_config
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
     console = _console()
     from rally.train.run import evaluate as run
 
@@ -212,17 +216,6 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     if stray:
         raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")
     return path, words
-
-
-def _console() -> RunConsole:
-    """The console, with the libraries' own progress bars and advice switched off: ours say what matters."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_DISABLE_PROGRESS_BARS", "1")
-    from rally.track import RunConsole
-
-    return RunConsole()
 
 
 def _progress(console: RunConsole) -> Any:

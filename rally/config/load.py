@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from rally.config.base import Root
 from rally.config.checks import CHECKS, SFT_CHECKS
 from rally.config.errors import ConfigError, sentence
+from rally.config.files import Document, Notes, Tree, first_line, over, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 from rally.redact import learn_tree
 
-Tree = dict[str, Any]
 C = TypeVar("C", bound=Root)
 
 
@@ -45,9 +45,11 @@ def _load(
     checks: Sequence[Callable[[C], Iterator[str]]],
 ) -> C:
     path, overrides, base = sources
-    layers = [_in_full(base or {}), *([_in_full(_read(Path(path)))] if path is not None else [])]
-    layers += _overrides(overrides)
+    document = read_document(Path(path)) if path is not None else Document([], Notes())
+    layers = [_in_full(base or {}), *map(_in_full, document.layers), *_overrides(overrides)]
     tree = _merged(layers, schema)
+    if unmet := document.notes.unmet(tree):
+        raise ConfigError(unmet)
     try:
         config = schema.model_validate(tree)
     except ValidationError as error:
@@ -59,25 +61,6 @@ def _load(
     if found:
         raise ConfigError(_unique(found))
     return config
-
-
-def _read(path: Path) -> Tree:
-    path = path.expanduser()
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; check the path of the configuration file.") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: this is not valid YAML ({error.problem or error.context}).") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}.") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a YAML file: {_first_line(error)}.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
-    return {str(key): value for key, value in tree.items()}
 
 
 def _overrides(texts: Sequence[str]) -> list[Tree]:
@@ -113,7 +96,7 @@ def _in_full(layer: Mapping[str, Any]) -> Tree:
     for key, nested in layer.items():
         for part in reversed(str(key).split(".")):
             nested = {part: nested}
-        full = _over(full, nested)
+        full = over(full, nested)
     rollout: Any = full
     for part in ("actor_rollout_ref", "rollout"):
         rollout = rollout.get(part) if isinstance(rollout, dict) else None
@@ -122,29 +105,21 @@ def _in_full(layer: Mapping[str, Any]) -> Tree:
     return full
 
 
-def _over(below: Any, above: Any) -> Any:
-    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
-    if not isinstance(above, dict):
-        return above
-    below = below if isinstance(below, dict) else {}
-    return below | {key: _over(below.get(key), value) for key, value in above.items()}
-
-
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
     """The layers as one tree; interpolations may name any key, also one that only has a default."""
-    written: Tree = functools.reduce(_over, layers)
+    written: Tree = functools.reduce(over, layers)
     learn_tree(written)
     # Wrapping five hundred defaults takes OmegaConf longer than all the rest, and only interpolations need them.
-    whole = _over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
+    whole = over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} is ???, which means it has to be set; give it a value.") from None
     except InterpolationResolutionError as error:
         hint = "interpolations name full keys such as ${data.seed}, and the environment is ${oc.env:HOME}"
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}; {hint}.") from None
+        raise ConfigError(f"{error.full_key}: {first_line(error)}; {hint}.") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {_first_line(error)}.") from None
+        raise ConfigError(f"{error.full_key}: {first_line(error)}.") from None
     tree: Tree = _as_written(resolved, written)
     return tree
 
@@ -183,7 +158,3 @@ def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
 
 def _unique(problems: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(problems))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rally.data.arithmetic import evaluate
+from rally.data.hub import download
 from rally.data.read import DataError, Row, read_rows
 from rally.types import Message
 
@@ -70,6 +71,7 @@ def build(source: Path | None, flavor: Flavor, split: Split, tool: Tool = "calc_
 def _rows(source: Path | None, flavor: Flavor, split: Split, tool: Tool) -> Iterator[Row]:
     for item in _items(source, split):
         extra: Row = {"split": split, "index": item.number, "question": item.question, "answer": item.answer}
+        extra["level"] = calculation_steps(item.answer)
         if flavor == "interaction":
             judged = {"query": item.question, "ground_truth": item.ground_truth}
             extra["interaction_kwargs"] = {"name": "gsm8k", **judged}
@@ -84,6 +86,11 @@ def _rows(source: Path | None, flavor: Flavor, split: Split, tool: Tool) -> Iter
             "reward_model": {"style": "rule", "ground_truth": item.ground_truth},
             "extra_info": extra,
         }
+
+
+def calculation_steps(answer: str) -> int:
+    """How many calculations the written solution takes: its notes, or its lines where it has none."""
+    return answer.count("<<") or len(_ANSWER.sub("", answer).strip().splitlines())
 
 
 def sft_rows(source: Path | None) -> Iterator[Row]:
@@ -104,7 +111,11 @@ def _prompt(question: str, tool: Tool | None) -> list[Message]:
 
 
 def _items(source: Path | None, split: Split) -> Iterator[_Item]:
-    for index, row in enumerate(_downloaded(split) if source is None else read_rows(_file(source, split))):
+    if source is None:
+        rows: Iterable[Row] = download("GSM8K", DATA_SOURCE, "main", split, "train.jsonl and test.jsonl")
+    else:
+        rows = read_rows(_file(source, split))
+    for index, row in enumerate(rows):
         question, answer = row.get("question"), row.get("answer")
         found = _ANSWER.search(answer) if isinstance(answer, str) else None
         if not isinstance(question, str) or not isinstance(answer, str) or found is None:
@@ -118,23 +129,6 @@ def _file(source: Path, split: Split) -> Path:
         if (source / name).is_file():
             return source / name
     raise DataError(f"{source} holds no GSM8K; it must have one of {', '.join(names)}")
-
-
-def _downloaded(split: Split) -> Iterable[Row]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            'downloading GSM8K needs the package datasets; run: pip install "rally-rl[hub]" (or name a source folder)'
-        ) from error
-    try:
-        rows: Iterable[Row] = datasets.load_dataset(DATA_SOURCE, "main", split=split)
-    except Exception as error:  # The download stack raises many unrelated types; the way out is always the same.
-        raise DataError(
-            f"GSM8K could not be downloaded ({type(error).__name__}: {error}); "
-            "check the network, or name a source folder that holds train.jsonl and test.jsonl"
-        ) from error
-    return rows
 
 
 def _solution(item: _Item) -> Iterator[Message]:

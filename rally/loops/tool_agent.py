@@ -57,16 +57,22 @@ class ToolAgentLoop(AgentLoopBase):
     async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
         reason: StopReason | None = None
         while reason is None:
-            try:
-                async with asyncio.timeout(self.context.turn_seconds(self.began)) as limit:
-                    reason, parsed = await self._assistant_turn(sampling_params)
-                    if parsed is not None:
-                        reason = await self._answer(parsed, reason)
-            except TimeoutError:
-                if not limit.expired():  # somebody else's timeout is a failure, not our deadline
-                    raise
-                reason = StopReason.DEADLINE
+            reason = await self._in_time(self._turn(sampling_params))
         return reason
+
+    async def _turn(self, sampling_params: dict[str, Any]) -> StopReason | None:
+        reason, parsed = await self._assistant_turn(sampling_params)
+        return reason if parsed is None else await self._answer(parsed, reason)
+
+    async def _in_time(self, turn: Coroutine[Any, Any, StopReason | None]) -> StopReason | None:
+        """What ended the turn, which may be that its time was up."""
+        try:
+            async with asyncio.timeout(self.context.turn_seconds(self.began)) as limit:
+                return await turn
+        except TimeoutError:
+            if not limit.expired():  # somebody else's timeout is a failure, not our deadline
+                raise
+            return StopReason.DEADLINE
 
     async def _answer(self, parsed: Parsed, limit: StopReason | None) -> StopReason | None:
         """What follows a turn: its tools' answers or the user's. A last answer that the limit of assistant turns lets

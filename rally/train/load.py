@@ -136,5 +136,10 @@ def _sentence(kind: str, path: str, problem: Exception) -> str:
     first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
-    hint = "give a folder, a hub name that can be reached, or a .gguf file as actor_rollout_ref.model.path"
+    fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
+    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as actor_rollout_ref.model.path"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and path[0] not in "./~" and not path.endswith(".gguf") and not Path(path).exists()

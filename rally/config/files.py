@@ -1,0 +1,140 @@
+"""A YAML file and the files it builds on become layers of one configuration, the deepest base first.
+
+Two top-level keys are about the file itself and never reach the schema. `base: train.yaml` names a file, found beside
+this one, whose keys are taken over unless this one says otherwise; a base may have a base. `recipe:` says what the file
+is for and what it needs. In every text `${here}` is the folder of the file it stands in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, ValidationError
+
+from rally.config.base import Section
+from rally.config.errors import ConfigError, sentence
+
+Tree = dict[str, Any]
+HERE = "${here}"
+
+
+class Notes(Section):
+    """What a recipe says about itself."""
+
+    about: str = ""
+    """One line."""
+    hardware: str = ""
+    needs: dict[str, str] = Field(default_factory=dict)
+    """A path that the run reads, and the command that makes it."""
+
+    def read_by(self, tree: Tree) -> dict[str, str]:
+        """Those of `needs` that a configuration really reads; overrides may have named other files."""
+        texts = list(_texts(tree))
+        return {
+            path: command
+            for path, command in self.needs.items()
+            if any(text == path or text.startswith(f"{path}/") for text in texts)
+        }
+
+    def unmet(self, tree: Tree) -> list[str]:
+        """One sentence for each path that the configuration reads and that is not there."""
+        missing = {path: command for path, command in self.read_by(tree).items() if not Path(path).exists()}
+        return [f"{path} does not exist; make it with: {command}" for path, command in missing.items()]
+
+
+class Document(NamedTuple):
+    layers: list[Tree]
+    notes: Notes
+
+    @property
+    def merged(self) -> Tree:
+        whole: Tree = functools.reduce(over, self.layers)
+        return whole
+
+
+def over(below: Any, above: Any) -> Any:
+    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
+    if not isinstance(above, dict):
+        return above
+    below = below if isinstance(below, dict) else {}
+    return below | {key: over(below.get(key), value) for key, value in above.items()}
+
+
+def read_document(path: Path) -> Document:
+    """The file below all it builds on; of its notes, what the file does not say its base does."""
+    chain = _chain(path.expanduser())
+    said = [_notes(tree.pop("recipe", None), path) for tree in chain]
+    merged = {key: value for notes in said for key, value in notes.model_dump(exclude_unset=True).items()}
+    needs = {need: command for notes in said for need, command in notes.needs.items()}
+    return Document(chain, Notes(**{**merged, "needs": needs}))
+
+
+def _notes(said: Any, path: Path) -> Notes:
+    try:
+        return Notes.model_validate(said)
+    except ValidationError as error:
+        known = tuple(Notes.keys())
+        problems = [f"{path}, recipe: {sentence(detail, known)}" for detail in error.errors(include_url=False)]
+        raise ConfigError(problems) from None
+
+
+def _chain(path: Path) -> list[Tree]:
+    chain: list[Tree] = []
+    seen: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        if following.resolve() in seen:
+            raise ConfigError(f"{path} builds on itself: {' -> '.join(f.name for f in (*seen, following))}.")
+        seen.append(following.resolve())
+        tree = _read(following)
+        base = tree.pop("base", None)
+        if not isinstance(base, str | None):
+            raise ConfigError(f"{following}: base must be the name of one YAML file, such as train.yaml, not {base!r}.")
+        chain.insert(0, tree)
+        following = following.parent / base if base else None
+    return chain
+
+
+def _read(path: Path) -> Tree:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; check the path of the configuration file.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: this is not valid YAML ({error.problem or error.context}).") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {first_line(error)}.") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
+    return {str(key): _placed(value, str(path.parent)) for key, value in tree.items()}
+
+
+def _placed(value: Any, folder: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _placed(below, folder) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_placed(item, folder) for item in value]
+    return value.replace(HERE, folder) if isinstance(value, str) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for below in value.values() if isinstance(value, dict) else value:
+            yield from _texts(below)
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error of a library, to be put into a sentence of ours."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,89 @@
+"""Each function writes the files that one recipe reads, whole, and says what it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rally.data import retool as retool_data
+from rally.data import search_r1 as search_data
+from rally.data import triage as triage_data
+from rally.data import write_rows
+from rally.data.commands import Written
+from rally.data.read import Row
+from rally.tools import ToolBox, ToolLimits, load_tools
+from rally.types import Task, ToolCall
+
+HABITS: dict[triage_data.Habit, float] = {"good": 0.2, "guess": 0.55, "prose": 0.2, "wrong_code": 0.05}
+
+
+class RetoolSizes(NamedTuple):
+    train: int
+    test: int
+    sft: int
+
+
+class TriageSizes(NamedTuple):
+    train: int
+    test: int
+    clean: int
+    mixed: int
+
+
+def search_r1(out: Path, source: Path | None, prompt_file: Path | None) -> list[Written]:
+    """train.parquet, test.parquet and corpus.jsonl."""
+    prompt = search_data.Prompt.read(prompt_file) if prompt_file else search_data.Prompt()
+    questions, passages = search_data.read_source(source)
+    return [
+        _write(out / "train.parquet", search_data.rows(questions, "train", prompt)),
+        _write(out / "test.parquet", search_data.rows(questions, "test", prompt)),
+        _write(out / "corpus.jsonl", passages),
+    ]
+
+
+def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
+    """train.parquet, test.parquet and sft.parquet; GSM8K joins what is trained on, AIME what is validated on."""
+    train = chain(retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(gsm8k, "train") if gsm8k else ())
+    test = chain(retool_data.rows(sizes.test, seed, "test"), retool_data.aime_rows(aime) if aime else ())
+    written = [_write(out / "train.parquet", train), _write(out / "test.parquet", test)]
+    if sizes.sft:
+        tools = ToolBox(load_tools({"tools": [{"name": retool_data.TOOL}]}), ToolLimits(max_response_chars=1024))
+        conversations = retool_data.sft_rows(sizes.sft, seed, lambda codes: run_codes(tools, codes), tools.schemas())
+        written.append(_write(out / "sft.parquet", conversations))
+    return written
+
+
+def triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
+    """train.parquet, test.parquet, articles.jsonl, sft.parquet, and words.txt for the tokenizer of a toy model."""
+    written = [
+        _write(out / "train.parquet", triage_data.rows(sizes.train, seed, "train")),
+        _write(out / "test.parquet", triage_data.rows(sizes.test, seed, "test")),
+        _write(out / "articles.jsonl", triage_data.articles(seed)),
+    ]
+    if sizes.clean + sizes.mixed:
+        conversations = triage_data.sft_rows(sizes.clean, sizes.mixed, HABITS, seed)
+        written.append(_write(out / "sft.parquet", conversations))
+    (out / "words.txt").write_text("\n".join(triage_data.WORDS), encoding="utf-8")
+    return [*written, Written(out / "words.txt", len(triage_data.WORDS))]
+
+
+def run_codes(tools: ToolBox, codes: Sequence[str]) -> list[str]:
+    """What the tool itself answers to each program, as an episode would read it."""
+    task = Task(id="sft", data_source=retool_data.DATA_SOURCE, prompt=({"role": "user", "content": "run"},))
+
+    async def run_all() -> list[str]:
+        session = tools.open(task, "sft")
+        try:
+            calls = [ToolCall(name=retool_data.TOOL, arguments={"code": code}) for code in codes]
+            return [result.response.text or "" for result in await session.run(calls)]
+        finally:
+            await session.close()
+
+    return asyncio.run(run_all())
+
+
+def _write(path: Path, rows: Iterable[Row | dict[str, Any]]) -> Written:
+    return Written(path, write_rows(rows, path))

@@ -1,0 +1,102 @@
+"""Every shipped recipe made small: its own YAML, with a tiny random model and a handful of its own rows."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rally.chat import tiny_tokenizer
+from rally.data import triage, write_rows
+from rally.data.commands import write_gsm8k, write_gsm8k_sft
+from rally.recipes import build
+from rally.retrieval import IndexSpec, build_index
+
+R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+MODELS = (
+    "models/triage",
+    *(
+        f"runs/rally/{n}/actor"
+        for n in ("gsm8k_tool_sft/checkpoints/global_step_40", "retool_sft/checkpoints/global_step_40")
+    ),
+    "runs/rally/triage_sft/checkpoints/global_step_220/actor",
+)
+SMALL_TRAIN = (
+    "actor_rollout_ref.model.path=models/tiny",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+    "data.train_batch_size=2",
+    "data.gen_batch_size=null",
+    "data.max_prompt_length=3000",
+    "data.max_response_length=48",
+    "data.val_max_samples=1",
+    f"{A}.ppo_mini_batch_size=2",
+    f"{R}.n=2",
+    f"{R}.max_num_seqs=8",
+    f"{R}.val_kwargs.n=1",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len=8",
+    "algorithm.filter_groups.max_num_gen_batches=0",
+    "critic.ppo_mini_batch_size=2",
+    "trainer.total_training_steps=2",
+    "trainer.critic_warmup=0",
+    "data.curriculum.grow_steps=1",
+    "reward.num_workers=1",
+)
+SMALL_SFT = (
+    "model.path=models/tiny",
+    "model.enable_gradient_checkpointing=false",
+    "data.train_batch_size=2",
+    "data.max_length=4000",
+    "trainer.total_training_steps=2",
+)
+
+
+def write_tiny_model(folder: Path) -> None:
+    tokenizer = tiny_tokenizer(triage.WORDS)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **sizes,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def passing(rows, total, label):  # type: ignore[no-untyped-def]
+    return rows
+
+
+def write_home(home: Path) -> Path:
+    """All that the recipes read, few rows of each, where their YAML look for it."""
+    write_tiny_model(home / "models" / "tiny")
+    for model in MODELS:
+        (home / model).mkdir(parents=True)
+    sums = [
+        {"question": f"What is {n} and {n}?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
+        for n in range(1, 9)
+    ]
+    for split in ("train", "test"):
+        write_rows(sums, home / "source" / f"{split}.jsonl")
+    write_gsm8k(home / "data" / "gsm8k", home / "source", "agent_loop", passing, "calculator")
+    write_gsm8k_sft(home / "data" / "gsm8k", home / "source", passing)
+    write_gsm8k(home / "data" / "gsm8k_interaction", home / "source", "interaction", passing)
+    build.triage(home / "data" / "triage", build.TriageSizes(8, 2, 8, 8), 0)
+    build.retool(home / "data" / "retool", build.RetoolSizes(8, 2, 8), None, None, 0)
+    _write_search(home)
+    return home
+
+
+def _write_search(home: Path) -> None:
+    questions = [{"id": f"q{n}", "question": f"Who is {n}?", "golden_answers": [f"Mr {n}"]} for n in range(30)]
+    passages = [{"id": str(n), "title": f"Person {n}", "text": f"{n} is Mr {n}."} for n in range(30)]
+    write_rows(questions, home / "hotpotqa" / "train.jsonl")
+    write_rows(passages, home / "hotpotqa" / "corpus.jsonl")
+    out = home / "data" / "search_r1"
+    build.search_r1(out, home / "hotpotqa", None)
+    build_index(out / "corpus.jsonl", out / "index", IndexSpec())

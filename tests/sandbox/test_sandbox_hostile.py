@@ -136,7 +136,7 @@ async def test_every_hostile_program_is_contained(host: Host) -> None:
         after = await sandbox.run(Program(code="import numpy; print(numpy.arange(3).sum())"))
         assert after.last.stdout == "3\n", "the sandbox still answers, with an interpreter nobody poisoned"
         assert sandbox._jail is jail, "and it is the same one"
-        assert len(await until_empty(jail.process.pid, quiet)) == quiet, "no process of any run is left"
+        assert len(await until_empty(jail.process.pid, quiet)) <= quiet, "no process of any run is left"
     assert not [line for line in processes().values() if "rally-hostile" in line and "pytest" not in line]
     assert Path("/proc/self/mountinfo").read_text() == mounts
     assert not {name for name in set(os.listdir("/dev/shm")) - files if "rally" in name}

@@ -23,7 +23,12 @@ from rally.types import Episode, SamplingParams, StopReason
 
 class Runner:
     async def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: Callable[[Episode], Awaitable[Episode]]
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        *,
+        finish: Callable[[Episode], Awaitable[Episode]],
+        timeout: float | None,
     ) -> list[Episode]:
         ended = [episode(j.episode_id, j.group, None, segment(random.Random(1), "ssssso")) for j in jobs]
         ended[0] = replace(ended[0], segments=(), stop_reason=StopReason.ERROR, error="it broke")

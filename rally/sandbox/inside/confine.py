@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 from typing import Literal
 
 from rally.sandbox.inside import calls, kernel, landlock
@@ -43,6 +44,7 @@ def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
         kernel.become_subreaper()
         return
     _map_ids(*outer_ids)
+    covered = [(folder, os.open(folder, os.O_PATH | os.O_DIRECTORY)) for folder in _python_below("/tmp", "/mnt")]
     # One tmpfs under all three, so that one size caps them together.
     kernel.mount_tmpfs("/tmp", order.caps.disk, order.caps.files)
     for name in ("tmp", "mnt", "shm"):
@@ -50,6 +52,12 @@ def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
     kernel.bind("/tmp/mnt", "/mnt")
     kernel.bind("/tmp/shm", "/dev/shm")
     kernel.bind("/tmp/tmp", "/tmp")
+    for folder, descriptor in covered:
+        os.makedirs(folder)
+        os.fchdir(descriptor)
+        kernel.bind(".", folder)
+        os.close(descriptor)
+    os.chdir("/")
     kernel.mount_proc()
     kernel.drop_capabilities()
     kernel.set_dumpable(False)
@@ -65,6 +73,12 @@ def confine(level: LevelName, order: Order, seconds: float | None) -> None:
         landlock.restrict(order.readable, (order.folder,))
     if level in _SOCKETS:
         calls.refuse_dangerous_calls(*_SOCKETS[level])
+
+
+def _python_below(*private: str) -> list[str]:
+    """The folders of this Python that lie where a program's own files will: they must be shown again above those."""
+    folders = sorted({os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix)})
+    return [folder for folder in folders if any(folder.startswith(f"{place}/") for place in private)]
 
 
 def _map_ids(uid: int, gid: int) -> None:

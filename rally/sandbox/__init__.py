@@ -1,6 +1,5 @@
 """Guarantees: code of a stranger runs behind walls that hold, within limits that hold, and leaves nothing behind."""
 
-from rally.sandbox.gate import Gate
 from rally.sandbox.languages import LANGUAGES, installed
 from rally.sandbox.levels import Isolation
 from rally.sandbox.program import CommandResult, Limits, Outcome, Program, SandboxError
@@ -8,7 +7,6 @@ from rally.sandbox.sandbox import Sandbox, SandboxSettings, Session, shared_sand
 
 __all__ = [
     "CommandResult",
-    "Gate",
     "Isolation",
     "LANGUAGES",
     "Limits",

@@ -50,7 +50,8 @@ class Sandbox:
         self.settings = settings or SandboxSettings()
         self._jail: Jail | None = None
         self._starting = threading.Lock()
-        self.gate = Gate(self.settings.max_concurrent or 2 * (os.cpu_count() or 1))
+        self.at_once = self.settings.max_concurrent or 2 * (os.cpu_count() or 1)
+        self.gate = Gate(self.at_once)
 
     async def __aenter__(self) -> Self:
         await self.start()

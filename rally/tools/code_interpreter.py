@@ -11,16 +11,16 @@ the metric `code_failed` counts it. With `stateful: true` variables live until t
 from __future__ import annotations
 
 import re
-import time
 from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rally.sandbox import Gate, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
+from rally.sandbox import Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.code_server import CodeServer
+from rally.tools.limits import CallLimits
 from rally.tools.schema import ToolConfigError
 from rally.types import ToolResponse
 
@@ -57,13 +57,15 @@ class CodeInterpreter(BaseTool[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(self.name, self.config)
-        self._gate = Gate(self.settings.at_once)
         self._sessions: dict[str, Session] = {}
         self._runner: CodeServer | Sandbox
+        at_once = self.settings.at_once
         if self.settings.url:
             self._runner = CodeServer(self.settings.url)
         else:
             self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation))
+            at_once = min(at_once, self._runner.at_once)  # who waits must not wait inside, where its deadline runs
+        self.limits = CallLimits(max_concurrency=at_once)
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         code = {"type": "string", "description": "The code. Print what you want to see."}
@@ -84,13 +86,9 @@ class CodeInterpreter(BaseTool[Any]):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
         program = self._program(parameters)
-        asked = time.perf_counter()
-        async with self._gate.open():
-            queued = time.perf_counter() - asked
-            outcome = await self._run(instance_id, program)
+        outcome = await self._run(instance_id, program)
         text = _told(outcome, program.timeout, self.settings)
-        metrics = {**outcome.metrics(), "queue_seconds": queued, "code_failed": not outcome.ok}
-        return ToolResponse(text=text), None, metrics
+        return ToolResponse(text=text), None, {**outcome.metrics(), "code_failed": not outcome.ok}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         session = self._sessions.pop(instance_id, None)

@@ -21,7 +21,7 @@ SHORTEST = 6
 # A variable OPENAI_KEY is a secret; a configuration's prompt_key names a column.
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(?i:token|(api|access|secret|private|auth)[_-]?key|secret|passw(or)?d|authorization|credentials?)$"
-    r"|^(?i:key)$|_KEY$"
+    r"|^(?i:key)$|_KEY$|-(?i:key)$"
 )
 _SCHEME = re.compile(r"(?:Bearer|Basic|Token)\s+(\S+)", re.IGNORECASE)
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import mcp_types as types
 
+from rally.redact import redact
 from rally.tools.base import BaseTool
 from rally.tools.calling import ToolTimeout
 from rally.tools.gate import Gate
@@ -61,7 +62,7 @@ class McpTool(BaseTool[Any]):
 
     def _told(self, result: types.CallToolResult, waited: float) -> tuple[ToolResponse, None, dict[str, Any]]:
         content = read_content(result)
-        text = self._lines.server.hide(content.response.text or "")
+        text = redact(content.response.text or "")
         if result.is_error:
             raise McpFailure(text.removeprefix("Error: ") or f"{self.name} failed and did not say why")
         metrics = {

@@ -7,8 +7,8 @@ The servers stand in a JSON file of the usual shape, `{"mcpServers": {name: serv
     {"url": "https://host/mcp", "headers": {...}, "auth_token_env": "TOKEN"}                     over streamable HTTP
 
 `"type": "sse"` asks for the older HTTP transport, `"disabled": true` leaves a server out. `${NAME}` is the environment
-variable of that name. Tokens, and whatever a variable, header or `env` entry with a telling name holds, are secrets:
-`Server.hide` takes them out of a text, and no repr shows them.
+variable of that name. Tokens, and whatever a variable, header or `env` entry with a telling name holds, are secrets
+that `redact` learns of, and no repr shows them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rally.redact import learn_environment, learn_tree, says_secret
 from rally.tools.arguments import from_pydantic
 from rally.tools.schema import ToolConfigError
 
 CLASS_NAMES = {"verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool"}
 """What such an entry may name as its class: the tools are Rally's own in any case."""
 
-SECRET_NAME = re.compile("token|key|secret|passw|auth|credential", re.IGNORECASE)
 
 Transport = Literal["stdio", "http", "sse"]
 SPELLINGS: dict[str, Transport] = {
@@ -69,14 +69,7 @@ class Server:
     cwd: str | None = None
     url: str = field(default="", repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
     startup_timeout: float = 60.0
-
-    def hide(self, text: str) -> str:
-        """The text without this server's secrets."""
-        for secret in sorted(self.secrets, key=len, reverse=True):  # one may be part of another
-            text = text.replace(secret, "***")
-        return text
 
 
 class _Written(BaseModel):
@@ -107,7 +100,7 @@ def read_settings(entry: Mapping[str, Any]) -> McpSettings:
     if entry.get("class_name", next(iter(CLASS_NAMES))) not in CLASS_NAMES:
         raise ToolConfigError("an entry of type mcp takes no class_name; the server's tools are used as they are")
     said: dict[str, Any] = {}
-    top = {key: value for key, value in entry.items() if key not in ("class_name", "config", "mcp")}
+    top = {key: value for key, value in entry.items() if key not in ("class_name", "config", "limits", "mcp")}
     for part in (top, entry.get("config") or {}, entry.get("mcp") or {}):
         if not isinstance(part, Mapping):
             raise ToolConfigError("config and mcp of an MCP entry must be mappings")
@@ -152,8 +145,8 @@ def _server(name: str, body: Any, path: Path, startup_timeout: float) -> Server 
     transport = _transport(written, where)
     token = environment.value(written.auth_token_env) if written.auth_token_env else written.auth_token
     headers = {**written.headers, **({"Authorization": f"Bearer {token}"} if token else {})}
-    named = [*environment.used.items(), *written.env.items(), *headers.items()]
-    secrets = {value for name, value in named if SECRET_NAME.search(name)} | ({token} if token else set())
+    learn_environment(name for name in environment.used if says_secret(name) or name == written.auth_token_env)
+    learn_tree({"env": written.env, "headers": headers, "token": token or ""})
     return Server(
         name=name,
         transport=transport,
@@ -163,7 +156,6 @@ def _server(name: str, body: Any, path: Path, startup_timeout: float) -> Server 
         cwd=written.cwd,
         url=written.url or "",
         headers=headers,
-        secrets=frozenset(secrets - {""}),
         startup_timeout=startup_timeout,
     )
 

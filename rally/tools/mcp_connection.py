@@ -19,6 +19,7 @@ from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from rally.redact import redact
 from rally.tools.arguments import BadArguments
 from rally.tools.mcp_config import Server
 from rally.tools.mcp_http import CUT_OFF, NOT_SENT, REFUSED, SESSION_UNKNOWN, McpHttpClient
@@ -100,7 +101,7 @@ class Connection:
         """Why there is no session any more."""
         words = self._stderr.text()
         said = f", and its last words were: {words}" if words else ""
-        return self.server.hide(f"the MCP server {self.server.name!r} is gone ({self._reason}{said})")
+        return redact(f"the MCP server {self.server.name!r} is gone ({self._reason}{said})")
 
     async def _hold(self) -> None:
         try:
@@ -129,7 +130,7 @@ class Connection:
 
     def _meaning(self, error: MCPError) -> RallyError:
         """What an error answer says about the call."""
-        name, words = self.server.name, self.server.hide(error.message.rstrip("."))
+        name, words = self.server.name, redact(error.message.rstrip("."))
         if error.code in (NOT_SENT, SESSION_UNKNOWN):
             self._reason = error.message
             return Unsent(self.ending())

@@ -24,6 +24,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from rally.redact import redact
 from rally.tools.arguments import BadArguments, from_pydantic
 from rally.tools.base import BaseTool
+from rally.tools.calling import ToolTimeout
 from rally.tools.limits import CallLimits
 from rally.tools.schema import ToolConfigError
 from rally.tools.search_sources import InProcess, SearchError, SearchSource, Service
@@ -106,8 +107,9 @@ class SearchTool(BaseTool[Any]):
             async with asyncio.timeout(self._settings.default_timeout):
                 found = await self._source.search(queries, self._settings.topk, problems)
         except TimeoutError:
+            kind = SearchError if problems else ToolTimeout
             problems.append(f"no answer within {self._settings.default_timeout:g} seconds")
-            raise SearchError(f"the search failed ({'; '.join(dict.fromkeys(problems))}); search again later") from None
+            raise kind(f"the search failed ({'; '.join(dict.fromkeys(problems))}); search again later") from None
         except SearchError as error:
             problems.append(str(error))
             raise

@@ -292,11 +292,13 @@ async def test_secrets_are_told_to_nobody(
     monkeypatch.setenv("MY_PLACE", "Paris")
     box = opened(mcp_servers_config_path=servers(drill={"KEY": "${MY_KEY}", "PLACE": "${MY_PLACE}"}))
     told = [(await ask(box, tool, "s3cret-key")).response.text for tool in ("echo", "refuse", "die", "echo")]
-    assert told[0] == "echo *** ***", "the server has the key, and says it"
-    assert (await ask(box, "echo", "Paris")).response.text == "echo Paris ***", "not all that is set is secret"
+    assert told[0] == "echo ${oc.env:MY_KEY} ${oc.env:MY_KEY}", "the server has the key, and says it"
+    assert (await ask(box, "echo", "Paris")).response.text == "echo Paris ${oc.env:MY_KEY}", (
+        "not all that is set is secret"
+    )
     tools = [box._callers[name].tool for name in box.names]
     assert "s3cret" not in repr((told, [vars(tool) for tool in tools], [vars(tool._lines) for tool in tools]))
-    assert "disk full ***" in caplog.text
+    assert "disk full ${oc.env:MY_KEY}" in caplog.text
     assert "s3cret" not in caplog.text
 
 

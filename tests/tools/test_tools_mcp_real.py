@@ -137,5 +137,5 @@ def test_everything_over_stdio_one_session_for_each_episode(everything: str, mon
 
     with closing(toolbox(server, session="episode", tool_selected_list=["get-env"])) as box:
         environment = json.loads(asyncio.run(episode()).response.text or "")
-        assert environment["KEY"] == "***"
+        assert environment["KEY"] == "${oc.env:MY_KEY}"
         assert "PYTHONPATH" not in environment, "a server inherits no more than it needs"

@@ -105,9 +105,10 @@ class Follower:
         if b"\n" in data and self.heard is None:
             try:
                 word = json.loads(self._word.kept.partition(b"\n")[0])
-            except ValueError:
+            except (ValueError, RecursionError):
                 word = None
-            self.heard = word if isinstance(word, dict) else {}
+            told = isinstance(word, dict) and isinstance(word.get("code", 0), int)
+            self.heard = word if told else {}
 
     def _hung_up(self, data: bytes) -> None:
         raise HostGone("the host hung up")

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import signal
+import site
 import socket
 import sys
 from contextlib import suppress
@@ -39,7 +40,8 @@ def main() -> None:
 
 
 def serve(level: LevelName, control: socket.socket) -> None:
-    path = [entry for entry in sys.path if entry and entry != os.environ.get("PYTHONPATH")]
+    ours = {os.environ.get("PYTHONPATH"), ""} - set(site.getsitepackages())  # where we are installed others are too
+    path = [entry for entry in sys.path if entry not in ours]
     del os.environ["PYTHONPATH"]
     ids = os.getuid(), os.getgid()
     while True:

@@ -17,7 +17,7 @@ Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
 def retrieval(
     index: Annotated[Path, typer.Argument(help="A folder written by `rally data index`.")],
     host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_RETRIEVAL_TOKEN set.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where clients ask.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8000,
     topk: Annotated[int, typer.Option(help="Hits per query when the client names no number.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Where a dense index is searched: cpu, cuda, cuda:1.")] = "cpu",
 ) -> None:
@@ -41,22 +41,25 @@ def retrieval(
 @app.command()
 def sandbox(
     host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_SANDBOX_TOKEN set.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where clients ask.", min=0, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8080,
     isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
     memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
-    max_concurrent: Annotated[int | None, typer.Option(help="Executions at once; default twice the cores.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="At once; default twice the cores.", min=1)] = None,
 ) -> None:
     """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
-    from rally.sandbox import Limits, SandboxSettings
+    from rally.sandbox import Limits, Sandbox, SandboxSettings
     from rally.services.serving import check_exposure, serve
 
     token = check_exposure(host, "RALLY_SANDBOX_TOKEN")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
 
+    running = Sandbox(settings)
+    running.start_now()  # what cannot be isolated here is told before anything listens
+
     def create() -> object:
         from rally.services.sandbox import create_app
 
-        return create_app(settings, token)
+        return create_app(running, token)
 
     serve(create, host, port, log_level="info")

@@ -11,7 +11,6 @@ null, 0 or absent is the server's own. A document is the line of the corpus, who
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -22,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rally.retrieval import Batcher, Found, Overloaded, SearchIndex
+from rally.services.serving import carries
 
 MAX_TOPK = 1000
 
@@ -43,7 +43,7 @@ class _Service:
     def __init__(self, index: SearchIndex, topk: int, token: str | None) -> None:
         self._index = index
         self._topk = topk
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = token
         self._batcher = Batcher(index)
 
     @asynccontextmanager
@@ -68,9 +68,7 @@ class _Service:
         return JSONResponse(facts)
 
     def _may_ask(self, request: Request) -> bool:
-        # Headers are bytes that Starlette reads as Latin-1; a token is UTF-8.
-        said = request.headers.get("Authorization", "").encode("latin-1")
-        return self._expected is None or hmac.compare_digest(said, self._expected)
+        return carries(self._token, request.headers.get("Authorization", ""))
 
 
 def answer(found: Sequence[Sequence[Found]], scores: bool) -> bytes:

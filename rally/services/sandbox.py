@@ -8,8 +8,6 @@ protocol's fields: which isolation held, what was cut, why a program was ended.
 from __future__ import annotations
 
 import base64
-import binascii
-import hmac
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +17,8 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError, SandboxSettings
+from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError
+from rally.services.serving import carries
 from rally.types import RallyError
 
 MAX_TIMEOUT = 3600.0
@@ -91,9 +90,9 @@ class RunCodeResponse(BaseModel):
         )
 
 
-def create_app(settings: SandboxSettings | None = None, token: str | None = None) -> FastAPI:
+def create_app(sandbox: Sandbox | None = None, token: str | None = None) -> FastAPI:
     """The server as an ASGI application; with a token, every request must carry it as `Authorization: Bearer`."""
-    sandbox = Sandbox(settings)
+    sandbox = sandbox or Sandbox()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -101,8 +100,7 @@ def create_app(settings: SandboxSettings | None = None, token: str | None = None
             yield
 
     async def authorised(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+        if not carries(token, request.headers.get("authorization", "")):
             raise HTTPException(401, "give the server's token as the header Authorization: Bearer TOKEN")
 
     app = FastAPI(title="Rally sandbox", lifespan=lifespan, dependencies=[Depends(authorised)])
@@ -128,5 +126,5 @@ def create_app(settings: SandboxSettings | None = None, token: str | None = None
 def _decoded(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error:
+    except ValueError:  # binascii.Error is one
         raise RallyError(f"the file {name!r} must be given as base64") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -23,6 +24,12 @@ def check_exposure(host: str, variable: str) -> str | None:
             "on 127.0.0.1"
         )
     return token
+
+
+def carries(token: str | None, header: str) -> bool:
+    """Whether an Authorization header carries the token, if there is one. Servers read headers as Latin-1; a token is
+    UTF-8."""
+    return token is None or hmac.compare_digest(header.encode("latin-1"), f"Bearer {token}".encode())
 
 
 def serve(create: Callable[[], Any], host: str, port: int, log_level: str = "warning") -> None:

@@ -41,16 +41,18 @@ def recipes() -> None:
 @app.command("toy-model")
 def toy_model(
     out: Out,
-    words: Annotated[Path | None, typer.Option(help="A text file; each of its lines becomes one token.")] = None,
+    words: Annotated[
+        Path | None, typer.Option(help="A text file; each of its lines becomes one token.", exists=True, dir_okay=False)
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Make the demo's small model with random weights, for recipes that train on a CPU from nothing."""
     console = quiet_console()
     from rally.chat import tiny_tokenizer
-    from rally.demo import make_model
+    from rally.train.course import small_model
 
     tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
-    make_model(tokenizer, seed).save_pretrained(out)
+    small_model(tokenizer, seed).save_pretrained(out)
     tokenizer.save_pretrained(out)
     console.note(f"a model with random weights is in {out}")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -222,9 +221,12 @@ def _message(result: ToolResult) -> Message:
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     """Await `work` even when the episode is being cancelled: what was opened must be closed."""
     closing = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(closing)
-    except asyncio.CancelledError:
-        with suppress(asyncio.CancelledError):
-            await closing
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not closing.done():
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError as again:
+            cancelled = again
+    if cancelled is not None:
+        raise cancelled
+    closing.result()

@@ -59,8 +59,8 @@ _POOLING_NAMES: dict[Any, Pooling] = {"cls": "cls", "mean": "mean", "max": "max"
 
 def recipe_for(model: str, said: Mapping[str, Any]) -> Recipe:
     """The recipe of a folder or of a model on the Hugging Face hub; `said` is what the user gives, or None."""
-    found = _from_files(model, _of_family(model))
-    return replace(found, **{name: value for name, value in said.items() if value is not None})
+    given = {name: value for name, value in said.items() if value is not None}
+    return replace(_from_files(model, _of_family(model), given.get("pooling")), **given)
 
 
 def _of_family(model: str) -> Recipe:
@@ -68,7 +68,8 @@ def _of_family(model: str) -> Recipe:
     return next((recipe for pattern, recipe in _FAMILIES if re.search(pattern, name)), Recipe())
 
 
-def _from_files(model: str, recipe: Recipe) -> Recipe:
+def _from_files(model: str, recipe: Recipe, pooling: Pooling | None) -> Recipe:
+    """What the encoder's own files say; a `pooling` that the user gives is not looked up."""
     modules = _read(model, "modules.json")
     if modules is None:
         return recipe
@@ -78,7 +79,7 @@ def _from_files(model: str, recipe: Recipe) -> Recipe:
         raise RetrievalError(f"the encoder {model} has a {extra[0]} layer after pooling, which is not supported")
     settings = _read(model, "config_sentence_transformers.json") or {}
     recipe = replace(recipe, normalize="Normalize" in by_kind or not _by_dot_product(model, settings))
-    if "Pooling" in by_kind:
+    if "Pooling" in by_kind and pooling is None:
         recipe = replace(recipe, pooling=_pooling(model, f"{by_kind['Pooling'].get('path', '1_Pooling')}/config.json"))
     prompts = settings.get("prompts") or {}
     if prompts.get("query"):

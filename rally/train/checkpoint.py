@@ -127,6 +127,10 @@ class CheckpointStore:
         if self._background:
             self._background.wait()
 
+    def _saved(self) -> list[Path]:
+        """What bears the name of a checkpoint, oldest first; a user's copy under another name is not ours to touch."""
+        return sorted((p for p in self.folder.glob("global_step_*") if _STEP.fullmatch(p.name)), key=_step_of)
+
     def _place(self, step: int) -> Path:
         return self.folder / f"global_step_{step}"
 
@@ -159,7 +163,7 @@ class CheckpointStore:
             shutil.rmtree(torn)
         for old in self.folder.glob(".dropping_*"):
             shutil.rmtree(old)
-        for path in sorted(self.folder.glob("global_step_*"), key=_step_of, reverse=True):
+        for path in reversed(self._saved()):
             problem = damage(path)
             if problem is None:
                 return Checkpoint(path, _step_of(path))
@@ -168,7 +172,7 @@ class CheckpointStore:
 
     def supersede_after(self, step: int) -> list[Path]:
         """Rename whole checkpoints of later steps, so that no later `latest` finds them; returns their new places."""
-        later = [p for p in self.folder.glob("global_step_*") if _step_of(p) > step and damage(p) is None]
+        later = [p for p in self._saved() if _step_of(p) > step and damage(p) is None]
         places = []
         for path in later:
             place = path.with_name(f"superseded_{path.name}")
@@ -178,7 +182,7 @@ class CheckpointStore:
 
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
-        paths = sorted(self.folder.glob("global_step_*"), key=_step_of)
+        paths = self._saved()
         whole = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
         if self.keep is not None:
             for old in whole[: -self.keep]:  # renamed first: a kill in between must not leave half of one

@@ -97,7 +97,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """A folder that PEFT and vLLM load; `weights` are `adapter_weights` of this or an earlier moment."""
+    """A folder in PEFT's layout; `weights` are `adapter_weights` of this or an earlier moment."""
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[NAME].save_pretrained(folder)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS, {"format": "pt"})

@@ -109,6 +109,11 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
             f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "
             "raise trainer.total_training_steps or total_epochs, or use another trainer.experiment_name"
         )
+    if config.needs_critic and config.trainer.critic_warmup >= steps:
+        raise RunError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves no step of {steps} to train the policy in; "
+            "make it smaller"
+        )
     folder.save_config(config.to_yaml())
     folder.save_versions()
     rewind(folder, store, checkpoint, console)
@@ -267,6 +272,7 @@ def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
     folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
+    folder.rewind(-1)  # an earlier evaluation is another one: its numbers must not be read with these
     folder.save_config(config.to_yaml())
     folder.save_versions()
     store = CheckpointStore(config.run_dir / "checkpoints", warn=console.note)

@@ -66,8 +66,6 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
     folder = RunFolder(config.run_dir).create()
-    folder.save_config(config.to_yaml())
-    folder.save_versions()
     store = CheckpointStore(
         config.run_dir / "checkpoints",
         keep=config.trainer.max_ckpt_to_keep,
@@ -78,6 +76,8 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
     policy = _policy(config, steps, start)
     rewind(folder, store, start, console)
     run = SftRun(

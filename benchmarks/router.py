@@ -202,14 +202,14 @@ class Simulation:
         self.check_health()
         self.dispatch()
         while self.unfinished:
-            machine = min(self.machines.values(), key=Machine.next_finish)
-            if self.events and self.events[0][0] <= machine.next_finish():
+            finish, machine = min((m.next_finish(), m.name) for m in self.machines.values())
+            if self.events and self.events[0][0] <= finish:
                 moment, _, happen = heapq.heappop(self.events)
                 self.pass_time(moment)
                 happen()
             else:
-                self.pass_time(machine.next_finish())
-                self.finish(machine)
+                self.pass_time(finish)
+                self.finish(self.machines[machine])
             self.dispatch()
         return Outcome(
             seconds=self.now,

@@ -1,8 +1,9 @@
-"""`rally serve ...`: the servers that tools, rewards and other engines ask, each a thin command that runs until stopped."""
+"""`rally serve ...`: the servers that tools, rewards and routers ask, each a thin command that runs until stopped."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -123,9 +124,13 @@ def _served(
 
     get_format(tool_format)  # a name that does not exist is told now, and not to the first client
     tokenizer = load_tokenizer(path)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
     ends = getattr(module.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
     return Served(
-        engine=EmbeddedEngine(module, settings, decode=tokenizer.decode),
+        engine=EmbeddedEngine(module, settings, decode=decode),
         tokenizer=tokenizer,
         name=name,
         tool_format=tool_format,

@@ -1,7 +1,8 @@
 """One server as the router sees it: what it has in flight, whether it is trusted, and until when it wants nothing.
 
 A circuit breaker with three states. `closed`: it is given requests. `open`: after several failures in a row it is given
-none. `half_open`: after a pause and a good health check it is given one request; what becomes of that decides.
+none. `half_open`: after a pause and a good health check it is given one request, and with every further check that it
+passes twice as many; the first to be answered closes the circuit, the first to fail opens it again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Ticket:
     server: str | None = None
     tried: set[str] = field(default_factory=set)
     failures: int = 0
-    probe: bool = False  # the one request that a half-open server is given
+    probe: bool = False  # given to a half-open server
 
 
 @dataclass(eq=False)
@@ -64,7 +65,8 @@ class Standing:
     open_until: float = 0.0
     refusals: int = 0  # in a row
     quiet_until: float = 0.0
-    probing: bool = False
+    probes: int = 0  # in flight while half open
+    allowance: int = 1  # the most of them
 
     @property
     def load(self) -> int:
@@ -77,25 +79,24 @@ class Standing:
     def has_room(self, now: float) -> bool:
         if not self.usable or now < self.quiet_until or self.in_flight >= self.settings.max_in_flight:
             return False
-        return self.circuit is Circuit.CLOSED or not self.probing
+        return self.circuit is Circuit.CLOSED or self.probes < self.allowance
 
     def take(self, ticket: Ticket) -> None:
         self.in_flight += 1
         ticket.server = self.name
-        ticket.probe = self.probing = self.circuit is Circuit.HALF_OPEN
+        ticket.probe = self.circuit is Circuit.HALF_OPEN
+        self.probes += ticket.probe
 
     def release(self, ticket: Ticket) -> None:
         assert ticket.server == self.name and self.in_flight > 0, "a ticket is given back where it was taken"
         self.in_flight -= 1
-        if ticket.probe:
-            self.probing = ticket.probe = False
-        ticket.server = None
+        self.probes -= ticket.probe
+        ticket.server, ticket.probe = None, False
 
     def answered(self) -> None:
         """It did what it was asked: whatever was held against it is forgotten."""
         self.circuit = Circuit.CLOSED
         self.failures = self.openings = self.refusals = 0
-        self.probing = False
 
     def failed(self, now: float) -> bool:
         """Whether this failure opened the circuit."""
@@ -120,6 +121,8 @@ class Standing:
         """A health check came back; returns whether it opened the circuit."""
         if not ok:
             return self.failed(now)
-        if self.circuit is Circuit.OPEN and now >= self.open_until:
-            self.circuit = Circuit.HALF_OPEN
+        if self.circuit is Circuit.HALF_OPEN:
+            self.allowance *= 2
+        elif self.circuit is Circuit.OPEN and now >= self.open_until:
+            self.circuit, self.allowance = Circuit.HALF_OPEN, 1
         return False

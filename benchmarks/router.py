@@ -3,8 +3,9 @@
     python -m benchmarks.router [--episodes 10000] [--servers 8] [--at-once 1024] [--seed 0]
 
 No time passes: `Board` is driven by the events of a model in which a server's step takes longer the more requests share
-it, and a prompt that is not in a server's cache must be computed. Load is the work a server did; ideal is the mean of
-those that lived all the time. The other rows are what people do without such a router.
+it, and a prompt that is not in a server's cache must be computed. Imbalance is how far the work of one server is from
+the mean of those that lived all the time; crowding is the most in flight at one server over the mean, averaged over
+time. The other rows are what people do without such a router.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rally.engines.board import Board
-from rally.engines.standing import RouterSettings, Ticket
+from rally.engines.standing import RouterSettings, Standing, Ticket
 
 STEP, STEP_PER_REQUEST = 0.008, 0.00008  # seconds of one step, and what each request in it adds
 PREFILL = 1 / 60  # of a step's share, for each prompt token that was not cached
@@ -228,7 +229,7 @@ class Simulation:
 class Hashed(Board):
     """What many do: the session's name decides, whatever the servers have to do."""
 
-    def _emptiest(self, ticket, now):  # type: ignore[no-untyped-def]
+    def _emptiest(self, ticket: Ticket, now: float) -> Standing | None:
         usable = [s for s in self.servers.values() if s.usable]
         return usable[zlib.crc32(str(ticket.session).encode()) % len(usable)]
 

@@ -169,6 +169,7 @@ async def test_servers_come_and_go_while_requests_run() -> None:
     new = Fake("new")
     made.add(new)
     removal = asyncio.create_task(made.remove("old"))
+    await asyncio.sleep(0.01)
     await made.generate([1], PARAMS)
     assert len(new.seeds) == 1 and not removal.done() and not old.closed, "it finishes what it has"
     with pytest.raises(EngineError, match="no server 'old' to remove"):

@@ -90,7 +90,9 @@ class CompletionRequest(SamplingRequest):
     def prompts(self) -> list[str] | list[list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if not self.prompt:
+            raise Refused(400, "an empty prompt cannot be continued; give at least one token", param="prompt")
+        if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 

@@ -166,6 +166,8 @@ def test_a_streamed_answer_is_the_whole_one(client: openai.OpenAI, temperature: 
         ({"temperature": -1}, openai.BadRequestError, "temperature must be 0"),
         ({"prompt": [5000]}, openai.BadRequestError, "outside the model's vocabulary"),
         ({"prompt": {}}, openai.BadRequestError, "prompt"),
+        ({"prompt": []}, openai.BadRequestError, "an empty prompt"),
+        ({"prompt": ""}, openai.BadRequestError, "an empty prompt"),
         ({"max_tokens": 5000, "stream": True}, openai.BadRequestError, "ask for at most 984 new tokens"),
     ],
 )

@@ -1,16 +1,25 @@
-"""`rally serve ...`: the servers that agents' tools ask, each a thin command that runs until it is stopped."""
+"""`rally serve ...`: the servers that tools, rewards and routers ask, each a thin command that runs until stopped."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Run a service that tools ask.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rally.engines import EngineSettings
+    from rally.services.desk import Served
+
+app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
 Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
 
 @app.command()
@@ -63,3 +72,71 @@ def sandbox(
         return create_app(running, token)
 
     serve(create, host, port, log_level="info")
+
+
+@app.command()
+def engine(
+    model: Annotated[str, typer.Argument(help="A folder, a name on the hub, or a .gguf file.")],
+    host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_ENGINE_TOKEN set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=0, max=65535)] = 8100,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default MODEL.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU that has it.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a whole history; default the model's limit, at most 4096.", min=2)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 64,
+    max_requests: Annotated[int, typer.Option(help="Running and waiting; more are told to come later.", min=1)] = 1024,
+    memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
+    tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+) -> None:
+    """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
+    from rally.engines import EngineSettings
+    from rally.services.serving import check_exposure, serve
+    from rally.track import RunConsole
+    from rally.train.load import load_model, pick_device
+
+    token = check_exposure(host, "RALLY_ENGINE_TOKEN")
+    module = load_model(model, device=pick_device(device), dtype=dtype)
+    limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
+    settings = EngineSettings(
+        max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
+        max_num_seqs=max_num_seqs,
+        memory_share=memory,
+        seed=seed,
+    )
+
+    def create() -> object:
+        from rally.services.engine import create_app
+
+        served = _served(module, model, settings, name or model, tool_format, max_requests)
+        RunConsole().note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
+        return create_app(served, token)
+
+    serve(create, host, port)
+
+
+def _served(
+    module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
+) -> Served:
+    from rally.chat import get_format
+    from rally.engines import EmbeddedEngine
+    from rally.services.desk import Served
+    from rally.train.load import load_tokenizer
+
+    get_format(tool_format)  # a name that does not exist is told now, and not to the first client
+    tokenizer = load_tokenizer(path)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    ends = getattr(module.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    return Served(
+        engine=EmbeddedEngine(module, settings, decode=decode),
+        tokenizer=tokenizer,
+        name=name,
+        tool_format=tool_format,
+        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        max_requests=max_requests,
+    )

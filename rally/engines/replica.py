@@ -35,7 +35,7 @@ class Replica(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Whether it answers now; never raises."""
+        """Whether it answers now, and with the weights it should have; never raises."""
         ...
 
     async def close(self) -> None:

@@ -23,14 +23,18 @@ from rally.engines.base import EngineError
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.slots import Sampled
 from rally.types import Generation, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
 LOOP_TURNS = 16  # from a result to the next request, tools that answer at once included, an event loop takes about 8
 MOST_REST = 0.25  # seconds; callers busy for longer are not waited for
 
+OnTokens = Callable[[Sampled], None]
+"""Is told, in the caller's event loop, what was sampled since it was last told; the rest is in the Generation."""
+
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
-_Arrival = tuple[Sequence[int], SamplingParams, _Waiter]
+_Arrival = tuple[Sequence[int], SamplingParams, _Waiter, OnTokens | None]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
 
 
@@ -48,6 +52,7 @@ class EmbeddedEngine:
     ) -> None:
         self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode)
         self._waiters: dict[Request, _Waiter] = {}
+        self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and how many tokens they were told
         self._lock = threading.Lock()  # guards the core; held for one step at a time
         self._arrivals: list[_Arrival] = []
         self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead
@@ -69,8 +74,18 @@ class EmbeddedEngine:
     def max_model_len(self) -> int:
         return self.core.settings.max_model_len
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, if something did."""
+        return self._failure
+
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
@@ -79,7 +94,7 @@ class EmbeddedEngine:
                 raise EngineError(f"the engine has stopped because a step failed: {self._failure}") from self._failure
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
-            self._arrivals.append((list(map(operator.index, prompt_ids)), params, (loop, future)))
+            self._arrivals.append((list(map(operator.index, prompt_ids)), params, (loop, future), on_tokens))
             self._asking[future] = session or ""
             self._wake.notify()
         try:
@@ -145,6 +160,7 @@ class EmbeddedEngine:
                     began = time.perf_counter()
                     finished = self.core.step()
                     seconds = time.perf_counter() - began
+                    self._report()
                     self._deliver(finished)
             except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to those who wait
                 self._fail(failure)
@@ -176,7 +192,7 @@ class EmbeddedEngine:
         spends its time in torch, outside the lock, and does not wait.
         """
         with self._wake:
-            loops = self._told | {loop for _, _, (loop, _) in self._arrivals}
+            loops = self._told | {loop for _, _, (loop, _), _ in self._arrivals}
         self._told = set()
         for loop in loops:
             at_rest = threading.Event()
@@ -190,9 +206,12 @@ class EmbeddedEngine:
             departures, self._departures = self._departures, []
             if self._lockstep:
                 arrivals.sort(key=lambda arrival: self._asking.get(arrival[2][1], ""))
-        for prompt_ids, params, (loop, future) in arrivals:
+        for prompt_ids, params, (loop, future), on_tokens in arrivals:
             try:
-                self._waiters[self.core.add(prompt_ids, params)] = (loop, future)
+                request = self.core.add(prompt_ids, params)
+                self._waiters[request] = (loop, future)
+                if on_tokens is not None:
+                    self._listeners[request] = (on_tokens, 0)
             except Exception as refusal:  # noqa: BLE001 - whatever a request holds, its own caller alone is told
                 self._answered([future])
                 _tell(loop, [(future, refusal)])
@@ -200,12 +219,21 @@ class EmbeddedEngine:
         self.core.abort(gone)
         for request in gone:
             del self._waiters[request]
+            self._listeners.pop(request, None)
+
+    def _report(self) -> None:
+        for request, (on_tokens, told) in self._listeners.items():
+            if request.slot >= 0 and (new := self.core.slots.sampled(request, told)).ids:
+                self._listeners[request] = (on_tokens, told + len(new.ids))
+                with suppress(RuntimeError):  # an event loop that has been closed listens no more
+                    self._waiters[request][0].call_soon_threadsafe(on_tokens, new)
 
     def _deliver(self, requests: Sequence[Request]) -> None:
         """Hand results over, one wake-up per event loop however many finished."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
         for request in requests:
             loop, future = self._waiters.pop(request)
+            self._listeners.pop(request, None)
             by_loop.setdefault(loop, []).append((future, request.result()))
         for loop, results in by_loop.items():
             self._answered([future for future, _ in results])
@@ -221,7 +249,7 @@ class EmbeddedEngine:
         with self._wake:
             self._closed, self._failure = True, failure
             self._asking.clear()
-            waiting = [waiter for _, _, waiter in self._arrivals] + list(self._waiters.values())
+            waiting = [waiter for _, _, waiter, _ in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
             _tell(loop, [(future, failure)])
 

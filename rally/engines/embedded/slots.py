@@ -9,6 +9,8 @@ Arrays are indexed [slot] or [slot, position]; P is the width of the page table.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,13 @@ from rally.engines.embedded.request import Request
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+
+class Sampled(NamedTuple):
+    """Tokens in a row, and their logprobs."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 class Slots:
@@ -115,3 +124,8 @@ class Slots:
     def history(self, request: Request) -> list[int]:
         """The tokens of a running request that were read back."""
         return self.ids[request.slot, : self.known[request.slot]].tolist()  # type: ignore[no-any-return]
+
+    def sampled(self, request: Request, start: int) -> Sampled:
+        """What a running request sampled after its first `start` tokens, as far as it was read back."""
+        new = slice(request.prompt_len + start, int(self.known[request.slot]))
+        return Sampled(self.ids[request.slot, new].tolist(), self.logprobs[request.slot, new].tolist())

@@ -1,0 +1,133 @@
+"""An embedded engine over HTTP: our token protocol for other Rally processes, OpenAI's for everybody else.
+
+    POST /generate, GET /health                              as told in rally/engines/rally_replica.py
+    POST /v1/completions, /v1/chat/completions, GET /v1/models     as OpenAI's
+    GET  /metrics                                            as Prometheus reads it
+
+Guarantees: ids in are the ids that are continued, ids out are the ids that were sampled, with their logprobs; a request
+whose client has gone is cancelled; every refusal has OpenAI's shape. With a token, everything but `/health` wants it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rally.engines.exposition import CONTENT_TYPE, exposition
+from rally.engines.rally_replica import generation_to_wire
+from rally.services.desk import Ask, ClientGone, Desk, Refused, Served, unless_gone
+from rally.services.openai_api import OpenAI, error_body
+from rally.types import RallyError, SamplingParams
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_ids: list[int]
+    sampling: dict[str, Any] = {}
+    session: str | None = None
+
+
+def create_app(served: Served, token: str | None = None) -> Starlette:
+    """The server as an ASGI application. The engine is closed when the server stops."""
+    service = _Service(served)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await served.engine.close()
+
+    return Starlette(
+        routes=[
+            Route("/generate", service.generate, methods=["POST"]),
+            Route("/health", service.health),
+            Route("/metrics", service.metrics),
+            *OpenAI(service.desk).routes,
+        ],
+        lifespan=lifespan,
+        middleware=[Middleware(_TokenGate, token=token)],
+        exception_handlers={
+            RallyError: _refuse,
+            ValidationError: _refuse_malformed,
+            HTTPException: _refuse_http,
+            ClientGone: _nobody_listens,
+            Exception: _fail,
+        },
+    )
+
+
+class _Service:
+    def __init__(self, served: Served) -> None:
+        self.desk = Desk(served)
+        self._served = served
+
+    async def generate(self, request: Request) -> Response:
+        asked = GenerateRequest.model_validate_json(await request.body())
+        ask = Ask(asked.prompt_ids, SamplingParams.of(asked.sampling))
+        return JSONResponse(generation_to_wire(await unless_gone(request, self.desk.generate(ask))))
+
+    async def health(self, request: Request) -> Response:
+        engine = self._served.engine
+        if engine.failure is not None:
+            raise Refused(500, f"the engine has stopped because a step failed: {engine.failure}", code="engine_stopped")
+        facts = {"status": "ok", "model": self._served.name, "weight_version": engine.weight_version}
+        return JSONResponse(facts | {"max_model_len": engine.max_model_len})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(exposition(self.desk.metrics()), headers={"Content-Type": CONTENT_TYPE})
+
+
+class _TokenGate:
+    """Turns away who does not know the token; whether the server lives, anybody may ask."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._expected is not None and scope["path"] != "/health":
+            said = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(said, self._expected):
+                refusal = Refused(401, "this server wants its token as the API key", code="invalid_api_key")
+                await _refuse(Request(scope), refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RallyError)
+    status = error.status if isinstance(error, Refused) else 400
+    pause = error.retry_after if isinstance(error, Refused) else 0
+    return JSONResponse(error_body(error), status, {"Retry-After": str(pause)} if pause else None)
+
+
+def _refuse_malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"])) or None
+    sentence = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return _refuse(request, Refused(400, sentence, param=where))
+
+
+def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _fail(request: Request, error: Exception) -> Response:
+    return _refuse(request, Refused(500, f"the server failed: {error}"))

@@ -1,0 +1,119 @@
+"""What OpenAI's clients may ask for: every field is honoured, known to change nothing, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rally.services.desk import Refused
+from rally.types import Message, SamplingParams
+
+MAX_CHOICES = 128
+COMPLETION_TOKENS = 16  # OpenAI's default for a text completion
+HARMLESS = frozenset(
+    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "top_logprobs": (None, 0),
+}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class SamplingRequest(BaseModel):
+    """The fields that both endpoints share. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos` and `return_token_ids` are
+    not OpenAI's; clients send them as `extra_body`."""
+
+    model_config = ConfigDict(extra="allow", strict=False)
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    def refuse_unknown(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name not in HARMLESS and not (name in NEUTRAL and value in NEUTRAL[name]):
+                raise Refused(400, f"this server cannot honour {name}={value!r}; leave it out", param=name)
+
+    def sampling(self, choice: int, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """How the `choice`-th answer is sampled; where a seed is given, each choice has its own."""
+        ends = () if self.ignore_eos else stop_ids
+        values: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed + choice,
+        }
+        return SamplingParams.of(
+            {name: value for name, value in values.items() if value is not None}
+            | {"max_tokens": max_tokens, "stop": self.stop or (), "stop_ids": (*self.stop_token_ids, *ends)}
+        )
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        if self.logprobs:
+            raise Refused(
+                400, "only the sampled token's log-probability is known here; ask for logprobs=0", param="logprobs"
+            )
+        return self.logprobs is not None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise Refused(400, "an empty prompt cannot be continued; give at least one token", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class ChatRequest(SamplingRequest):
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = "auto"
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        if self.tool_choice not in ("auto", "none", None):
+            raise Refused(
+                400,
+                "the model decides for itself whether it calls a tool; tool_choice may be auto or none",
+                param="tool_choice",
+            )
+        return [] if self.tool_choice == "none" else self.tools or []

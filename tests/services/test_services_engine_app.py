@@ -1,0 +1,99 @@
+"""Who may ask, how many may, and what is said when the engine is broken: in process, where a step can be held up."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from small_models import make_model
+
+from rally.chat import tiny_tokenizer
+from rally.engines import EmbeddedEngine, EngineSettings
+from rally.services.desk import Served
+from rally.services.engine import create_app
+
+REQUEST: dict[str, Any] = {"prompt_ids": [1, 2, 3], "sampling": {"max_tokens": 3, "seed": 1}}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EmbeddedEngine]:
+    made = EmbeddedEngine(make_model(), EngineSettings(max_model_len=128), num_pages=100)
+    yield made
+    await made.close()
+
+
+def client(engine: EmbeddedEngine, token: str | None = None, **how: Any) -> httpx.AsyncClient:
+    app = create_app(Served(engine=engine, tokenizer=tiny_tokenizer(), name="tiny", **how), token)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://engine")
+
+
+async def test_only_who_knows_the_token_is_served(engine: EmbeddedEngine) -> None:
+    async with client(engine, token="geheim") as http:
+        for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer "}):
+            refused = await http.post("/generate", json=REQUEST, headers=headers)
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await http.get("/metrics", headers=headers)).status_code == 401
+        known = {"Authorization": "Bearer geheim"}
+        assert (await http.post("/generate", json=REQUEST, headers=known)).status_code == 200
+        assert (await http.get("/health")).status_code == 200, "whether it lives, anybody may ask"
+
+
+async def test_more_than_it_may_hold_are_told_to_come_later(engine: EmbeddedEngine) -> None:
+    opened, step = threading.Event(), engine.core.step
+
+    def held() -> Any:
+        assert opened.wait(20)
+        return step()
+
+    engine.core.step = held  # type: ignore[method-assign]
+    async with client(engine, max_requests=2) as http:
+        taken = [asyncio.create_task(http.post("/generate", json=REQUEST)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await http.post("/generate", json=REQUEST)
+        assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        opened.set()
+        assert [(await task).status_code for task in taken] == [200, 200]
+        assert 'rally_engine_ended_requests_total{end="busy"} 1' in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt_ids": []}, "an empty prompt"),
+        ({"prompt_ids": ["a"]}, "prompt_ids.0"),
+        ({"sampling": {"temperatur": 1}}, "unknown sampling parameter temperatur"),
+        ({"session_id": "x"}, "session_id"),
+    ],
+)
+async def test_a_faulty_request_is_refused_in_words(engine: EmbeddedEngine, change: dict[str, Any], words: str) -> None:
+    async with client(engine) as http:
+        refused = await http.post("/generate", json=REQUEST | change)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+
+
+async def test_a_broken_engine_is_no_mistake_of_the_caller(engine: EmbeddedEngine) -> None:
+    def broken() -> Any:
+        raise RuntimeError("out of memory")
+
+    engine.core.step = broken  # type: ignore[method-assign]
+    async with client(engine) as http:
+        for _ in range(2):
+            failed = await http.post("/generate", json=REQUEST)
+            assert failed.status_code == 500 and "out of memory" in failed.json()["error"]["message"]
+        assert (await http.get("/health")).status_code == 500
+
+
+async def test_a_model_without_a_chat_template_still_completes(engine: EmbeddedEngine) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    app = create_app(Served(engine=engine, tokenizer=tokenizer, name="tiny"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        refused = await http.post("/v1/chat/completions", json=asked)
+        assert refused.status_code == 400 and "no chat template" in refused.json()["error"]["message"]
+        completed = await http.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6]})
+        assert completed.json()["usage"]["completion_tokens"] == 16

@@ -22,8 +22,8 @@ class ReplicaBusy(EngineError):
 
 
 class Replica(Protocol):
-    """A server behind the router. A request that is the caller's own mistake raises a plain EngineError: no other server
-    would take it either."""
+    """A server behind the router. A request that is the caller's own mistake raises a plain EngineError: no other
+    server would take it either."""
 
     @property
     def name(self) -> str:

@@ -42,6 +42,8 @@ class ClientSettings:
     """Seconds from the request to the last byte of its answer, the server's own queue included."""
     max_connections: int = 1000
     start_seconds: float = 300.0
+    vocabulary: int | None = None
+    max_model_len: int | None = None
 
 
 class ServerReplica:
@@ -61,8 +63,7 @@ class ServerReplica:
         return self.url
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
-        if params.stop:
-            raise EngineError("a server that only knows token ids cannot stop at strings; use stop ids")
+        self._check(prompt_ids, params)
         before = self.version
         if before is None or not self.serving:
             raise ReplicaGone(f"{self.name} does not have the current weights")
@@ -78,6 +79,21 @@ class ServerReplica:
         except ReplicaGone as problem:
             raise ReplicaGone(f"{self.name}: {problem}") from None
         return replace(generation, seconds=time.perf_counter() - began)
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what no server could do. It is not left to them: a token outside the vocabulary ends vLLM's engine."""
+        most, window = self.settings.vocabulary, self.settings.max_model_len
+        if params.stop:
+            raise EngineError("a server that only knows token ids cannot stop at strings; use stop ids")
+        if not prompt_ids:
+            raise EngineError("an empty prompt cannot be continued; give at least one token")
+        if min(prompt_ids) < 0 or (most is not None and max(prompt_ids) >= most):
+            raise EngineError(f"a prompt holds a token outside the model's vocabulary of {most}")
+        if window is not None and len(prompt_ids) + params.max_tokens > window:
+            raise EngineError(
+                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed rollout.max_model_len="
+                f"{window}; ask for fewer"
+            )
 
     async def healthy(self) -> bool:
         try:
@@ -125,12 +141,13 @@ class ServerReplica:
 
     async def call(self, call: Call, seconds: float) -> Any:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body."""
+        client = self._client()
         import httpx
 
         try:
             async with asyncio.timeout(seconds):
                 method = "GET" if call.body is None else "POST"
-                response = await self._client().request(method, self.url + call.path, json=call.body)
+                response = await client.request(method, self.url + call.path, json=call.body)
         except TimeoutError:
             raise ReplicaGone(f"{self.name} did not answer {call.path} within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
@@ -159,7 +176,7 @@ class ServerReplica:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients = {kept: client for kept, client in self._clients.items() if not kept.is_closed()}
-            self._clients[loop] = _new_client(self.settings.max_connections)
+            self._clients[loop] = _new_client(self.settings.max_connections, secure=self.url.startswith("https"))
         return self._clients[loop]
 
     def _abort(self, request_id: str) -> None:
@@ -174,14 +191,15 @@ class ServerReplica:
             await self.call(call, HEALTH_SECONDS)
 
 
-def _new_client(connections: int) -> httpx.AsyncClient:
+def _new_client(connections: int, *, secure: bool) -> httpx.AsyncClient:
     try:
         import httpx
     except ModuleNotFoundError:
         raise EngineError("talking to a rollout server needs httpx; run: pip install 'rally-rl[servers]'") from None
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
-    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+    # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
+    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=secure)
 
 
 def _check_status(name: str, call: Call, response: httpx.Response) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.process import ServerProcess, free_port
@@ -16,6 +17,8 @@ Command = Callable[[str, int], list[str]]
 
 class OwnServer(ServerReplica):
     """A `ServerReplica` whose process is ours."""
+
+    _ports: ClassVar[set[int]] = set()  # given to servers that may not have opened them yet
 
     def __init__(
         self,
@@ -41,7 +44,8 @@ class OwnServer(ServerReplica):
     async def up(self, folder: str) -> None:
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
         await self._stop()
-        port = free_port(self._port_start)
+        port = free_port(self._port_start, self._ports)
+        self._ports.add(port)
         self.url = f"http://127.0.0.1:{port}"
         self.process = ServerProcess(self._command(folder, port), self._environment, self._log)
         try:
@@ -65,3 +69,4 @@ class OwnServer(ServerReplica):
         if self.process is not None:
             await self.process.stop()
             self.process = None
+            self._ports.discard(int(self.url.rpartition(":")[2]))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,7 +75,7 @@ class ServerProcess:
         await asyncio.to_thread(self._child.wait)
 
 
-def free_port(start: int | None, taken: Sequence[int] = ()) -> int:
+def free_port(start: int | None, taken: Collection[int] = ()) -> int:
     """The first port from `start` on that nobody uses; without a start, any."""
     if start is None:
         return _bound(0)

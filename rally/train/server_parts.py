@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from rally.config import Config
 from rally.engines.base import EngineError
@@ -116,7 +118,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         tensor_parallel=rollout.tensor_model_parallel_size,
         seed=settings.seed,
         eager=settings.eager,
-        log_level=rollout.log_level,
+        log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
     )
@@ -145,10 +147,23 @@ def oracle_of(model: PreTrainedModel) -> Oracle:
 
 def write_whole(model: PreTrainedModel, bucket: str, folder: Path) -> None:
     """A folder that any server loads: adapters are merged into what they adapt."""
-    if has_adapters(model):
-        plain_twin(model).save_pretrained(folder, state_dict=merged_weights(model), max_shard_size=bucket)
-    else:
-        model.save_pretrained(folder, max_shard_size=bucket)
+    with _quietly():
+        if has_adapters(model):
+            plain_twin(model).save_pretrained(folder, state_dict=merged_weights(model), max_shard_size=bucket)
+        else:
+            model.save_pretrained(folder, max_shard_size=bucket)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Every step writes a model, and none of them needs a progress bar of transformers'."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _bucket(config: Config) -> str:

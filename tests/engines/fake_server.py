@@ -1,6 +1,6 @@
 """A server that speaks vLLM's or SGLang's protocol over a small real model, and fails in every way it is told to.
 
-In a test: `async with FakeServer("vllm") as server`. Alone: python fake_server.py vllm PORT MODEL_FOLDER
+In a test: `async with FakeServer("vllm") as server`. Alone, without a model: python fake_server.py vllm PORT
 """
 
 import asyncio
@@ -9,12 +9,18 @@ import json
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+if TYPE_CHECKING:  # a server process without a model is there at once, and torch takes seconds
+    from transformers import PreTrainedModel
 
 Answer = tuple[int, Any]
+RULE_LOGPROB = -1.5
+
+
+def rule(last: int) -> int:
+    """The next token where there is no model."""
+    return (last * 7 + 1) % 97
 
 
 @dataclass
@@ -22,7 +28,7 @@ class FakeServer:
     """`faults` are used up one by one, each by a request to generate; `log` holds all that was asked."""
 
     dialect: str = "vllm"
-    model: PreTrainedModel | None = None
+    model: "PreTrainedModel | None" = None  # without one it follows a rule: see `rule`
     port: int = 0
     faults: deque[str] = field(default_factory=deque)
     log: list[tuple[str, Any]] = field(default_factory=list)
@@ -51,7 +57,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = head.decode().split(" ", 2)
                 length = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if b"content-length" in x), 0)
@@ -94,14 +100,14 @@ class FakeServer:
         """Ids, log-probabilities and weight versions, by one full forward for each token."""
         params, prompt = body["sampling_params"], body.get("token_ids", body.get("input_ids"))
         most = params.get("max_tokens", params.get("max_new_tokens"))
-        chance = torch.Generator().manual_seed(params.get("seed", params.get("sampling_seed", 0)) % 2**63)
+        seed = params.get("seed", params.get("sampling_seed", 0))
         ids: list[int] = []
         logprobs: list[float] = []
         versions: list[dict[str, Any]] = []
         while len(ids) < most and not (ids and ids[-1] in params["stop_token_ids"]):
             await asyncio.sleep(self.pace)
             await self._going.wait()
-            token, logprob = self._next([*prompt, *ids], params, chance)
+            token, logprob = self._next([*prompt, *ids], params, seed + len(ids))
             if not versions or versions[-1]["version"] != self.label:
                 versions.append({"version": self.label, "start": len(ids), "end": len(ids)})
             ids.append(token)
@@ -109,11 +115,14 @@ class FakeServer:
             versions[-1]["end"] += 1
         return ids, logprobs, versions
 
-    @torch.no_grad()
-    def _next(self, history: list[int], params: Any, chance: torch.Generator) -> tuple[int, float]:
+    def _next(self, history: list[int], params: Any, seed: int) -> tuple[int, float]:
         if self.model is None:
-            return (history[-1] * 7 + 1) % 97, -1.5
-        logits_V = self.model(input_ids=torch.tensor([history])).logits[0, -1].float()
+            return rule(history[-1]), RULE_LOGPROB
+        import torch
+
+        with torch.no_grad():
+            logits_V = self.model(input_ids=torch.tensor([history])).logits[0, -1].float()
+        chance = torch.Generator().manual_seed(seed % 2**63)
         heat = params["temperature"]
         logp_V = torch.log_softmax(logits_V / (heat or 1.0), -1)
         token = int(torch.multinomial(logp_V.exp(), 1, generator=chance)) if heat else int(logp_V.argmax())
@@ -159,6 +168,8 @@ class FakeServer:
         if self.refuses_weights:
             return 500, {"message": "out of memory"}
         if self.model is not None and not self.stale:
+            from transformers import AutoModelForCausalLM
+
             self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.label = label or self.label
         return 200, {"success": True}
@@ -211,12 +222,10 @@ async def _drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _alone(dialect: str, port: int, folder: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    async with FakeServer(dialect, model, port):
+async def _alone(dialect: str, port: int) -> None:
+    async with FakeServer(dialect, port=port):
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asyncio.run(_alone(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(_alone(sys.argv[1], int(sys.argv[2])))

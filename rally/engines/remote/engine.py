@@ -82,9 +82,7 @@ class RemoteEngine:
 
     async def start(self) -> None:
         await self.weights.take(self._version)
-        await _all(*(self._bring_up(server) for server in self.servers))
-        sampling, window = self.settings.sampling, self.settings.max_model_len
-        await _all(*(probe(server, self.oracle, sampling, window) for server in self.servers))
+        await _all(*(self._introduce(server) for server in self.servers))
         own = [server for server in self.servers if isinstance(server, OwnServer)]
         self._watchers = [asyncio.create_task(self._watch(server)) for server in own]
 
@@ -141,19 +139,23 @@ class RemoteEngine:
             server.serving = False
             raise
 
-    async def _bring_up(self, server: ServerReplica) -> None:
+    async def _introduce(self, server: ServerReplica) -> None:
+        await server.up(self.weights.folder())
+        await self.weights.send(server, self.settings.in_flight)
+        await probe(server, self.oracle, self.settings.sampling, self.settings.max_model_len)
+
+    async def _bring_back(self, server: ServerReplica) -> None:
         await server.up(self.weights.folder())
         await self._update(server)
 
     async def _watch(self, server: OwnServer) -> None:
         """Start it again when it dies, so often; then the engine has failed."""
         for _ in range(self.settings.max_restarts):
-            assert server.process is not None
-            words = await self._until_it_ends(server)
+            await self._until_it_ends(server)
             await asyncio.sleep(self.settings.restart_delay)
             try:
                 async with self._minding:
-                    await self._bring_up(server)
+                    await self._bring_back(server)
             except CanaryError as problem:
                 self._failure = problem
                 return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
         servers = [ServerReplica(url, dialect, client_settings_of(config, model)) for url in rollout.server_urls]
     else:
         servers = own_servers_of(config, model)
-    room = roomy(sum(p.numel() * p.element_size() for p in model.parameters()), config.run_dir / "weights")
+    room = room_of(config, model)
     sweep(room)
     return RemoteEngine(
         servers,
@@ -65,6 +66,15 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
             restart_delay=rollout.server.retry_delay,
         ),
     )
+
+
+def room_of(config: Config, model: PreTrainedModel) -> Path:
+    """Where weights are left for servers: those of other machines see no memory of this one."""
+    on_disk = config.run_dir / "weights"
+    if any(urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls):
+        on_disk.mkdir(parents=True, exist_ok=True)
+        return on_disk
+    return roomy(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
 
 
 def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:

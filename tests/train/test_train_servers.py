@@ -8,13 +8,16 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
 from rally.engines import EngineError
 from rally.track import RunFolder
+from rally.train.load import load_model
+from rally.train.lora import LoraSettings, add_adapters
 from rally.train.run import train
-from rally.train.server_parts import placement
+from rally.train.server_parts import oracle_of, placement, room_of, write_whole
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
@@ -74,6 +77,30 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
         assert spans == {step - 1}
     assert not fakes[0].faults
     assert [fake.label for fake in fakes] == ["2", "2"]
+
+
+def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    add_adapters(model, LoraSettings(rank=2), str(home / "model"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    write_whole(model, "100MB", tmp_path / "whole")
+    ids = [1, 2, 3, 4]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    expected_TV = oracle_of(model).forward(ids)
+    assert torch.allclose(oracle_of(whole).forward(ids), expected_TV, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(home / "model").eval()
+    assert not torch.allclose(oracle_of(base).forward(ids), expected_TV, atol=1e-2)
+
+
+def test_weights_for_other_machines_are_on_disk(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    for host, expected in (("127.0.0.1", "/dev/shm"), ("10.0.0.1", str(tmp_path / "run" / "weights"))):
+        url = f"{R}.server.url=http://{host}:1"
+        config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.mode=server", url)
+        assert str(room_of(config, model)) == expected
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:

@@ -56,7 +56,7 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
     return RemoteEngine(
         servers,
         InTurn(servers),
-        WeightFiles(functools.partial(write_whole, model, _bucket(config)), room),
+        WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room),
         oracle_of(model),
         RemoteSettings(
             max_model_len=engine_settings_of(config).max_model_len,
@@ -155,13 +155,17 @@ def oracle_of(model: PreTrainedModel) -> Oracle:
     return Oracle(forward=forward, vocabulary=vocabulary, tolerance=tolerance_of(model.dtype))
 
 
-def write_whole(model: PreTrainedModel, bucket: str, folder: Path) -> None:
-    """A folder that any server loads: adapters are merged into what they adapt."""
+def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
+    """A folder that any server loads: adapters are merged into what they adapt. Untied, the output head is a weight of
+    its own, also where the policy's is its embedding."""
+    weights = merged_weights(model) if has_adapters(model) else model.state_dict()
+    twin = plain_twin(model)
+    if untied:
+        twin.config.tie_word_embeddings = False
+        twin = plain_twin(twin)
+        weights = {name: value.clone() for name, value in weights.items()}
     with _quietly():
-        if has_adapters(model):
-            plain_twin(model).save_pretrained(folder, state_dict=merged_weights(model), max_shard_size=bucket)
-        else:
-            model.save_pretrained(folder, max_shard_size=bucket)
+        twin.save_pretrained(folder, state_dict=weights, max_shard_size=bucket)
 
 
 @contextmanager
@@ -174,6 +178,11 @@ def _quietly() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def _untied(config: Config, model: PreTrainedModel) -> bool:
+    """On a CPU, vLLM keeps a packed copy of the output head, and forgets it in a reload where it is the embedding."""
+    return config.rollout.server_kind == "vllm" and model.device.type == "cpu"
 
 
 def _bucket(config: Config) -> str:

@@ -86,13 +86,24 @@ def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.add_(0.1)
-    write_whole(model, "100MB", tmp_path / "whole")
+    write_whole(model, "100MB", False, tmp_path / "whole")
     ids = [1, 2, 3, 4]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     expected_TV = oracle_of(model).forward(ids)
     assert torch.allclose(oracle_of(whole).forward(ids), expected_TV, atol=1e-5)
     base = AutoModelForCausalLM.from_pretrained(home / "model").eval()
     assert not torch.allclose(oracle_of(base).forward(ids), expected_TV, atol=1e-2)
+
+
+def test_an_untied_copy_computes_the_same(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    assert model.config.tie_word_embeddings
+    write_whole(model, "100MB", True, tmp_path / "untied")
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
+    head, embedding = untied.get_output_embeddings(), untied.get_input_embeddings()
+    assert head.weight.data_ptr() != embedding.weight.data_ptr()
+    assert torch.equal(oracle_of(untied).forward([1, 2, 3]), oracle_of(model).forward([1, 2, 3]))
+    assert model.config.tie_word_embeddings
 
 
 def test_weights_for_other_machines_are_on_disk(home: Path, tmp_path: Path) -> None:

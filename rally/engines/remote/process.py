@@ -28,7 +28,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, str(Path(__file__).with_name("launcher.py")), str(POLITE_SECONDS)]
+        launcher = [sys.executable, "-I", str(Path(__file__).with_name("launcher.py")), str(POLITE_SECONDS)]
         with log.open("ab") as out:
             out.write(f"$ {' '.join(command)}\n".encode())
             out.flush()

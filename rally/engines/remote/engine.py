@@ -92,8 +92,8 @@ class RemoteEngine:
         for _ in range(self.settings.max_restarts):
             try:
                 return await self.router.generate(prompt_ids, params, session=session)
-            except ReplicaGone:
-                await self._help()
+            except ReplicaGone as gone:
+                await self._help(gone)
         return await self.router.generate(prompt_ids, params, session=session)
 
     @contextmanager
@@ -112,8 +112,9 @@ class RemoteEngine:
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaGone):
                 raise outcome
-        if not any(server.serving for server in self.servers):
-            await self._help()
+        for outcome in outcomes:
+            if isinstance(outcome, ReplicaGone):
+                await self._help(outcome)
         heard = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
             "timing_s/update_weights": time.perf_counter() - began,
@@ -175,14 +176,15 @@ class RemoteEngine:
         server.serving = False
         return server.process.last_words()
 
-    async def _help(self) -> None:
-        """Nobody could be asked: wait until somebody can, if there is hope; else raise why not."""
+    async def _help(self, gone: ReplicaGone) -> None:
+        """Where nobody can be asked any more: wait until somebody can, or, if there is no hope, raise why not."""
         await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that nobody has noticed yet
         while not any(server.serving for server in self.servers):
             if self._failure is not None:
                 raise self._failure
-            if not self._watchers and not self._minding.locked():
-                raise ReplicaGone("no server has the current weights, and none of them is ours to start again")
+            restarting = any(isinstance(server, OwnServer) and not server.alive for server in self.servers)
+            if not restarting and not self._minding.locked():
+                raise gone
             await asyncio.sleep(POLL_SECONDS)
 
 

@@ -41,6 +41,10 @@ class OwnServer(ServerReplica):
     def name(self) -> str:
         return self._log.stem
 
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
     async def up(self, folder: str) -> None:
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
         await self._stop()
@@ -60,8 +64,7 @@ class OwnServer(ServerReplica):
         await self._stop()
 
     def _check_alive(self) -> None:
-        assert self.process is not None
-        if not self.process.alive:
+        if not self.alive:
             raise ReplicaGone(f"{self.name} has ended while it was starting")
 
     async def _stop(self) -> None:

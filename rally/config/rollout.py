@@ -100,9 +100,17 @@ class ToolKwargs(Section):
 
 class ServerConfig(Section):
     url: str | None = None
-    timeout: Positive = 60.0
+    """Where the server of rollout.mode=server runs, such as http://10.0.0.1:8000."""
+    urls: Texts = ()
+    """Where several run."""
+    python: PathText | None = None
+    """The Python that has vLLM or SGLang installed, for a server of our own. None is the one that runs Rally."""
+    timeout: Positive = 600.0
+    """Seconds of one generation, the server's queue included."""
     max_attempts: Count = 3
+    """How often a server of our own that died is started again."""
     retry_delay: NonNegative = 2.0
+    """Seconds before it is."""
     max_connections: Count = 1000
     max_start_wait_time: Positive = 300.0
 
@@ -261,3 +269,13 @@ class RolloutConfig(Section):
     moe_load_balance_metrics_interval: Natural = 0
     qat: dict[str, Any] | None = None
     disaggregation: Disaggregation = Disaggregation()
+
+    @property
+    def server_kind(self) -> str:
+        """The engine without the ecosystem's suffix: sglang_async is sglang."""
+        return self.name.removesuffix("_async")
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        """Where running servers are, by either key."""
+        return (*((self.server.url,) if self.server.url else ()), *self.server.urls)

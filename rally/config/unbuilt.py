@@ -42,13 +42,12 @@ KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # engines
-    Unbuilt(f"{R}name", EMBEDDED),
-    Unbuilt(f"{R}mode", "leave it out, the embedded engine is always asynchronous"),
-    Unbuilt(f"{R}port_start", SERVERS),
-    Unbuilt(f"{R}log_level", SERVERS),
-    Unbuilt(f"{R}server", SERVERS),
-    Unbuilt(f"{R}engine_kwargs", SERVERS),
-    Unbuilt(f"{R}checkpoint_engine", SERVERS),
+    Unbuilt(f"{R}name", EMBEDDED, ("sglang", "sglang_async", "vllm", "vllm_async")),
+    Unbuilt(f"{R}mode", "leave it out, every engine is asynchronous", ("standalone", "server")),
+    Unbuilt(f"{R}engine_kwargs.trtllm", SERVERS),
+    Unbuilt(f"{R}checkpoint_engine.backend", SERVERS),
+    Unbuilt(f"{R}checkpoint_engine.engine_kwargs", SERVERS),
+    Unbuilt(f"{R}checkpoint_engine.custom_backend_module", SERVERS),
     Unbuilt(f"{R}sglang_engine_mode", SERVERS),
     Unbuilt(f"{R}multi_stage_wake_up", SERVERS),
     Unbuilt(f"{R}router_config_path", SERVERS),
@@ -60,8 +59,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}agent.num_workers", "leave it out, all loops share one event loop"),
     Unbuilt(f"{R}agent.agent_loop_manager_class", SERVERS),
     Unbuilt(f"{R}agent.custom_async_server", SERVERS),
-    Unbuilt(f"{R}tensor_model_parallel_size", "leave it out, the engine runs on one device"),
-    Unbuilt(f"{R}data_parallel_size", "leave it out, the engine runs on one device"),
     Unbuilt(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
     Unbuilt(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
     # sampling

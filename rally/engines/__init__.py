@@ -24,7 +24,7 @@ def build_engine(
 ) -> EmbeddedEngine:
     """The engine called `name` (rollout.name) over the trainer's module; `decode` is needed for stop strings."""
     if name != "embedded":
-        raise EngineError(f"the engine {name!r} is not built yet; use 'embedded'")
+        raise EngineError(f"{name!r} is a server; build a RemoteEngine of rally.engines.remote over it")
     from rally.engines import embedded
 
     return embedded.EmbeddedEngine(model, settings, decode=decode)

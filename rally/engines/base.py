@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from rally.types import Generation, RallyError, SamplingParams
@@ -34,6 +35,26 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop the engine; requests in flight end with finish `abort`."""
+        ...
+
+
+class TrainingEngine(Engine, Protocol):
+    """An engine that follows a policy while it is trained."""
+
+    def begin_at(self, version: int) -> None:
+        """The weights are version `version` of a run that goes on here; before `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Ready to sample from the trainer's weights; whatever stands in the way is said now, in words."""
+        ...
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Change the weights inside; at the end they are a new version."""
+        ...
+
+    async def publish(self) -> dict[str, float]:
+        """After an update: whatever is sampled from now on is of the new version. Returns what it took, as metrics."""
         ...
 
 

@@ -6,6 +6,7 @@ import json
 
 import torch
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from rally.config import Config
 from rally.engines.embedded.memory import plan_memory
@@ -64,13 +65,11 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
 
 def _show_memory(config: Config, console: RunConsole) -> None:
     model = parts.model_of(config)
-    settings = parts.engine_settings_of(config)
     full = model.dtype == torch.float32  # otherwise the optimizer holds float32 masters beside its two moments
     count = sum(p.numel() for p in model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or parts.reward_kl_coef(config)
     critic = weights + (12 if full else 16) * count if config.needs_critic and not config.critic.model.path else 0
-    plan = plan_memory(model, settings)
     console.table(
         "memory plan",
         [
@@ -79,11 +78,21 @@ def _show_memory(config: Config, console: RunConsole) -> None:
             ["optimizer, float32", _size((8 if full else 12) * count)],
             ["reference policy", _size(weights if wanted else 0)],
             *([["critic with its optimizer, in all", _size(critic)]] if critic else []),
-            ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
-            ["one step of the engine", _size(plan.step_bytes)],
+            *_engine_rows(config, model),
             ["device", str(model.device)],
         ],
     )
+
+
+def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
+    if config.rollout.name != "embedded":
+        return [["engine", f"{config.rollout.name}, in processes of its own"]]
+    settings = parts.engine_settings_of(config)
+    plan = plan_memory(model, settings)
+    return [
+        ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
+        ["one step of the engine", _size(plan.step_bytes)],
+    ]
 
 
 def _size(count: int) -> str:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rally.algos.credit import CreditSettings
 from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
-from rally.engines.embedded import EmbeddedEngine
+from rally.engines.base import TrainingEngine
 from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import (
@@ -78,7 +78,7 @@ class Trainer:
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
     codec: ChatCodec
-    engine: EmbeddedEngine
+    engine: TrainingEngine
     rollout: Rollout
     sampling: SamplingParams
     validation: Sequence[ValidationPass]
@@ -99,6 +99,7 @@ class Trainer:
     async def fit(self) -> dict[str, float]:
         """Train from `start_step` to the last step; returns the last validation's metrics."""
         last: dict[str, float] = {}
+        await self.engine.start()
         saving: dict[str, float] = {}  # how long the last checkpoint took is told with the step after it
         if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
             last = await self.validate(0)
@@ -131,6 +132,7 @@ class Trainer:
                 updated = self._update(step, result.episodes)
             metrics |= updated
             metrics["timing_s/update_actor"] -= sum(v for k, v in updated.items() if k.startswith("timing_s/"))
+            metrics |= await self.engine.publish()
         self._add_rates(metrics, step, result.everything)
         self._watch(metrics, result.everything)
         return metrics

@@ -14,13 +14,13 @@ from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore, total_steps
 from rally.engines import build_engine
-from rally.engines.embedded import EmbeddedEngine
+from rally.engines.base import TrainingEngine
 from rally.interactions import Interactions
 from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder, build_sinks
-from rally.train import critic_parts, data_parts, parts
+from rally.train import critic_parts, data_parts, parts, server_parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
@@ -178,12 +178,14 @@ def _trainer(
     )
 
 
-def _engine(config: Config, inputs: Inputs, policy: Policy) -> EmbeddedEngine:
+def _engine(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:
+    if config.rollout.name != "embedded":
+        return server_parts.remote_engine_of(config, policy.model, parts.sampling_of(config, inputs.codec))
     settings = parts.engine_settings_of(config)
     return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)
 
 
-def rollout_of(config: Config, inputs: Inputs, engine: EmbeddedEngine) -> Rollout:
+def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
     runner = Runner(
         engine=engine,
         codec=inputs.codec,

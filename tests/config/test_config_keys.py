@@ -243,8 +243,8 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
     ("line", "sentence"),
     [
         (
-            f"{R}.name=sglang",
-            f"{R}.name=sglang is not built yet; leave it out to use the embedded engine.",
+            f"{R}.name=trtllm",
+            f"{R}.name=trtllm is not built yet; leave it out to use the embedded engine.",
         ),
         (
             "trainer.logger=[console, wandb]",
@@ -277,7 +277,7 @@ def test_sentences(line: str, sentence: str) -> None:
 
 
 def test_several_mistakes_are_told_at_once_one_line_each() -> None:
-    lines = told("data.shufle=true", "trainer.seed=x", f"{R}.name=vllm", f"{R}.n=0", f"{A}.use_dynamic_bsz=false")
+    lines = told("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{A}.use_dynamic_bsz=false")
     assert len(lines.splitlines()) == 5
-    for part in ("data.shufle", "trainer.seed is x", f"{R}.name=vllm is not built yet", f"{R}.n is 0", "use_dynamic"):
+    for part in ("data.shufle", "trainer.seed is x", f"{R}.name=hf is not built yet", f"{R}.n is 0", "use_dynamic"):
         assert part in lines

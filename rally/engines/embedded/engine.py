@@ -135,6 +135,13 @@ class EmbeddedEngine:
             finally:  # an update that failed half way has changed weights too
                 self._deliver(self.core.commit_weights())
 
+    async def start(self) -> None:
+        """Nothing to wait for: the weights are the trainer's own."""
+
+    async def publish(self) -> dict[str, float]:
+        """Nothing to send: the weights are the trainer's own."""
+        return {}
+
     def begin_at(self, version: int) -> None:
         """The weights are version `version` of a run that goes on here; nothing has been asked for yet."""
         with self._lock:

@@ -1,0 +1,76 @@
+"""What keys must hold together where rollouts are sampled by servers: no key is left without effect or asks for what
+a server cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from rally.config.base import look_up
+from rally.config.errors import shown
+from rally.config.schema import ROLLOUT, Config
+
+FOR_SERVERS = (
+    *("server", "engine_kwargs", "port_start", "log_level", "checkpoint_engine"),
+    *("tensor_model_parallel_size", "data_parallel_size"),
+)
+FOR_OWN_SERVERS = (
+    *("server.python", "server.max_attempts", "server.retry_delay", "port_start", "log_level", "engine_kwargs"),
+    *("tensor_model_parallel_size", "data_parallel_size"),
+)
+FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic", "free_cache_engine", "enable_sleep_mode")
+
+
+def servers(config: Config) -> Iterator[str]:
+    if config.rollout.name == "embedded":
+        if config.rollout.mode in ("standalone", "server"):
+            yield f"{ROLLOUT}.mode={config.rollout.mode} needs a server; set {ROLLOUT}.name to sglang or vllm."
+        yield from _without_effect(config, FOR_SERVERS, f"with {ROLLOUT}.name=embedded")
+        return
+    yield from _without_effect(config, FOR_EMBEDDED, f"with {ROLLOUT}.name={config.rollout.name}")
+    yield from _addresses(config)
+    yield from _engine_kwargs(config)
+    yield from _sampling(config)
+
+
+def _addresses(config: Config) -> Iterator[str]:
+    given = config.rollout.server_urls
+    if config.rollout.mode != "server":
+        if given:
+            yield f"{ROLLOUT}.server.url has no effect with {ROLLOUT}.mode={config.rollout.mode}; set it to server."
+        return
+    if not given:
+        yield f"{ROLLOUT}.mode=server needs a server; set {ROLLOUT}.server.url to where it runs."
+    for url in given:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            yield f"{ROLLOUT}.server.url={url} is no address; write it as http://10.0.0.1:8000."
+    if len(set(given)) < len(given):
+        yield f"{ROLLOUT}.server.urls names a server twice; name each once."
+    yield from _without_effect(config, FOR_OWN_SERVERS, f"on servers that run already ({ROLLOUT}.mode=server)")
+
+
+def _engine_kwargs(config: Config) -> Iterator[str]:
+    kwargs, kind = config.rollout.engine_kwargs, config.rollout.server_kind
+    for name in ("vllm", "sglang"):
+        given = getattr(kwargs, name)
+        if given and name != kind:
+            yield f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name={kind}; leave it out."
+        for key in sorted({"model", "model_path", "host", "port", "served_model_name"} & given.keys()):
+            yield f"{ROLLOUT}.engine_kwargs.{name}.{key} is set by the run itself; leave it out."
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.stop_strings:
+        told = f"{ROLLOUT}.stop_strings={shown(rollout.stop_strings)}"
+        yield f"{told} cannot be had from a server that knows token ids alone; leave it out, or use name=embedded."
+    filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    if rollout.server_kind == "vllm" and filtered and rollout.temperature not in (0, 1):
+        told = f"{ROLLOUT}.temperature={rollout.temperature} together with top_p, top_k or min_p"
+        yield f"{told}: vLLM cannot report the policy's log-probs then; set temperature=1, or leave the filters out."
+
+
+def _without_effect(config: Config, keys: tuple[str, ...], why: str) -> Iterator[str]:
+    for key in keys:
+        if look_up(config.rollout, key) != look_up(type(config.rollout)(), key):
+            yield f"{ROLLOUT}.{key} has no effect {why}; leave it out."

@@ -1,0 +1,31 @@
+"""Rollout servers (vLLM, SGLang) behind the engine protocol."""
+
+from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
+from rally.engines.remote.client import ClientSettings, ServerReplica
+from rally.engines.remote.engine import RemoteEngine, RemoteSettings
+from rally.engines.remote.in_turn import InTurn
+from rally.engines.remote.own_server import OwnServer
+from rally.engines.remote.sglang import Sglang
+from rally.engines.remote.vllm import Vllm
+from rally.engines.remote.weights import WeightFiles, WeightTransport, roomy, sweep
+from rally.engines.remote.wire import Dialect, Launch
+
+__all__ = [
+    "CanaryError",
+    "ClientSettings",
+    "Dialect",
+    "InTurn",
+    "Launch",
+    "Oracle",
+    "OwnServer",
+    "RemoteEngine",
+    "RemoteSettings",
+    "ServerReplica",
+    "Sglang",
+    "Vllm",
+    "WeightFiles",
+    "WeightTransport",
+    "roomy",
+    "sweep",
+    "tolerance_of",
+]

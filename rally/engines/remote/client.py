@@ -1,0 +1,229 @@
+"""One running server as a `Replica`: every way it can fail becomes one of three errors, and nobody waits for ever.
+
+| what happens | what is raised |
+| --- | --- |
+| no connection, connection lost, no answer in time, a 5xx, an answer that is not whole | ReplicaGone |
+| 429, or 503 | ReplicaBusy, with the server's Retry-After |
+| 400, 401, 403, 404, 413, 422 | EngineError with the server's own words |
+
+A caller that is cancelled frees its request on the server too. While a server has other weights than the run, or its
+process is being started again, it takes no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rally.engines.base import EngineError
+from rally.engines.remote.wire import Asked, Call, Dialect, InFlight
+from rally.engines.replica import ReplicaBusy, ReplicaGone
+from rally.types import Generation, SamplingParams
+
+if TYPE_CHECKING:
+    import httpx
+
+CONTROL_SECONDS = 600.0  # loading weights of a large model takes minutes
+HEALTH_SECONDS = 5.0
+KNOCK_SECONDS = 0.2
+MISTAKES = (400, 401, 403, 404, 413, 422)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """How long is waited, and how much is asked at once."""
+
+    timeout: float = 600.0
+    """Seconds from the request to the last byte of its answer, the server's own queue included."""
+    max_connections: int = 1000
+    start_seconds: float = 300.0
+    vocabulary: int | None = None
+    max_model_len: int | None = None
+
+
+class ServerReplica:
+    """A `Replica` over HTTP."""
+
+    def __init__(self, url: str, dialect: Dialect, settings: ClientSettings | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.dialect = dialect
+        self.settings = settings or ClientSettings()
+        self.version: int | None = None  # of the weights it holds, if anybody knows
+        self.serving = False  # whether it takes requests
+        self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        self._check(prompt_ids, params)
+        before = self.version
+        if before is None or not self.serving:
+            raise ReplicaGone(f"{self.name} does not have the current weights")
+        began = time.perf_counter()
+        request = Asked(id=uuid.uuid4().hex, prompt_ids=tuple(prompt_ids), params=params, before=before, after=before)
+        try:
+            answer = await self.call(self.dialect.generate(request), self.settings.timeout)
+        except (asyncio.CancelledError, ReplicaGone):
+            self._abort(request.id)
+            raise
+        try:
+            generation = self.dialect.generation(answer, replace(request, after=self.version))
+        except ReplicaGone as problem:
+            raise ReplicaGone(f"{self.name}: {problem}") from None
+        return replace(generation, seconds=time.perf_counter() - began)
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what no server could do. It is not left to them: a token outside the vocabulary ends vLLM's engine."""
+        most, window = self.settings.vocabulary, self.settings.max_model_len
+        if params.stop:
+            raise EngineError("a server that only knows token ids cannot stop at strings; use stop ids")
+        if not prompt_ids:
+            raise EngineError("an empty prompt cannot be continued; give at least one token")
+        if min(prompt_ids) < 0 or (most is not None and max(prompt_ids) >= most):
+            raise EngineError(f"a prompt holds a token outside the model's vocabulary of {most}")
+        if window is not None and len(prompt_ids) + params.max_tokens > window:
+            raise EngineError(
+                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed rollout.max_model_len="
+                f"{window}; ask for fewer"
+            )
+
+    async def healthy(self) -> bool:
+        try:
+            await self.call(Call("/health"), HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return self.serving
+
+    async def up(self, folder: str) -> None:
+        """Wait until it answers; a server of our own is started first, from the model in `folder`."""
+        await self._answers(lambda: None)
+
+    async def _answers(self, check: Callable[[], None]) -> None:
+        """Wait until it answers; `check` raises where there is no hope."""
+        deadline = time.monotonic() + self.settings.start_seconds
+        while True:
+            check()
+            try:
+                await self.call(Call("/health"), HEALTH_SECONDS)
+                return
+            except EngineError as problem:
+                if time.monotonic() > deadline:
+                    waited = f"it was waited for {self.settings.start_seconds:g} s"
+                    raise ReplicaGone(f"{problem}; {waited} (rollout.server.max_start_wait_time)") from None
+            await asyncio.sleep(KNOCK_SECONDS)
+
+    async def load(self, folder: str, version: int, in_flight: InFlight) -> None:
+        """Let it sample from the weights in `folder`; on failure it takes no requests any more."""
+        self.serving = False
+        try:
+            for call in self.dialect.load(folder, version, in_flight):
+                answer = await self.call(call, CONTROL_SECONDS)
+                if isinstance(answer, dict) and answer.get("success") is False:
+                    raise ReplicaGone(
+                        f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}"
+                    )
+            self.version = version  # before it goes on: what it samples from here on is of these weights
+        except EngineError:
+            self.version = None
+            with suppress(EngineError):  # left paused, it would keep callers waiting; if it is gone, it has none
+                await self.call(self.dialect.resume(), HEALTH_SECONDS)
+            raise
+        await self.call(self.dialect.resume(), CONTROL_SECONDS)
+        self.serving = True
+
+    async def call(self, call: Call, seconds: float) -> Any:
+        """The JSON that the server answers, or one of the three errors. None where it answers without a body."""
+        client = self._client()
+        import httpx
+
+        try:
+            async with asyncio.timeout(seconds):
+                method = "GET" if call.body is None else "POST"
+                response = await client.request(method, self.url + call.path, json=call.body)
+        except TimeoutError:
+            raise ReplicaGone(f"{self.name} did not answer {call.path} within {seconds:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+            raise ReplicaGone(f"{self.name} cannot be reached ({type(problem).__name__}: {problem})") from problem
+        if response.status_code == 404 and call.optional:
+            return None
+        _check_status(self.name, call, response)
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            raise ReplicaGone(f"{self.name} answered {call.path} with something that is not JSON") from None
+
+    async def close(self) -> None:
+        self.serving = False
+        clients, self._clients = self._clients, {}
+        here = asyncio.get_running_loop()
+        await asyncio.gather(*(task for task in self._aborting if task.get_loop() is here))
+        for loop, client in clients.items():
+            if loop is here:
+                await client.aclose()
+
+    def _client(self) -> httpx.AsyncClient:
+        """Connections belong to the event loop that opened them."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients = {kept: client for kept, client in self._clients.items() if not kept.is_closed()}
+            self._clients[loop] = _new_client(self.settings.max_connections, secure=self.url.startswith("https"))
+        return self._clients[loop]
+
+    def _abort(self, request_id: str) -> None:
+        call = self.dialect.abort(request_id)
+        if call is not None:
+            task = asyncio.get_running_loop().create_task(self._send_abort(call))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+
+    async def _send_abort(self, call: Call) -> None:
+        with suppress(EngineError):  # a server that is gone has freed it in its own way
+            await self.call(call, HEALTH_SECONDS)
+
+
+def _new_client(connections: int, *, secure: bool) -> httpx.AsyncClient:
+    try:
+        import httpx
+    except ModuleNotFoundError:
+        raise EngineError("talking to a rollout server needs httpx; run: pip install 'rally-rl[servers]'") from None
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
+    # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
+    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=secure)
+
+
+def _check_status(name: str, call: Call, response: httpx.Response) -> None:
+    status = response.status_code
+    if 200 <= status < 300:
+        return
+    said = " ".join(response.text.split())[:300]
+    if status in (429, 503):
+        raise ReplicaBusy(f"{name} has too much to do ({status}: {said})", _retry_after(response))
+    if status in MISTAKES:
+        raise EngineError(f"{name} refuses {call.path} ({status}): {said}{_cure(call.path, status)}")
+    raise ReplicaGone(f"{name} failed at {call.path} ({status}): {said}")
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return max(0.0, float(response.headers.get("retry-after", "")))
+    except ValueError:
+        return 1.0
+
+
+def _cure(path: str, status: int) -> str:
+    if path.startswith("/inference/") and status in (403, 404):
+        return "; start vLLM with --enable-scale-out, which opens the route for token ids"
+    if status == 404:
+        return "; start the server with its routes for weight updates (vLLM: VLLM_SERVER_DEV_MODE=1)"
+    return ""

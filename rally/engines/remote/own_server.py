@@ -1,0 +1,75 @@
+"""A server that this run starts itself: it is up or its last words are told, and it ends with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from rally.engines.remote.client import ClientSettings, ServerReplica
+from rally.engines.remote.process import ServerProcess, free_port
+from rally.engines.remote.wire import Dialect
+from rally.engines.replica import ReplicaGone
+
+Command = Callable[[str, int], list[str]]
+"""The command line of a server over the model in a folder, at a port."""
+
+
+class OwnServer(ServerReplica):
+    """A `ServerReplica` whose process is ours."""
+
+    _ports: ClassVar[set[int]] = set()  # given to servers that may not have opened them yet
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        command: Command,
+        log: Path,
+        *,
+        port_start: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        settings: ClientSettings | None = None,
+    ) -> None:
+        super().__init__("http://127.0.0.1:0", dialect, settings)
+        self.process: ServerProcess | None = None
+        self._command = command
+        self._log = log
+        self._port_start = port_start
+        self._environment = {**dialect.environment(), **(environment or {})}
+
+    @property
+    def name(self) -> str:
+        return self._log.stem
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
+    async def up(self, folder: str) -> None:
+        """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
+        await self._stop()
+        port = free_port(self._port_start, self._ports)
+        self._ports.add(port)
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = ServerProcess(self._command(folder, port), self._environment, self._log)
+        try:
+            await self._answers(self._check_alive)
+        except ReplicaGone as problem:
+            words = self.process.last_words()
+            await self._stop()
+            raise ReplicaGone(f"{problem}; {words}") from None
+
+    async def close(self) -> None:
+        await super().close()
+        await self._stop()
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise ReplicaGone(f"{self.name} has ended while it was starting")
+
+    async def _stop(self) -> None:
+        self.serving = False
+        if self.process is not None:
+            await self.process.stop()
+            self.process = None
+            self._ports.discard(int(self.url.rpartition(":")[2]))

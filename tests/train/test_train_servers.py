@@ -1,0 +1,123 @@
+"""A whole run over rollout servers: every step samples from the weights that the step before has left."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from train_cases import Paper, run_config
+from transformers import AutoModelForCausalLM
+
+from rally.engines import EngineError
+from rally.track import RunFolder
+from rally.train.load import load_model
+from rally.train.lora import LoraSettings, add_adapters
+from rally.train.run import train
+from rally.train.server_parts import oracle_of, placement, room_of, write_whole
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from fake_server import FakeServer
+
+R = "actor_rollout_ref.rollout"
+
+
+@contextmanager
+def elsewhere(*fakes: FakeServer) -> Iterator[None]:
+    """The servers in a thread of their own, as if they were another program."""
+    ready, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            for fake in fakes:
+                await stack.enter_async_context(fake)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> None:
+    fakes = [FakeServer("sglang", AutoModelForCausalLM.from_pretrained(home / "model").eval()) for _ in range(2)]
+    with elsewhere(*fakes):
+        fakes[0].faults.extend(["", "", "500", "no logprobs", "429"])  # the canary and the probe come first
+        config = run_config(
+            home,
+            tmp_path / "run",
+            f"{R}.name=sglang_async",
+            f"{R}.mode=server",
+            f"{R}.server.urls=[{fakes[0].url},{fakes[1].url}]",
+            f"{R}.temperature=0.9",
+            "data.val_files=null",
+            "trainer.val_before_train=false",
+            "trainer.total_training_steps=2",
+        )
+        train(config, Paper().console)
+    folder = RunFolder(tmp_path / "run")
+    for row in folder.read_metrics():
+        assert row.metrics["engine/servers"] == 2
+        assert row.metrics["engine/canary_difference"] < 1e-4
+        assert row.metrics["actor/rollout_mismatch_kl"] < 1e-7
+        assert row.metrics["failures/loop"] == 0
+        assert row.metrics["timing_s/update_weights"] > 0
+    for step in (1, 2):
+        episodes = folder.read_episodes(step)
+        spans = {span.version for episode in episodes for part in episode.segments for span in part.spans}
+        assert len({episode.id for episode in episodes}) == len(episodes) == 12
+        assert spans == {step - 1}
+    assert not fakes[0].faults
+    assert [fake.label for fake in fakes] == ["2", "2"]
+
+
+def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    add_adapters(model, LoraSettings(rank=2), str(home / "model"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    write_whole(model, "100MB", False, tmp_path / "whole")
+    ids = [1, 2, 3, 4]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    expected_TV = oracle_of(model).forward(ids)
+    assert torch.allclose(oracle_of(whole).forward(ids), expected_TV, atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(home / "model").eval()
+    assert not torch.allclose(oracle_of(base).forward(ids), expected_TV, atol=1e-2)
+
+
+def test_an_untied_copy_computes_the_same(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    assert model.config.tie_word_embeddings
+    write_whole(model, "100MB", True, tmp_path / "untied")
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
+    head, embedding = untied.get_output_embeddings(), untied.get_input_embeddings()
+    assert head.weight.data_ptr() != embedding.weight.data_ptr()
+    assert torch.equal(oracle_of(untied).forward([1, 2, 3]), oracle_of(model).forward([1, 2, 3]))
+    assert model.config.tie_word_embeddings
+
+
+def test_weights_for_other_machines_are_on_disk(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    for host, expected in (("127.0.0.1", "/dev/shm"), ("10.0.0.1", str(tmp_path / "run" / "weights"))):
+        url = f"{R}.server.url=http://{host}:1"
+        config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.mode=server", url)
+        assert str(room_of(config, model)) == expected
+
+
+def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:
+    assert placement(0, 0, 2, 1) == [None, None]
+    assert placement(8, 1, 2, 2) == ["1,2", "3,4"]
+    assert placement(4, 1, 2, 2) == ["0,1", "2,3"]
+    for gpus, replicas, each in ((0, 1, 2), (4, 3, 2)):
+        with pytest.raises(EngineError, match="GPUs"):
+            placement(gpus, 0, replicas, each)

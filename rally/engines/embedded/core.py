@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded import attention
+from rally.engines.embedded.families import FAMILIES
 from rally.engines.embedded.fast_runner import FastRunner
-from rally.engines.embedded.fused import FAMILIES, fusable
+from rally.engines.embedded.fused import fusable
 from rally.engines.embedded.kernels import has_triton
 from rally.engines.embedded.memory import kv_shape, plan_memory
 from rally.engines.embedded.pages import KVStore, PagePool

@@ -113,6 +113,14 @@ class ServerConfig(Section):
     """Seconds before it is."""
     max_connections: Count = 1000
     max_start_wait_time: Positive = 300.0
+    max_in_flight: Count | None = None
+    """Requests at one server at a time; more wait in the router. None is max_num_seqs and a quarter more."""
+    max_tries: Count = 4
+    """How many servers may fail under one request before its episode does."""
+    give_up_after: Positive = 120.0
+    """Seconds that requests wait while no server answers and none is being started again."""
+    health_every: Positive = 2.0
+    """Seconds between two health checks of a server."""
 
 
 class CheckpointEngine(Section):
@@ -186,7 +194,8 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """Without CUDA graphs and fused layers: slower, and easier to look into."""
     free_cache_engine: bool = True
-    """On a GPU, KV memory goes back to the device while weights are updated."""
+    """On a GPU, KV memory goes back to the device while weights are updated; a server of our own on the trainer's GPU
+    gives back its weights as well."""
     enable_sleep_mode: bool = True
     """The same as free_cache_engine; false in either keeps the memory."""
     deterministic: bool = False

@@ -128,6 +128,7 @@ class Trainer:
             metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
             metrics |= self._learned(step, result.scored)
             self._record(step, result.everything, validate=False)
+            await self.engine.rest()
             with _timed(metrics, "update_actor"):
                 updated = self._update(step, result.episodes)
             metrics |= updated

@@ -21,7 +21,6 @@ from rally.engines.embedded import attention
 from rally.engines.remote import (
     ClientSettings,
     Dialect,
-    InTurn,
     Launch,
     Oracle,
     OwnServer,
@@ -35,6 +34,7 @@ from rally.engines.remote import (
     sweep,
     tolerance_of,
 )
+from rally.engines.standing import RouterSettings
 from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.types import SamplingParams
@@ -55,7 +55,6 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
     sweep(room)
     return RemoteEngine(
         servers,
-        InTurn(servers),
         WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room),
         oracle_of(model),
         RemoteSettings(
@@ -64,7 +63,20 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
             in_flight=rollout.in_flight,
             max_restarts=rollout.server.max_attempts,
             restart_delay=rollout.server.retry_delay,
+            sleeps=rollout.mode != "server" and sleeps(config, model),
+            router=router_settings_of(config),
         ),
+    )
+
+
+def router_settings_of(config: Config) -> RouterSettings:
+    server, running = config.rollout.server, config.rollout.max_num_seqs
+    return RouterSettings(
+        max_in_flight=server.max_in_flight or running + -(-running // 4),  # so that a server always has a next one
+        max_tries=server.max_tries,
+        give_up_after=server.give_up_after,
+        health_every=server.health_every,
+        seed=engine_settings_of(config).seed,
     )
 
 
@@ -80,9 +92,7 @@ def room_of(config: Config, model: PreTrainedModel) -> Path:
 def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
     """One server per rollout.data_parallel_size, each on its own GPUs where there are any."""
     rollout = config.rollout
-    gpus = torch.cuda.device_count()
-    taken = 1 if model.device.type == "cuda" else 0
-    places = placement(gpus, taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+    places = places_of(config, model)
     plan = launch_of(config, model)
     dialect = DIALECTS[rollout.server_kind]()
     return [
@@ -96,6 +106,19 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
         )
         for number, place in enumerate(places)
     ]
+
+
+def places_of(config: Config, model: PreTrainedModel) -> list[str | None]:
+    rollout, taken = config.rollout, 1 if model.device.type == "cuda" else 0
+    return placement(torch.cuda.device_count(), taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+
+
+def sleeps(config: Config, model: PreTrainedModel) -> bool:
+    """Whether servers of our own share the trainer's GPU and may give its memory to the update."""
+    if model.device.type != "cuda" or not engine_settings_of(config).lend_memory:
+        return False
+    mine = str(model.device.index or 0)
+    return any(place is not None and mine in place.split(",") for place in places_of(config, model))
 
 
 def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
@@ -130,6 +153,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         eager=settings.eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
+        sleeps=sleeps(config, model),
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
     )
 

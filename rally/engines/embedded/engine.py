@@ -138,6 +138,9 @@ class EmbeddedEngine:
     async def start(self) -> None:
         """Nothing to wait for: the weights are the trainer's own."""
 
+    async def rest(self) -> None:
+        """Nothing to do yet: `updating` lends the memory."""
+
     async def publish(self) -> dict[str, float]:
         """Nothing to send: the weights are the trainer's own."""
         return {}

@@ -3,7 +3,6 @@
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
-from rally.engines.remote.in_turn import InTurn
 from rally.engines.remote.own_server import OwnServer
 from rally.engines.remote.sglang import Sglang
 from rally.engines.remote.vllm import Vllm
@@ -14,7 +13,6 @@ __all__ = [
     "CanaryError",
     "ClientSettings",
     "Dialect",
-    "InTurn",
     "Launch",
     "Oracle",
     "OwnServer",

@@ -55,6 +55,7 @@ class ServerReplica:
         self.settings = settings or ClientSettings()
         self.version: int | None = None  # of the weights it holds, if anybody knows
         self.serving = False  # whether it takes requests
+        self.asleep = False  # its memory is somebody else's
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -120,16 +121,22 @@ class ServerReplica:
                     raise ReplicaGone(f"{problem}; {waited} (rollout.server.max_start_wait_time)") from None
             await asyncio.sleep(KNOCK_SECONDS)
 
+    async def sleep(self) -> None:
+        """Its weights and KV leave the GPU until the next `load`, which wakes it; it takes no requests before."""
+        self.serving = False
+        self.version = None
+        await self._order(self.dialect.sleep())
+        self.asleep = True
+
     async def load(self, folder: str, version: int, in_flight: InFlight) -> None:
         """Let it sample from the weights in `folder`; on failure it takes no requests any more."""
         self.serving = False
         try:
-            for call in self.dialect.load(folder, version, in_flight):
-                answer = await self.call(call, CONTROL_SECONDS)
-                if isinstance(answer, dict) and answer.get("success") is False:
-                    raise ReplicaGone(
-                        f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}"
-                    )
+            if self.asleep:
+                await self._order(self.dialect.wake(folder, version))
+            else:
+                await self._order(self.dialect.load(folder, version, in_flight))
+            self.asleep = False
             self.version = version  # before it goes on: what it samples from here on is of these weights
         except EngineError:
             self.version = None
@@ -138,6 +145,12 @@ class ServerReplica:
             raise
         await self.call(self.dialect.resume(), CONTROL_SECONDS)
         self.serving = True
+
+    async def _order(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            answer = await self.call(call, CONTROL_SECONDS)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise ReplicaGone(f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}")
 
     async def call(self, call: Call, seconds: float) -> Any:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body."""

@@ -79,6 +79,16 @@ class Sglang:
             Call("/update_weights_from_disk", update),
         )
 
+    def sleep(self) -> tuple[Call, ...]:
+        return (Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),)
+
+    def wake(self, folder: str, version: int) -> tuple[Call, ...]:
+        return (
+            Call("/resume_memory_occupation", {"tags": ["weights"]}),
+            Call("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}),
+            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+        )
+
     def resume(self) -> Call:
         return Call("/continue_generation", {})
 
@@ -106,6 +116,7 @@ class Sglang:
             "disable_cuda_graph": launch.eager,
             "log_level": launch.log_level,
             "skip_tokenizer_init": True,
+            "enable_memory_saver": launch.sleeps,
         }
         return [launch.python, "-m", "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
 

@@ -70,10 +70,15 @@ class Vllm:
         reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
         return (
             Call(f"/pause?mode={pause}", {}),
-            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            Call("/update_weight_version", {"new_version": str(version)}, optional=True),
+            *_reload(folder, version),
             *reset,
         )
+
+    def sleep(self) -> tuple[Call, ...]:
+        return (Call("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
+
+    def wake(self, folder: str, version: int) -> tuple[Call, ...]:
+        return (Call("/wake_up?tags=weights", {}), *_reload(folder, version), Call("/wake_up?tags=kv_cache", {}))
 
     def resume(self) -> Call:
         return Call("/resume", {})
@@ -101,6 +106,7 @@ class Vllm:
             "uvicorn_log_level": launch.log_level,
             "logprobs_mode": "raw_logprobs" if launch.raw_logprobs else "processed_logprobs",
             "skip_tokenizer_init": True,
+            "enable_sleep_mode": launch.sleeps or None,
             "enable_prompt_tokens_details": True,
             "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
         }
@@ -109,3 +115,10 @@ class Vllm:
 
     def environment(self) -> dict[str, str]:
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _reload(folder: str, version: int) -> tuple[Call, ...]:
+    return (
+        Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+        Call("/update_weight_version", {"new_version": str(version)}, optional=True),
+    )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rally.engines.replica import ReplicaGone
+from rally.engines.replica import ReplicaGone, SampleVoid
 from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 
 InFlight = Literal["abort", "keep", "recompute"]
@@ -50,6 +50,7 @@ class Launch:
     eager: bool = False
     log_level: str | None = None
     raw_logprobs: bool = True  # at temperature 1 those before any filter; otherwise those after the temperature
+    sleeps: bool = False  # it gives its memory to others for a while
     extra: Mapping[str, Any]
 
 
@@ -73,6 +74,14 @@ class Dialect(Protocol):
 
     def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
         """The calls, in order, after which the server is paused and holds the weights in `folder`."""
+        ...
+
+    def sleep(self) -> tuple[Call, ...]:
+        """What makes an idle server give back the GPU memory of its weights and KV."""
+        ...
+
+    def wake(self, folder: str, version: int) -> tuple[Call, ...]:
+        """The calls, in order, after which a sleeping one holds the weights in `folder`. Nothing was in flight."""
         ...
 
     def resume(self) -> Call:
@@ -163,7 +172,7 @@ def _spans(reported: Any, count: int, request: Asked) -> tuple[WeightSpan, ...]:
     if reported:
         return _reported_spans(reported, count)
     if request.before != request.after:
-        raise ReplicaGone("weights changed while the server sampled, and it does not say where; it is sampled again")
+        raise SampleVoid("weights changed while the server sampled, and it does not say where; it is sampled again")
     return (WeightSpan(request.before, 0, count),)
 
 

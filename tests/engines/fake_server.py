@@ -40,6 +40,8 @@ class FakeServer:
     stale: bool = False  # says that it has loaded weights, and has not
     refuses_weights: bool = False
     label: str = "default"
+    asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
+    sleepless: bool = False
     pace: float = 0.0  # seconds a token takes
 
     async def __aenter__(self) -> Self:
@@ -71,6 +73,7 @@ class FakeServer:
         writer.close()
 
     async def _generate(self, body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert not self.asleep, "a request for a server that sleeps"
         fault = self.faults.popleft() if self.faults else ""
         if fault.isdecimal():
             return await _reply(writer, int(fault), {"error": {"message": "as told"}}, {"retry-after": "0.25"})
@@ -148,6 +151,14 @@ class FakeServer:
             self._going.clear()
         elif route in ("/resume", "/continue_generation"):
             self._going.set()
+        elif route in ("/sleep", "/release_memory_occupation"):
+            if self.sleepless:
+                return 500, {"message": "started without --enable-sleep-mode"}
+            self.asleep = {"weights", "kv_cache"}
+        elif route == "/wake_up":
+            self.asleep.discard(path.partition("tags=")[2])
+        elif route == "/resume_memory_occupation":
+            self.asleep -= set(body["tags"])
         elif route == "/abort_request":
             self.aborted.append(body["rid"])
         elif route == "/collective_rpc":
@@ -165,6 +176,7 @@ class FakeServer:
         return 200, {"success": True}
 
     def _load(self, folder: str, label: str | None) -> Answer:
+        assert "weights" not in self.asleep, "weights for a server that has no memory for them"
         if self.refuses_weights:
             return 500, {"message": "out of memory"}
         if self.model is not None and not self.stale:

@@ -244,6 +244,8 @@ class Model:
             self.board.heard(names[which % len(names)], which % 3 > 0, self.now)
         elif what == 10 and len(names) > 1:
             self.board.remove(names[which % len(names)], self.now)
+        elif what == 12 and names:
+            self.board.assign(names[which % len(names)], [*Duty][which % 4], self.now)
         elif what == 11:
             self.board.add(f"new{self.now:.1f}", self.now)
         elif self.flying:
@@ -265,7 +267,7 @@ class Model:
             self.board.done(ticket, self.now)
 
 
-@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 50)), max_size=80))
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=80))
 def test_nothing_is_lost_or_doubled_and_no_server_gets_too_much(actions: list[tuple[int, int]]) -> None:
     model = Model(board("a", "b", "c", max_in_flight=3, open_after=2, max_tries=3, give_up_after=math.inf))
     for what, which in actions:

@@ -70,6 +70,7 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
         assert row.metrics["actor/rollout_mismatch_kl"] < 1e-7
         assert row.metrics["failures/loop"] == 0
         assert row.metrics["timing_s/update_weights"] > 0
+        assert row.metrics["router/sampled_tokens"] > 0 and row.metrics["router/servers_usable"] == 2
     for step in (1, 2):
         episodes = folder.read_episodes(step)
         spans = {span.version for episode in episodes for part in episode.segments for span in part.spans}

@@ -106,6 +106,7 @@ class RemoteEngine:
         began = time.perf_counter()
         async with self._minding:
             await self.weights.take(self._version)
+            written = time.perf_counter()
             if self.settings.sleeps:
                 torch.cuda.empty_cache()  # what the update no longer needs, servers want back
             outcomes = await asyncio.gather(*(self._update(s) for s in self.servers), return_exceptions=True)
@@ -113,6 +114,7 @@ class RemoteEngine:
         heard = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
             "timing_s/update_weights": time.perf_counter() - began,
+            "timing_s/write_weights": written - began,
             "engine/servers": float(sum(server.serving for server in self.servers)),
             "engine/restarts": float(self.restarts),
             **({"engine/canary_difference": max(heard)} if heard else {}),

@@ -280,7 +280,8 @@ class Router:
     async def _check_health(self) -> None:
         while True:
             await asyncio.sleep(self.settings.health_every)
-            await asyncio.gather(*(self._check(replica) for replica in self.replicas))
+            on_duty = [server.name for server in self._board.servers.values() if server.duty is Duty.ON]
+            await asyncio.gather(*(self._check(self._replicas[name]) for name in on_duty))  # others may not be asked
             self._dispatch()
 
     async def _check(self, replica: Replica) -> None:

@@ -178,6 +178,7 @@ ORDER = {
         "/inference/v1/generate",
     ],
     "sglang": [
+        "/pause_generation",
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/update_weights_from_disk",

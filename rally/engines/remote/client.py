@@ -97,11 +97,13 @@ class ServerReplica:
             )
 
     async def healthy(self) -> bool:
+        if not self.serving:
+            return False
         try:
             await self.call(Call("/health"), HEALTH_SECONDS)
         except EngineError:
             return False
-        return self.serving
+        return True
 
     async def up(self, folder: str) -> None:
         """Wait until it answers; a server of our own is started first, from the model in `folder`."""

@@ -80,7 +80,10 @@ class Sglang:
         )
 
     def sleep(self) -> tuple[Call, ...]:
-        return (Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),)
+        return (
+            Call("/pause_generation", {"mode": "abort"}),  # its own health check is a request, and under one it dies
+            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        )
 
     def wake(self, folder: str, version: int) -> tuple[Call, ...]:
         return (

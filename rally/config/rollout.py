@@ -124,7 +124,9 @@ class ServerConfig(Section):
 
 
 class CheckpointEngine(Section):
-    backend: Literal["naive", "nccl", "nixl", "hccl"] = "naive"
+    backend: Literal["naive", "ipc", "nccl", "nixl", "hccl"] = "naive"
+    """How weights get to servers: naive by files, in memory if there is room; ipc by CUDA IPC to servers of our own on
+    the trainer's GPU."""
     update_weights_bucket_megabytes: Count = 2048
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     custom_backend_module: str | None = None

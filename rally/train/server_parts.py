@@ -30,6 +30,8 @@ from rally.engines.remote import (
     Sglang,
     Vllm,
     WeightFiles,
+    WeightHandles,
+    WeightTransport,
     roomy,
     sweep,
     tolerance_of,
@@ -51,11 +53,9 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
         servers = [ServerReplica(url, dialect, client_settings_of(config, model)) for url in rollout.server_urls]
     else:
         servers = own_servers_of(config, model)
-    room = room_of(config, model)
-    sweep(room)
     return RemoteEngine(
         servers,
-        WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room),
+        transport_of(config, model),
         oracle_of(model),
         RemoteSettings(
             max_model_len=engine_settings_of(config).max_model_len,
@@ -80,6 +80,19 @@ def router_settings_of(config: Config) -> RouterSettings:
     )
 
 
+def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
+    """How weights get to servers, as rollout.checkpoint_engine.backend says."""
+    by_handles = config.rollout.checkpoint_engine.backend == "ipc"
+    if by_handles and (not shares_gpu(config, model) or config.rollout.tensor_model_parallel_size > 1):
+        raise EngineError(
+            "rollout.checkpoint_engine.backend=ipc is for servers of one GPU that is the trainer's; leave it out here"
+        )
+    room = room_of(config, model)
+    sweep(room)
+    files = WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room)
+    return WeightHandles(functools.partial(whole_weights, model), files) if by_handles else files
+
+
 def room_of(config: Config, model: PreTrainedModel) -> Path:
     """Where weights are left for servers: those of other machines see no memory of this one."""
     on_disk = config.run_dir / "weights"
@@ -101,7 +114,10 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
             lambda folder, port: dialect.command(replace(plan, folder=folder, port=port)),
             config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
             port_start=rollout.port_start,
-            environment={} if place is None else {"CUDA_VISIBLE_DEVICES": place},
+            environment={
+                **dialect.environment(plan.by_handles),
+                **({} if place is None else {"CUDA_VISIBLE_DEVICES": place}),
+            },
             settings=client_settings_of(config, model),
         )
         for number, place in enumerate(places)
@@ -113,12 +129,16 @@ def places_of(config: Config, model: PreTrainedModel) -> list[str | None]:
     return placement(torch.cuda.device_count(), taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
 
 
-def sleeps(config: Config, model: PreTrainedModel) -> bool:
-    """Whether servers of our own share the trainer's GPU and may give its memory to the update."""
-    if model.device.type != "cuda" or not engine_settings_of(config).lend_memory:
-        return False
+def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
+    """Whether servers of our own are on the trainer's GPU."""
     mine = str(model.device.index or 0)
-    return any(place is not None and mine in place.split(",") for place in places_of(config, model))
+    places = places_of(config, model) if model.device.type == "cuda" else []
+    return any(place is not None and mine in place.split(",") for place in places)
+
+
+def sleeps(config: Config, model: PreTrainedModel) -> bool:
+    """Whether they give its memory to the update."""
+    return engine_settings_of(config).lend_memory and shares_gpu(config, model)
 
 
 def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
@@ -154,6 +174,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
         sleeps=sleeps(config, model),
+        by_handles=rollout.checkpoint_engine.backend == "ipc",
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
     )
 
@@ -182,7 +203,7 @@ def oracle_of(model: PreTrainedModel) -> Oracle:
 def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
     """A folder that any server loads: adapters are merged into what they adapt. Untied, the output head is a weight of
     its own, also where the policy's is its embedding."""
-    weights = merged_weights(model) if has_adapters(model) else model.state_dict()
+    weights = whole_weights(model)
     twin = plain_twin(model)
     if untied:
         twin.config.tie_word_embeddings = False
@@ -190,6 +211,10 @@ def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path)
         weights = {name: value.clone() for name, value in weights.items()}
     with _quietly():
         twin.save_pretrained(folder, state_dict=weights, max_shard_size=bucket)
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return merged_weights(model) if has_adapters(model) else model.state_dict()
 
 
 @contextmanager

@@ -4,8 +4,10 @@ In a test: `async with FakeServer("vllm") as server`. Alone, without a model: py
 """
 
 import asyncio
+import base64
 import contextlib
 import json
+import pickle
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -42,6 +44,7 @@ class FakeServer:
     label: str = "default"
     asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
     sleepless: bool = False
+    handles: str = "taken"  # or refused, or garbled: it says that it has taken them, and has not
     pace: float = 0.0  # seconds a token takes
 
     async def __aenter__(self) -> Self:
@@ -165,6 +168,10 @@ class FakeServer:
             return self._load(body["kwargs"]["weights_path"], None)
         elif route == "/update_weights_from_disk":
             return self._load(body["model_path"], body["weight_version"])
+        elif route == "/update_weights":
+            return self._open(body["update_info"]["ipc_handles_pickled"], body["update_info"]["names"], None)
+        elif route == "/update_weights_from_tensor":
+            return self._open(body["serialized_named_tensors"][0], None, body["weight_version"])
         elif route == "/update_weight_version":
             if not self.reports_spans:
                 return 404, {"detail": "Not Found"}
@@ -173,6 +180,19 @@ class FakeServer:
             return 200, {"data": [{"id": "policy", "max_model_len": self.window}]}
         elif route == "/get_server_info":
             return 200, {"context_length": self.window}
+        return 200, {"success": True}
+
+    def _open(self, pickled: str, names: list[str] | None, label: str | None) -> Answer:
+        """Weights by handles, which a test makes of the tensors themselves."""
+        if self.handles == "refused":
+            return 400, {"error": "Refusing to deserialize"}
+        weights = pickle.loads(base64.b64decode(pickled))
+        if names is not None:
+            weights = [(name, handle["gpu"][0]) for name, handle in zip(names, weights, strict=True)]
+        assert self.model is not None
+        if self.handles == "taken":
+            self.model.load_state_dict(dict(weights), strict=False)
+        self.label = label or self.label
         return 200, {"success": True}
 
     def _load(self, folder: str, label: str | None) -> Answer:

@@ -3,6 +3,7 @@
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
+from rally.engines.remote.handles import WeightHandles
 from rally.engines.remote.own_server import OwnServer
 from rally.engines.remote.sglang import Sglang
 from rally.engines.remote.vllm import Vllm
@@ -22,6 +23,7 @@ __all__ = [
     "Sglang",
     "Vllm",
     "WeightFiles",
+    "WeightHandles",
     "WeightTransport",
     "roomy",
     "sweep",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rally.engines.base import EngineError
-from rally.engines.remote.wire import Asked, Call, Dialect, InFlight
+from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
 from rally.engines.replica import ReplicaBusy, ReplicaGone
 from rally.types import Generation, SamplingParams
 
@@ -130,14 +130,14 @@ class ServerReplica:
         await self._order(self.dialect.sleep())
         self.asleep = True
 
-    async def load(self, folder: str, version: int, in_flight: InFlight) -> None:
-        """Let it sample from the weights in `folder`; on failure it takes no requests any more."""
+    async def load(self, source: Source, version: int, in_flight: InFlight) -> None:
+        """Let it sample from the weights of `source`; on failure it takes no requests any more."""
         self.serving = False
         try:
             if self.asleep:
-                await self._order(self.dialect.wake(folder, version))
+                await self._order(self.dialect.wake(source, version))
             else:
-                await self._order(self.dialect.load(folder, version, in_flight))
+                await self._order(self.dialect.load(source, version, in_flight))
             self.asleep = False
             self.version = version  # before it goes on: what it samples from here on is of these weights
         except EngineError:

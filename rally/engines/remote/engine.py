@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from rally.engines.base import EngineError
-from rally.engines.remote.canary import Oracle, canary, probe
+from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import ServerReplica
 from rally.engines.remote.own_server import OwnServer
 from rally.engines.remote.process import POLL_SECONDS
@@ -26,6 +27,8 @@ from rally.engines.replica import ReplicaGone
 from rally.engines.router import Router
 from rally.engines.standing import RouterSettings
 from rally.types import Generation, SamplingParams
+
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +138,20 @@ class RemoteEngine:
     async def _update(self, server: ServerReplica) -> float:
         """The canary's difference, once the server has the current weights; only then it gets requests."""
         self.router.pause(server.name)
-        await self.weights.send(server, self.settings.in_flight)
-        try:
-            difference = await canary(server, self.oracle)
-        except EngineError:
-            server.serving = False
-            raise
+        difference = await self._give(server, lambda: canary(server, self.oracle))
         self.router.back(server.name)
         return difference
+
+    async def _give(self, server: ServerReplica, check: Callable[[], Awaitable[Told]]) -> Told:
+        """Send it the weights, and again if `check` does not find them there and another way is left."""
+        await self.weights.send(server, self.settings.in_flight)
+        try:
+            return await check()
+        except EngineError as problem:
+            server.serving = False
+            if not isinstance(problem, CanaryError) or not self.weights.doubt(problem):
+                raise
+        return await self._give(server, check)
 
     async def _settle(self, outcomes: Sequence[object]) -> None:
         """After servers were asked something: those that failed get no requests; raise if that is no way to go on."""
@@ -169,9 +178,9 @@ class RemoteEngine:
         return isinstance(server, OwnServer) and not server.alive and watcher is not None and not watcher.done()
 
     async def _introduce(self, server: ServerReplica) -> None:
-        await server.up(self.weights.folder())
-        await self.weights.send(server, self.settings.in_flight)
-        await probe(server, self.oracle, self.settings.sampling, self.settings.max_model_len)
+        await server.up(await self.weights.folder())
+        window = self.settings.max_model_len
+        await self._give(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
 
     async def _watch(self, server: OwnServer) -> None:
         """Start it again when it dies, so often; then it is lost."""
@@ -181,7 +190,7 @@ class RemoteEngine:
             await asyncio.sleep(self.settings.restart_delay)
             try:
                 async with self._minding:
-                    await server.up(self.weights.folder())
+                    await server.up(await self.weights.folder())
                     await self._update(server)
             except EngineError as problem:
                 self.router.lost(server.name, f"{server.name} could not be started again: {problem}")

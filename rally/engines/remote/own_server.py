@@ -37,7 +37,7 @@ class OwnServer(ServerReplica):
         self._command = command
         self._log = log
         self._port_start = port_start
-        self._environment = {**dialect.environment(), **(environment or {})}
+        self._environment = dialect.environment() if environment is None else environment
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rally.engines.base import EngineError
 from rally.engines.remote.interpreter import ask
-from rally.engines.remote.wire import Asked, Call, InFlight, Launch, as_list, flags, take, whole
+from rally.engines.remote.wire import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
 from rally.types import Generation
 
 PAUSE = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
@@ -67,17 +67,9 @@ class Sglang:
     def abort(self, request_id: str) -> Call | None:
         return Call("/abort_request", {"rid": request_id})
 
-    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
-        update = {
-            "model_path": folder,
-            "weight_version": str(version),
-            "abort_all_requests": in_flight == "abort",
-            "flush_cache": in_flight != "keep",
-        }
-        return (
-            Call("/pause_generation", {"mode": PAUSE[in_flight]}),
-            Call("/update_weights_from_disk", update),
-        )
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        treated = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
+        return Call("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
 
     def sleep(self) -> tuple[Call, ...]:
         return (
@@ -85,10 +77,10 @@ class Sglang:
             Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
         )
 
-    def wake(self, folder: str, version: int) -> tuple[Call, ...]:
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
         return (
             Call("/resume_memory_occupation", {"tags": ["weights"]}),
-            Call("/update_weights_from_disk", {"model_path": folder, "weight_version": str(version)}),
+            _update(source, version, {}),
             Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
         )
 
@@ -123,8 +115,15 @@ class Sglang:
         }
         return [launch.python, "-m", "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
+
+
+def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
+    named = {"weight_version": str(version), **treated}
+    if isinstance(source, str):
+        return Call("/update_weights_from_disk", {"model_path": source, **named})
+    return Call("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
 
 
 def _refuse_switched_off(launch: Launch) -> None:

@@ -14,6 +14,18 @@ from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 InFlight = Literal["abort", "keep", "recompute"]
 
 
+class Exported(Protocol):
+    """Weights in the memory of the GPU that this process shares with a server, as each kind of server wants them."""
+
+    def described(self) -> dict[str, Any]: ...
+
+    def serialized(self) -> str: ...
+
+
+Source = str | Exported
+"""Where weights are: a folder, or memory."""
+
+
 class Call(NamedTuple):
     """One request to a server: POST with a JSON body, or GET without one."""
 
@@ -51,6 +63,7 @@ class Launch:
     log_level: str | None = None
     raw_logprobs: bool = True  # at temperature 1 those before any filter; otherwise those after the temperature
     sleeps: bool = False  # it gives its memory to others for a while
+    by_handles: bool = False  # it may be given weights in the memory of another process
     extra: Mapping[str, Any]
 
 
@@ -72,16 +85,16 @@ class Dialect(Protocol):
         """What frees a request whose caller has gone; None where closing the connection does."""
         ...
 
-    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
-        """The calls, in order, after which the server is paused and holds the weights in `folder`."""
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        """The calls, in order, after which the server is paused and holds the weights of `source`."""
         ...
 
     def sleep(self) -> tuple[Call, ...]:
         """What makes an idle server give back the GPU memory of its weights and KV."""
         ...
 
-    def wake(self, folder: str, version: int) -> tuple[Call, ...]:
-        """The calls, in order, after which a sleeping one holds the weights in `folder`. Nothing was in flight."""
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        """The calls, in order, after which a sleeping one holds the weights of `source`. Nothing was in flight."""
         ...
 
     def resume(self) -> Call:
@@ -100,7 +113,7 @@ class Dialect(Protocol):
         """The command line of a server of our own."""
         ...
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
         """What such a server wants beside our own environment."""
         ...
 

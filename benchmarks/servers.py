@@ -1,13 +1,14 @@
 """Guarantees: what vLLM and SGLang are worth behind our adapter is measured with the parts that a training run uses.
 
     python -m benchmarks.servers --model FOLDER --rows data/gsm8k/train.parquet --out runs/servers \
-        [--engine vllm,sglang] [--vllm-python PYTHON] [--sglang-python PYTHON] [--parts mismatch,update,speed,train]
+        [--engine vllm,sglang] [--vllm-python PYTHON] [--sglang-python PYTHON] [--parts mismatch,update,speed,train] \
+        [KEY=VALUE ...]
 
 For each server: `mismatch`, how far its log-probabilities are from the trainer's; `update`, seconds until it samples
 from new weights; `speed`, samples/s of a workload of several turns through adapter, router and HTTP, against the bare
 engine in a process of its own; `train`, three steps of `rally train` with a calculator. `rally data gsm8k --tool
-calculator` writes the rows. `--small` divides everything, to try the script on a CPU. Writes servers.json and
-servers.md into --out.
+calculator` writes the rows. KEY=VALUE are keys of the configuration. `--small` divides everything, to try the script on
+a CPU. Writes servers.json and servers.md into --out.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", default="multi-256")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     try:
@@ -177,7 +179,7 @@ def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) 
 async def served(
     name: str, model: PreTrainedModel, parts: Sequence[str], plan: Plan, options: argparse.Namespace
 ) -> dict[str, Any]:
-    config = load_config(base=tree_of(name, plan, options, options.out / f"{name}-server"))
+    config = load_config(base=tree_of(name, plan, options, options.out / f"{name}-server"), overrides=options.overrides)
     engine = remote_engine_of(config, model, SamplingParams(max_tokens=plan.new))
     began = time.perf_counter()
     result: dict[str, Any] = {}
@@ -256,7 +258,8 @@ def trained(engine: str, plan: Plan, options: argparse.Namespace) -> list[dict[s
     tree = options.out / f"{engine}-train.yaml"
     tree.parent.mkdir(parents=True, exist_ok=True)
     tree.write_text(json.dumps(tree_of(engine, plan, options, folder.resolve())), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "rally.cli", "train", str(tree.resolve())], cwd=ROOT, check=True)
+    words = [sys.executable, "-m", "rally.cli", "train", str(tree.resolve()), *options.overrides]
+    subprocess.run(words, cwd=ROOT, check=True)
     return [
         {name: row.metrics[name] for name in STEP if name in row.metrics} for row in RunFolder(folder).read_metrics()
     ]

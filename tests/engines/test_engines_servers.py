@@ -250,6 +250,11 @@ def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     told = " ".join(Sglang().command(Launch(**plan, tensor_parallel=2, extra={"attention_backend": "triton"})))
     for part in ("--model-path model", "--tp-size 2", "--mem-fraction-static 0.4", "--attention-backend triton"):
         assert part in told
+    for dialect, flag in ((Vllm(), "--enable-sleep-mode"), (Sglang(), "--enable-memory-saver")):
+        assert flag in dialect.command(Launch(**plan, sleeps=True, extra={}))
+        assert flag not in dialect.command(Launch(**plan, extra={}))
+    shared = Vllm().command(Launch(**plan, by_handles=True, extra={}))
+    assert shared[shared.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
     with pytest.raises(EngineError, match="can only be given"):
         Sglang().command(Launch(**plan, extra={"disable_radix_cache": False}))
 
@@ -274,6 +279,18 @@ def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
 
     with pytest.raises(EngineError, match=r"has no surely_absent; install it .*rollout\.server\.python=DIR"):
         ask(sys.executable, "surely_absent")
+
+
+def test_a_server_that_cannot_give_back_memory_is_told_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(python: str, package: str, question: str = "") -> str:
+        if package == "torch_memory_saver":
+            raise EngineError("it is not there")
+        return ""
+
+    monkeypatch.setattr("rally.engines.remote.sglang.ask", ask)
+    plan = {"python": "py", "folder": "", "port": 1, "dtype": "float32", "max_model_len": 1, "max_num_seqs": 1}
+    with pytest.raises(EngineError, match=r"which py lacks; install it .* or set rollout\.free_cache_engine"):
+        Sglang().command(Launch(**plan, max_num_batched_tokens=1, memory_share=0.5, sleeps=True, extra={}))
 
 
 async def test_conversations_keep_their_server_and_leave_it_when_it_fails() -> None:

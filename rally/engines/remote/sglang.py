@@ -97,6 +97,7 @@ class Sglang:
     def command(self, launch: Launch) -> list[str]:
         _refuse_switched_off(launch)
         ask(launch.python, "sglang")
+        _require_memory_saver(launch)
         options: dict[str, Any] = {
             "model_path": launch.folder,
             "host": "127.0.0.1",
@@ -124,6 +125,17 @@ def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
     if isinstance(source, str):
         return Call("/update_weights_from_disk", {"model_path": source, **named})
     return Call("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
+
+
+def _require_memory_saver(launch: Launch) -> None:
+    try:
+        if launch.sleeps:
+            ask(launch.python, "torch_memory_saver")
+    except EngineError:
+        raise EngineError(
+            f"SGLang gives GPU memory to the update only with torch_memory_saver, which {launch.python} lacks; install "
+            "it there (pip install torch-memory-saver), or set rollout.free_cache_engine=false"
+        ) from None
 
 
 def _refuse_switched_off(launch: Launch) -> None:

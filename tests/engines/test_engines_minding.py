@@ -205,6 +205,31 @@ async def test_an_update_that_fails_leaves_servers_asleep_and_the_run_ends(tmp_p
         assert [path for path, _ in fake.log if path != "/health"][-1] == "/sleep?level=2"
 
 
+async def test_a_server_that_dies_when_it_should_sleep_is_back_after_the_update(tmp_path: Path) -> None:
+    server = own_server(tmp_path)
+    engine = engine_over([server], tmp_path, replace(PLAIN, sleeps=True))
+    await engine.start()
+    kill(server)
+    await engine.rest()
+    with engine.updating():
+        pass
+    await engine.publish()
+    generation = await engine.generate([1], PARAMS)
+    assert ([span.version for span in generation.spans], engine.restarts) == ([1], 1)
+    await engine.close()
+
+
+async def test_a_watcher_that_fails_leaves_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = own_server(tmp_path)
+    engine = engine_over([server], tmp_path)
+    await engine.start()
+    monkeypatch.setattr(server, "_command", lambda folder, port: 1 / 0)
+    kill(server)
+    with pytest.raises(EngineError, match="could not be started again: ZeroDivisionError"):
+        await engine.generate([1], PARAMS)
+    await engine.close()
+
+
 async def test_a_server_that_cannot_sleep_gets_no_requests(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeServer("vllm")) for _ in range(2)]

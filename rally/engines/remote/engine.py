@@ -8,6 +8,7 @@ servers share the trainer's GPU they sleep during the update, and what they held
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ class RemoteEngine:
         await _all(*(self._introduce(server) for server in self.servers))
         own = [server for server in self.servers if isinstance(server, OwnServer)]
         self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
+        for name, watcher in self._watchers.items():
+            watcher.add_done_callback(functools.partial(self._stopped_watching, name))
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
@@ -93,9 +96,11 @@ class RemoteEngine:
 
     async def rest(self) -> None:
         """A server that cannot be put to sleep is as one that does not take weights: it gets no requests."""
-        if self.settings.sleeps:
+        if not self.settings.sleeps:
+            return
+        async with self._minding:
             outcomes = await asyncio.gather(*(self._put_to_sleep(s) for s in self.servers), return_exceptions=True)
-            await self._settle(outcomes)
+        await self._settle(outcomes)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -167,15 +172,10 @@ class RemoteEngine:
             return
         await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that its watcher has not noticed yet
         for server in self.servers:
-            if server.name in gone and not self._is_watched(server):
+            if server.name in gone and not self.router.is_away(server.name):
                 self.router.lost(server.name, str(gone[server.name]))
         if self.router.hopeless:
             raise next(iter(gone.values()))
-
-    def _is_watched(self, server: ServerReplica) -> bool:
-        """Whether its process has died and somebody starts it again."""
-        watcher = self._watchers.get(server.name)
-        return isinstance(server, OwnServer) and not server.alive and watcher is not None and not watcher.done()
 
     async def _introduce(self, server: ServerReplica) -> None:
         await server.up(await self.weights.folder())
@@ -202,6 +202,11 @@ class RemoteEngine:
             f"{server.name} has died {allowed + 1} times (rollout.server.max_attempts={allowed} more were allowed); "
             f"{words}",
         )
+
+    def _stopped_watching(self, name: str, watcher: asyncio.Task[None]) -> None:
+        """A watcher that failed brings nobody back, so nobody may wait for that."""
+        if not watcher.cancelled() and (problem := watcher.exception()) is not None:
+            self.router.lost(name, f"{name} could not be started again: {type(problem).__name__}: {problem}")
 
     async def _until_it_ends(self, server: OwnServer) -> str:
         assert server.process is not None

@@ -297,7 +297,7 @@ def _rows(engine: str, result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ours, other = (result[name]["samples_per_second"] for name in ("served", "bare"))
         rows.append(("samples/s, served and bare", f"{ours:.1f} and {other:.1f}: {ours / other:.0%}"))
     for step, one in enumerate(result.get("train", ()), 1):
-        told = ", ".join(f"{name.rpartition('/')[2]} {value:.3g}" for name, value in one.items())
+        told = ", ".join(f"{name} {value:.3g}" for name, value in one.items())
         rows.append((f"training step {step}", told))
     rows.append(("all of this", f"{result['minutes']:.1f} minutes"))
     return [(engine, *row) for row in rows]

@@ -173,7 +173,7 @@ class Disaggregation(Section):
 
 
 class RolloutConfig(Section):
-    name: Literal["embedded", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
+    name: Literal["embedded", "rally", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
     mode: Literal["async", "sync", "standalone", "server"] = "async"
     n: Count = 8
     """Episodes per prompt. The ecosystem's 1 leaves a group with nothing to compare."""

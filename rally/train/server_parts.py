@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -24,6 +25,7 @@ from rally.engines.remote import (
     Launch,
     Oracle,
     OwnServer,
+    Rally,
     RemoteEngine,
     RemoteSettings,
     ServerReplica,
@@ -41,7 +43,7 @@ from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.types import SamplingParams
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+DIALECTS: dict[str, Callable[[], Dialect]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
 def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
@@ -137,8 +139,9 @@ def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
 
 
 def sleeps(config: Config, model: PreTrainedModel) -> bool:
-    """Whether they give its memory to the update."""
-    return engine_settings_of(config).lend_memory and shares_gpu(config, model)
+    """Whether they give its memory to the update; our own kind keeps it."""
+    able = config.rollout.server_kind != "rally"
+    return able and engine_settings_of(config).lend_memory and shares_gpu(config, model)
 
 
 def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
@@ -173,10 +176,17 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         eager=settings.eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
+        in_flight=rollout.in_flight,
         sleeps=sleeps(config, model),
         by_handles=rollout.checkpoint_engine.backend == "ipc",
-        extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
+        extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
+
+
+def _own_extra(config: Config) -> dict[str, Any]:
+    """What a server of Rally's own needs beside the weights."""
+    tokenizer = config.model.tokenizer_path or config.model.path
+    return {"tokenizer": str(tokenizer)} if config.rollout.server_kind == "rally" else {}
 
 
 def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings:

@@ -91,6 +91,29 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
     assert [fake.label for fake in fakes] == ["2", "2"]
 
 
+def test_a_run_over_a_server_of_rallys_own(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    config = run_config(
+        home,
+        tmp_path / "run",
+        f"{R}.name=rally",
+        f"{R}.gpu_memory_utilization=0.02",
+        f"{R}.temperature=0.9",
+        f"{R}.top_p=0.95",
+        "data.val_files=null",
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=2",
+    )
+    train(config, Paper().console)
+    folder = RunFolder(tmp_path / "run")
+    for row in folder.read_metrics():
+        assert row.metrics["engine/canary_difference"] < 1e-4
+        assert row.metrics["actor/rollout_mismatch_kl"] < 1e-7
+        assert row.metrics["failures/loop"] == row.metrics["router/failed_tries"] == 0
+        versions = {s.version for e in folder.read_episodes(row.step) for part in e.segments for s in part.spans}
+        assert versions == {row.step - 1}
+
+
 def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path) -> None:
     model = load_model(str(home / "model"))
     add_adapters(model, LoraSettings(rank=2), str(home / "model"))

@@ -191,7 +191,8 @@ class ServerReplica:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients = {kept: client for kept, client in self._clients.items() if not kept.is_closed()}
-            self._clients[loop] = _new_client(self.settings.max_connections, secure=self.url.startswith("https"))
+            secure, headers = self.url.startswith("https"), self.dialect.headers()
+            self._clients[loop] = _new_client(self.settings.max_connections, headers, secure=secure)
         return self._clients[loop]
 
     def _abort(self, request_id: str) -> None:
@@ -206,7 +207,7 @@ class ServerReplica:
             await self.call(call, HEALTH_SECONDS)
 
 
-def _new_client(connections: int, *, secure: bool) -> httpx.AsyncClient:
+def _new_client(connections: int, headers: dict[str, str], *, secure: bool) -> httpx.AsyncClient:
     try:
         import httpx
     except ModuleNotFoundError:
@@ -214,7 +215,7 @@ def _new_client(connections: int, *, secure: bool) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
     # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
-    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=secure)
+    return httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False, verify=secure)
 
 
 def _check_status(name: str, call: Call, response: httpx.Response) -> None:

@@ -119,6 +119,9 @@ class Sglang:
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
+    def headers(self) -> dict[str, str]:
+        return {}
+
 
 def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
     named = {"weight_version": str(version), **treated}

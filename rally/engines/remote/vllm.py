@@ -118,6 +118,9 @@ class Vllm:
         trusting = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if by_handles else {}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **trusting}
 
+    def headers(self) -> dict[str, str]:
+        return {}
+
 
 def _reload(source: Source, version: int) -> tuple[Call, ...]:
     named = Call("/update_weight_version", {"new_version": str(version)}, optional=True)

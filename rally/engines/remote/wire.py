@@ -62,6 +62,7 @@ class Launch:
     eager: bool = False
     log_level: str | None = None
     raw_logprobs: bool = True  # at temperature 1 those before any filter; otherwise those after the temperature
+    in_flight: InFlight = "keep"
     sleeps: bool = False  # it gives its memory to others for a while
     by_handles: bool = False  # it may be given weights in the memory of another process
     extra: Mapping[str, Any]
@@ -115,6 +116,10 @@ class Dialect(Protocol):
 
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         """What such a server wants beside our own environment."""
+        ...
+
+    def headers(self) -> dict[str, str]:
+        """What goes with every request."""
         ...
 
 

@@ -153,6 +153,8 @@ class Board:
 
     def stranded(self, now: float) -> list[Ticket]:
         """Withdraw and return the requests that have waited too long for any server to come back."""
+        if self._deserted_since is None:
+            return []
         late = [t for t in self._queue if now >= self._deadline(t)]
         for ticket in late:
             self._withdraw(ticket)

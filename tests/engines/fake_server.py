@@ -36,6 +36,7 @@ class FakeServer:
     log: list[tuple[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     gone_callers: int = 0
+    connections: int = 0  # that were ever opened
     reports_spans: bool = True
     before_temperature: bool = False
     window: int = 4096
@@ -62,6 +63,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = head.decode().split(" ", 2)

@@ -141,6 +141,22 @@ async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> N
     assert asked is None or fake.aborted == [asked["rid"]]
 
 
+async def test_connections_are_found_again_and_bounded(fake: FakeServer) -> None:
+    settings = ClientSettings(vocabulary=97, max_model_len=64, max_connections=20)
+    replica = ServerReplica(fake.url, DIALECTS[fake.dialect], settings)
+    await replica.load("nowhere", 7, "keep")
+    fake.pace = 0.01
+    for _ in range(3):
+        generations = await asyncio.gather(*(replica.generate([n + 1], PARAMS) for n in range(60)))
+        assert {len(generation.ids) for generation in generations} == {5}
+    assert fake.connections == 20
+    fake.faults.extend(["hang up"] * 5)
+    outcomes = await asyncio.gather(*(replica.generate([1], PARAMS) for _ in range(20)), return_exceptions=True)
+    assert sum(isinstance(outcome, ReplicaGone) for outcome in outcomes) == 5
+    assert len((await replica.generate([1], PARAMS)).ids) == 5
+    await replica.close()
+
+
 async def test_one_replica_serves_several_event_loops(fake: FakeServer) -> None:
     replica = await replica_of(fake)
 

@@ -212,10 +212,11 @@ def _new_client(connections: int, headers: dict[str, str], *, secure: bool) -> h
         import httpx
     except ModuleNotFoundError:
         raise EngineError("talking to a rollout server needs httpx; run: pip install 'rally-rl[servers]'") from None
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    from rally.engines.lines import Lines
+
     # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
-    # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
-    return httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False, verify=secure)
+    lines = Lines(connections, secure=secure)
+    return httpx.AsyncClient(timeout=None, transport=lines, headers=headers, trust_env=False)
 
 
 def _check_status(name: str, call: Call, response: httpx.Response) -> None:

@@ -45,7 +45,7 @@ def engine_over(
     return RemoteEngine(servers, WeightFiles(lambda folder: folder.mkdir(), room), oracle, settings)
 
 
-def own_server(tmp_path: Path, command: Sequence[str] = ()) -> OwnServer:
+def own_server(tmp_path: Path, command: Sequence[str] = (), name: str = "vllm-0") -> OwnServer:
     """A fake server of our own; from its second start on it is `command`, if there is one."""
     started: list[int] = []
 
@@ -54,7 +54,7 @@ def own_server(tmp_path: Path, command: Sequence[str] = ()) -> OwnServer:
         ruled = [sys.executable, fake_server.__file__, "vllm", str(port)]
         return list(command) if command and len(started) > 1 else ruled
 
-    return OwnServer(Vllm(), choose, tmp_path / "vllm-0.log", settings=ClientSettings(start_seconds=120))
+    return OwnServer(Vllm(), choose, tmp_path / f"{name}.log", settings=ClientSettings(start_seconds=120))
 
 
 def kill(server: OwnServer) -> None:
@@ -99,6 +99,26 @@ async def test_requests_wait_for_the_only_server_while_it_is_started_again(tmp_p
     told = engine.router.lap()
     assert (told["router/given_up"], told["router/circuits_opened"], engine.restarts) == (0, 0, 1)
     assert engine.router.lap()["router/requests"] == 0  # each is logged once
+    await engine.close()
+
+
+async def test_the_others_do_the_work_of_one_that_is_started_again(tmp_path: Path) -> None:
+    servers = [own_server(tmp_path, name=name) for name in ("vllm-0", "vllm-1")]
+    engine = engine_over(servers, tmp_path, replace(PLAIN, restart_delay=0.5))
+    await engine.start()
+    for n in range(6):
+        await engine.generate([n + 1], PARAMS, session=f"e{n}")
+    kill(servers[0])
+    asked = [asyncio.create_task(engine.generate([n + 1], PARAMS, session=f"e{n}")) for n in range(6)]
+    assert {len((await task).ids) for task in asked} == {20} and engine.restarts == 0
+    told = engine.router.metrics()
+    assert told["router/kept"] + told["router/moved_from_dead"] == 6 and told["router/moved_from_dead"] >= 1
+    while engine.router.metrics()["router/servers_usable"] < 2:
+        await asyncio.sleep(0.05)
+    with engine.updating():
+        pass
+    told = await engine.publish()
+    assert (told["engine/servers"], told["engine/restarts"], told["router/given_up"]) == (2, 1, 0)
     await engine.close()
 
 

@@ -239,9 +239,6 @@ def main() -> None:
     except RallyError as mistake:
         sys.stderr.write(f"rally: {redact(str(mistake))}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("rally: stopped; the same command resumes from the last checkpoint\n")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

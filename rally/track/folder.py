@@ -64,6 +64,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.timeline_path = self.path / "timeline.jsonl"
         self.episodes_path = self.path / "episodes"
@@ -79,7 +80,7 @@ class RunFolder:
         return self
 
     def save_config(self, text: str) -> None:
-        write_atomic(self.path / "config.yaml", redact(text))
+        write_atomic(self.config_path, redact(text))
 
     def save_versions(self) -> None:
         """Which Python and packages ran, read from package metadata so that nothing heavy is imported."""

@@ -24,6 +24,7 @@ from rally.train import critic_parts, data_parts, parts, server_parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
+from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
@@ -118,8 +119,11 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     folder.save_versions()
     rewind(folder, store, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
-    with closing(inputs.toolbox), settled_heap():
+    with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
         metrics = run(trainer)
+    if trainer.done < steps:
+        again = resume_command("train", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
+        raise stopped(console, trainer.done, steps, again)
     return Outcome(config.run_dir, steps, metrics)
 
 

@@ -189,8 +189,8 @@ def _engine(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:
     return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)
 
 
-def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
-    runner = Runner(
+def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
+    return Runner(
         engine=engine,
         codec=inputs.codec,
         toolbox=inputs.toolbox,
@@ -201,16 +201,22 @@ def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollou
         loops=parts.loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
     )
+
+
+def scorer_of(config: Config) -> Scorer:
     workers = config.reward_model.num_workers or config.reward.num_workers
-    spec = parts.reward_spec_of(config)
+    return Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
+
+
+def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
-        runner=runner,
-        scorer=Scorer(spec, workers, config.reward.timeout),
+        runner=runner_of(config, inputs, engine),
+        scorer=scorer_of(config),
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,
         shaping=parts.shaping_of(config),
         step_timeout=config.rollout.step_timeout,
-        in_batch=spec.batch,
+        in_batch=parts.reward_spec_of(config).batch,
     )
 
 

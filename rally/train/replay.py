@@ -114,7 +114,10 @@ def rendered(episode: Episode, config: Config, inputs: Inputs) -> Finding:
         return Finding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
     settings, most = parts.loop_settings_of(config), parts.engine_settings_of(config).max_model_len
-    now = Exchange.start(codec, episode.task, settings, most).segment
+    try:
+        now = Exchange.start(codec, episode.task, settings, most).segment
+    except RallyError as problem:
+        return Finding("prompt", Verdict.CANNOT, str(problem))
     apart = departure([replace(now, prompt_ids=episode.segments[0].prompt_ids)], [now])
     if apart is None:
         return Finding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
@@ -154,9 +157,9 @@ def _rewards(episode: Episode, now: Episode) -> Finding:
     was = {key: value for key, value in episode.reward_info.items() if key != GREEDY}
     told = [("reward", _shown(episode.reward), _shown(now.reward))]
     told += [(key, _shown(was.get(key)), _shown(now.reward_info.get(key))) for key in {**was, **now.reward_info}]
-    if (episode.reward, was) == (now.reward, now.reward_info):
-        return Finding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in told))
     apart = [key for key, recorded, new in told if recorded != new]
+    if not apart:
+        return Finding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in told))
     return Finding("reward", Verdict.DIFFERENT, f"in {', '.join(apart)}", tuple(told))
 
 
@@ -172,8 +175,8 @@ def resampled(record: Recorded, config: Config, inputs: Inputs, run: Path, given
     try:
         checkpoint = weights_of(record.episode, config, run, given)
         now = asyncio.run(sample_again(company, config, inputs, checkpoint))
-    except RallyError as obstacle:
-        return Finding("sampling", Verdict.CANNOT, str(obstacle))
+    except RallyError as problem:
+        return Finding("sampling", Verdict.CANNOT, str(problem))
     told = _samplings(record.episode, now.get(record.episode.id), inputs)
     return replace(told, words=told.words + _circumstances(record.episode, company, now, checkpoint))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.redact import redact
-from rally.track.lines import StepLines, json_lines, write_atomic
+from rally.track.lines import StepLines, checked_lines, write_atomic
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
 
@@ -124,7 +124,7 @@ class RunFolder:
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
-        write_atomic(self._episode_file(step, validate), map(redact, json_lines(episodes_to_json(episodes))))
+        write_atomic(self._episode_file(step, validate), map(redact, checked_lines(episodes_to_json(episodes))))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
         """Exactly what `log_episodes` was given, known secrets aside."""
@@ -145,7 +145,7 @@ class RunFolder:
         """What each sampled token of the episodes trained on was given; what is not finite is written as null."""
         path = self._advantage_file(step)
         path.parent.mkdir(exist_ok=True)
-        write_atomic(path, json_lines(_advantages_to_json(id, spans) for id, spans in advantages.items()))
+        write_atomic(path, checked_lines(_advantages_to_json(id, spans) for id, spans in advantages.items()))
 
     def read_advantages(self, step: int) -> dict[str, tuple[tuple[AdvantageSpan, ...], ...]]:
         """By episode id, the spans of each segment; nothing where nothing was trained on, or not recorded."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from rally.train.interrupt import Interrupt
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
+from rally.train.recorder import Recorder
 from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, over_rows
@@ -97,6 +99,7 @@ class Trainer:
     critic: Critic | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
+    recorder: Recorder = field(default_factory=Recorder)
     interrupt: Interrupt = field(default_factory=Interrupt)
     done: int = field(default=0, init=False)  # the last step that has ended
     history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
@@ -208,7 +211,8 @@ class Trainer:
             penalties_M = self._reward_kl(episodes, timed)
             metrics: dict[str, float] = {}
             batch = self._batch(step, episodes, penalties_M, metrics, phase.advance, timed)
-            self.folder.log_advantages(step, advantage_spans(episodes, batch.rows))
+            rows = batch.rows
+            self.recorder.write(lambda: self.folder.log_advantages(step, advantage_spans(episodes, rows)))
             if self._trains(step):
                 metrics |= update_policy(
                     self.policy,
@@ -312,11 +316,12 @@ class Trainer:
             self.console.show(conversation_text(episode, self.codec.decode))
 
     def _record(self, step: int, episodes: Sequence[Episode], *, validate: bool) -> None:
-        self.folder.log_episodes(step, episodes, validate=validate)
-        if validate in self.extra_episode_folders:
-            self.extra_episode_folders[validate].log_episodes(step, episodes, validate=validate)
+        more = [self.extra_episode_folders[validate]] if validate in self.extra_episode_folders else []
+        for folder in (self.folder, *more):
+            self.recorder.write(partial(folder.log_episodes, step, episodes, validate=validate))
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self.recorder.wait()
         for sink in self.sinks:
             sink.log(step, metrics)
 
@@ -369,6 +374,7 @@ def run(trainer: Trainer) -> dict[str, float]:
             try:
                 return await trainer.fit()
             finally:
+                trainer.recorder.close()
                 await trainer.engine.close()
 
     return asyncio.run(whole())

@@ -16,6 +16,7 @@ from rally.train.advantages import advantage_spans
 from rally.train.batch import build_batch, rows_of
 from rally.train.clock import PhaseClock
 from rally.train.packing import Row
+from rally.train.recorder import Recorder
 from rally.train.run import train
 from rally.types import Episode
 
@@ -108,6 +109,19 @@ def test_a_phase_inside_another_interrupts_it(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert [(row.step, row.phase) for row in folder.read_timeline()] == [(7, "outer"), (7, "inner"), (7, "outer")]
     assert clock.seconds["inner"] >= 0.02 and 0.01 <= clock.seconds["outer"] < 0.02
+
+
+def test_what_could_not_be_written_is_heard_of() -> None:
+    def full() -> None:
+        raise OSError("no space left")
+
+    recorder, written = Recorder(), []
+    for work in (lambda: written.append(1), full, lambda: written.append(2)):
+        recorder.write(work)
+    with pytest.raises(OSError, match="no space left"):
+        recorder.wait()
+    recorder.close()
+    assert written == [1, 2]
 
 
 def test_turns_can_be_placed_on_the_timeline(run: RunFolder) -> None:

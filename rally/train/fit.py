@@ -145,7 +145,8 @@ class Trainer:
         began, busy = time.perf_counter(), self.engine.busy_seconds
         with clock("gen"):
             result = await self._collect(step, clock)
-        metrics = {"engine/idle_share": 1 - (self.engine.busy_seconds - busy) / (time.perf_counter() - began)}
+        used = (self.engine.busy_seconds - busy) / (time.perf_counter() - began)
+        metrics = {"engine/idle_share": max(0.0, 1 - used)}  # a request given up before may end in this rollout
         metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
         metrics |= self._learned(step, result.scored)
         self._record(step, result.everything, validate=False)

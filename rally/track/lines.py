@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from rally.types import RallyError
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,11 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """One JSON object a line; a nan that slipped through is our bug and raises."""
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
     return (encoder.encode(row) + "\n" for row in rows)
+
+
+def checked_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The same, three times as fast, for rows that are known to be plain: a nan would become null."""
+    return (to_json(row).decode() + "\n" for row in rows)
 
 
 class StepLines:

@@ -33,6 +33,7 @@ MAX_DEPTH = 64  # a model can write arguments nested deeper than the interpreter
 MAX_INT_BITS = 10_000  # json refuses integers of more than 4300 digits
 MAX_REPR = 1_000  # the repr of an image or a tensor must not fill the disk
 
+_FIELD_AS_IT_IS = frozenset({int, bool, type(None)})  # no field of the data model holds an endless integer
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # a lone one has no UTF-8
 
 
@@ -46,14 +47,22 @@ class Opaque:
 
 def plain(value: Any, depth: int = 0) -> Any:
     """Any Python value as valid JSON; `restore` gives back an equal one."""
-    if isinstance(value, str):
-        return value if value.isascii() else _plain_str(value)
-    if value is None or isinstance(value, bool):
+    kind = type(value)  # the usual ones first, since an episode has about a hundred values
+    if kind is str and value.isascii():
         return value
+    if value is None or kind is bool or (kind is float and value - value == 0) or (kind is int and abs(value) < 2**63):
+        return value
+    return _plain_unusual(value, depth)
+
+
+def _plain_unusual(value: Any, depth: int) -> Any:
+    """What is longer, stranger or only a subclass of what `plain` has let through."""
+    if isinstance(value, str):
+        return _plain_str(value[:])
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(float(value))}
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, int):
-        return value if value.bit_length() <= MAX_INT_BITS else {"$int": hex(value)}
+        return int(value) if value.bit_length() <= MAX_INT_BITS else {"$int": hex(value)}
     if depth < MAX_DEPTH and isinstance(value, (list, tuple, dict)):
         return _plain_container(value, depth + 1)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a numpy scalar or a 0-d tensor
@@ -150,7 +159,11 @@ def episode_from_json(value: Json) -> Episode:
 
 def _fields(item: Any, **written: Any) -> Json:
     """The fields of a dataclass in order: those given in `written` as they are, the others as open values."""
-    return {name: written[name] if name in written else plain(value) for name, value in vars(item).items()}
+    fields: Json = vars(item) | written
+    for name, value in fields.items():
+        if type(value) not in _FIELD_AS_IT_IS and name not in written:
+            fields[name] = plain(value)
+    return fields
 
 
 def _restored(value: Json, built: Json | None = None) -> Json:

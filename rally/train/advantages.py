@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,12 +28,10 @@ def advantage_spans(
 
 def _spans(row: Row, offset: int) -> Iterator[AdvantageSpan]:
     """Unbroken runs of sampled tokens with one advantage, counted from the first response token."""
-    tokens = enumerate(zip(row.sampled, row.advantages, strict=True))
-    for (_, value), run in groupby(tokens, key=lambda token: (token[1][0] - token[0], token[1][1])):
-        places = [place for _, (place, _) in run]
-        yield AdvantageSpan(_shortest(value), places[0] - offset, places[-1] + 1 - offset)
-
-
-def _shortest(value: float) -> float:
-    """The same single-precision number with the fewest digits: 0.71 and not 0.7099999785423279."""
-    return float(str(np.float32(value)))
+    places, values = row.sampled, row.advantages
+    neighbours = zip(places, places[1:], values, values[1:], strict=False)
+    breaks = [i for i, (p, q, a, b) in enumerate(neighbours, start=1) if q - p != 1 or a != b]
+    for first, end in pairwise((0, *breaks, len(places))):
+        # 0.71 and not 0.7099999785423279: the fewest digits that are the same single-precision number.
+        value = float(str(np.float32(values[first])))
+        yield AdvantageSpan(value, places[first] - offset, places[end - 1] + 1 - offset)

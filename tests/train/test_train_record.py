@@ -16,6 +16,7 @@ from rally.train.advantages import advantage_spans
 from rally.train.batch import build_batch, rows_of
 from rally.train.clock import PhaseClock
 from rally.train.packing import Row
+from rally.train.recorder import Recorder
 from rally.train.run import train
 from rally.types import Episode
 
@@ -101,13 +102,27 @@ def test_the_timeline_has_every_phase_in_order_and_no_two_at_once(run: RunFolder
 
 def test_a_phase_inside_another_interrupts_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path).create()
-    clock = PhaseClock(folder, 7)
+    clock, began = PhaseClock(folder, 7), time.perf_counter()
     with clock("outer"):
         with clock("inner"):
             time.sleep(0.02)
         time.sleep(0.01)
     assert [(row.step, row.phase) for row in folder.read_timeline()] == [(7, "outer"), (7, "inner"), (7, "outer")]
-    assert clock.seconds["inner"] >= 0.02 and 0.01 <= clock.seconds["outer"] < 0.02
+    assert clock.seconds["inner"] >= 0.02 and clock.seconds["outer"] >= 0.01
+    assert sum(clock.seconds.values()) <= time.perf_counter() - began, "no second is counted twice"
+
+
+def test_what_could_not_be_written_is_heard_of() -> None:
+    def full() -> None:
+        raise OSError("no space left")
+
+    recorder, written = Recorder(), []
+    for work in (lambda: written.append(1), full, lambda: written.append(2)):
+        recorder.write(work)
+    with pytest.raises(OSError, match="no space left"):
+        recorder.wait()
+    recorder.close()
+    assert written == [1, 2]
 
 
 def test_turns_can_be_placed_on_the_timeline(run: RunFolder) -> None:

@@ -23,9 +23,9 @@ from rally.engines.base import TrainingEngine
 from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import (
-    MetricSink,
     RunConsole,
     RunFolder,
+    Sinks,
     conversation_text,
     rollout_metrics,
     slow_tool,
@@ -89,7 +89,7 @@ class Trainer:
     folder: RunFolder
     checkpoints: CheckpointStore
     console: RunConsole
-    sinks: Sequence[MetricSink]
+    sinks: Sinks
     reference: Reference | None = None
     reward_kl: KlControl | None = None  # None: no KL in the reward
     critic: Critic | None = None
@@ -291,8 +291,7 @@ class Trainer:
             self.extra_episode_folders[validate].log_episodes(step, episodes, validate=validate)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        for sink in self.sinks:
-            sink.log(step, metrics)
+        self.sinks.log(step, metrics)
 
     def _add_rates(self, metrics: dict[str, float], step: int, episodes: Sequence[Episode]) -> None:
         tokens = sum(len(s.ids) for e in episodes for s in e.segments)
@@ -345,4 +344,5 @@ def run(trainer: Trainer) -> dict[str, float]:
             finally:
                 await trainer.engine.close()
 
-    return asyncio.run(whole())
+    with trainer.sinks:
+        return asyncio.run(whole())

@@ -23,7 +23,7 @@ from rally.track.export.settings import ExportSettings, TraceSettings
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
 from rally.track.export.spans import Decode
 from rally.track.export.stream import AnyStream, Destination, Stream
-from rally.track.export.traces import Traces
+from rally.track.export.traces import TraceBackend, Traces
 from rally.track.folder import RunFolder
 
 Tell = Callable[[str, str, str], None]
@@ -36,7 +36,6 @@ def main(text: str) -> None:
     # What libraries print belongs into the log, and into no line that the other process reads.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    os.nice(10)  # training comes first
 
     def tell(kind: str, name: str, text: str) -> None:
         try:
@@ -48,6 +47,7 @@ def main(text: str) -> None:
     for stream in streams:
         stream.open()
     tell("ready", "", "")
+    os.nice(10)  # from here on training comes first
     follow(streams)
 
 
@@ -96,22 +96,30 @@ def _tracker(name: str, place: Place, ledger: Ledger) -> Destination[Found]:
 
 def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, ledger: Ledger) -> Traces:
     last = 2 * settings.after + 1  # the position of the last episodes that the run goes on from
-    kept = min(ledger.through, last)
-    if trace.backend == "mlflow":
-        from rally.track.export.mlflow_traces import MlflowTraces
+    build = _mlflow_traces if trace.backend == "mlflow" else _otel_traces
+    backend = build(trace, settings, ledger, last)
+    return Traces(folder, backend, ledger.id.split()[0], trace.max_samples, _decoder(trace))
 
-        run = Ledger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
-        stored = MlflowTraces(folder.path, trace.project, trace.experiment, run or None)
-        if ledger.id and not ledger.continues(last):
-            stored.forget(ledger.id, settings.after)
-        ledger.begin(ledger.id or secrets.token_hex(8), kept)
-        return Traces(folder, stored, ledger.id, trace.max_samples, _decoder(trace))
+
+def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
+    from rally.track.export.mlflow_traces import MlflowTraces
+
+    run = Ledger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
+    backend = MlflowTraces(Path(settings.folder), trace.project, trace.experiment, run)
+    own, _, linked = ledger.id.partition(" ")
+    if own and (not ledger.continues(last) or linked != run):
+        backend.take_up(own, settings.after)
+    ledger.begin(f"{own or secrets.token_hex(8)} {run}", min(ledger.through, last))
+    return backend
+
+
+def _otel_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
     from rally.track.export.otel_traces import OtelTraces
 
     # A collector forgets nothing, so what is sampled again gets ids of its own.
-    ledger.begin(ledger.id if ledger.continues(last) else secrets.token_hex(8), kept)
-    sent = OtelTraces(trace.project, trace.experiment)
-    return Traces(folder, sent, ledger.id, trace.max_samples, _decoder(trace))
+    own = ledger.id if ledger.continues(last) else secrets.token_hex(8)
+    ledger.begin(own, min(ledger.through, last))
+    return OtelTraces(trace.project, trace.experiment)
 
 
 def _decoder(trace: TraceSettings) -> Decode | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
@@ -15,6 +16,8 @@ from rally.track.export.spans import Span, Trace
 from rally.track.text import visible
 
 Attributes = dict[str, Any]
+
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def readable_spans(
@@ -39,25 +42,18 @@ def readable_spans(
 def as_json(value: Any) -> str:
     """JSON that people can read, except where a lone surrogate has no UTF-8: there JSON's own escapes stand for it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if _encodable(text) else json.dumps(value, allow_nan=False)
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def as_plain_json(value: Any) -> str:
+    """The same for readers that take texts out of JSON again: a lone surrogate is written out, as on the console."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _SURROGATE.sub(lambda match: f"\\\\u{ord(match.group()):04x}", text)
 
 
 def tag_texts(tags: dict[str, str], most: int) -> dict[str, str]:
     """Tags are looked for and shown in tables, so they hold nothing that acts and end at `most` characters."""
     return {name: visible(text)[:most] for name, text in tags.items()}
-
-
-def batches(spans: Sequence[ReadableSpan], most: int) -> Iterator[Sequence[ReadableSpan]]:
-    for first in range(0, len(spans), most):
-        yield spans[first : first + most]
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _context(trace: Trace, place: int) -> SpanContext:

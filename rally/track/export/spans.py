@@ -92,18 +92,18 @@ def _root(episode: Episode, start: float, end: float, decode: Decode | None) -> 
         inputs={"messages": _messages(episode.task.prompt)},
         outputs={
             "text": said[-1] if said else "",
-            "reward": plain(episode.reward),
-            "reward_info": plain(episode.reward_info),
+            "reward": _json(episode.reward),
+            "reward_info": _json(episode.reward_info),
             "stop_reason": episode.stop_reason.value,
         },
         attributes={
             "task": episode.task.id,
-            "ground_truth": plain(episode.task.ground_truth),
+            "ground_truth": _json(episode.task.ground_truth),
             "segments": segments,
-            "timings": plain(episode.timings),
-            "seed": plain(episode.seed),
+            "timings": _json(episode.timings),
+            "seed": _json(episode.seed),
             "baseline": episode.baseline,
-            "extra": plain(episode.extra),
+            "extra": _json(episode.extra),
         },
         error=episode.error if episode.stop_reason is StopReason.ERROR else None,
     )
@@ -130,7 +130,7 @@ def _turns(episode: Episode, began: float, decode: Decode | None) -> Iterator[Sp
             start=start,
             end=start + turn.seconds,
             parent=0,
-            outputs={"text": turn.text, "reward": plain(turn.reward)},
+            outputs={"text": turn.text, "reward": _json(turn.reward)},
             attributes=attributes,
         )
         for result in turn.tool_results:
@@ -154,7 +154,7 @@ def _sampled(turn: Turn, start: float, heard: list[Json], attributes: Json) -> S
             "cached_tokens": turn.cached_tokens,
             "queued_seconds": turn.queued,
             "first_token_seconds": turn.first_token,
-            "reward": plain(turn.reward),
+            "reward": _json(turn.reward),
         },
     )
 
@@ -166,13 +166,13 @@ def _called(result: ToolResult, start: float, parent: int) -> Span:
         start=start,
         end=start + result.queued + result.seconds,
         parent=parent,
-        inputs=plain(result.call.arguments) if result.call.error is None else {"raw": result.call.raw},
+        inputs=_json(result.call.arguments) if result.call.error is None else {"raw": result.call.raw},
         outputs={"text": result.response.text, "images": len(result.response.image or ())},
         attributes={
             "call": _call(result.call),
             "status": result.status.value,
-            "reward": plain(result.reward),
-            "metrics": plain(result.metrics),
+            "reward": _json(result.reward),
+            "metrics": _json(result.metrics),
             "queued_seconds": result.queued,
             "seconds": result.seconds,
             "truncated": result.truncated,
@@ -192,15 +192,31 @@ def _tokens(episode: Episode, turn: Turn, decode: Decode | None) -> Json:
         "start": turn.start,
         "ids": ids,
         "mask": segment.response_mask[owned],
-        "logprobs": plain(list(segment.response_logprobs[owned])),
+        "logprobs": _json(list(segment.response_logprobs[owned])),
         "weight_versions": sorted({s.version for s in segment.spans if s.start < turn.end and s.end > turn.start}),
     }
     return tokens | ({"tokens_text": decode(ids)} if decode else {})
 
 
+def _json(value: Any) -> Any:
+    """JSON as in the run folder, but that texts are texts: a lone surrogate, which has no UTF-8, can stand in JSON."""
+    return _with_texts(plain(value))
+
+
+def _with_texts(value: Any) -> Any:
+    match value:
+        case {"$str": codes}:
+            return "".join(map(chr, codes))
+        case dict():
+            return {key: _with_texts(item) for key, item in value.items()}
+        case list():
+            return [_with_texts(item) for item in value]
+    return value
+
+
 def _messages(messages: Iterable[Message]) -> list[Json]:
-    return [plain(message) for message in messages]
+    return [_json(message) for message in messages]
 
 
 def _call(call: ToolCall) -> Json:
-    return {"name": call.name, "arguments": plain(call.arguments), "id": call.id, "raw": call.raw, "error": call.error}
+    return {"name": call.name, "arguments": _json(call.arguments), "id": call.id, "raw": call.raw, "error": call.error}

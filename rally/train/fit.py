@@ -41,6 +41,7 @@ from rally.train.guards import keeping_diverged
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
+from rally.train.rates import memory_used, token_times
 from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, over_rows
@@ -65,6 +66,7 @@ class FitSettings:
     test_freq: int = -1
     val_before_train: bool = True
     val_batch_size: int | None = None
+    max_prompt_length: int | None = None
     mismatch_alarm: float = 0.01
     watch: WatchSettings = field(default_factory=WatchSettings)
     show_validation: int = 0  # conversations printed after a validation
@@ -132,7 +134,8 @@ class Trainer:
         with clock("gen"):
             result = await self._collect(step, clock)
         metrics = {"engine/idle_share": 1 - (self.engine.busy_seconds - busy) / (time.perf_counter() - began)}
-        metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
+        metrics |= rollout_metrics(result.sampled, self.settings.max_prompt_length)
+        metrics |= result.metrics() | reward_metrics(result.scored)
         metrics |= self._learned(step, result.scored)
         self._record(step, result.everything, validate=False)
         with clock("update_actor"):
@@ -301,6 +304,8 @@ class Trainer:
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds,
             "perf/samples_per_s": len(episodes) / seconds,
+            **token_times(metrics, episodes),
+            **memory_used(),
             "training/global_step": float(step),
             "training/epoch": float((step - 1) // steps_per_epoch(len(self.train_tasks), self.settings.batch_size)),
             "engine/weight_version": float(self.engine.weight_version),

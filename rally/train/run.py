@@ -231,6 +231,7 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train or steps == 0,
         val_batch_size=data.val_batch_size,
+        max_prompt_length=data.max_prompt_length,
         mismatch_alarm=config.rollout.mismatch_alarm,
         watch=parts.watch_settings_of(config),
         show_validation=trainer.log_val_generations,

@@ -2,7 +2,7 @@
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register
-from rally.loops.runner import Finish, Job, Runner
+from rally.loops.runner import Finish, Job, Runner, codec_for
 from rally.loops.single_turn import SingleTurnAgentLoop
 from rally.loops.tool_agent import ToolAgentLoop
 
@@ -19,6 +19,7 @@ __all__ = [
     "Runner",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",
+    "codec_for",
     "find_loop",
     "load_loop_config",
     "register",

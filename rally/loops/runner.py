@@ -126,12 +126,11 @@ class Runner:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
         server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
-        selection = job.task.extra_info.get("tool_selection")
         context = LoopContext(
             task=job.task,
             episode_id=job.episode_id,
             server=server,
-            codec=self.codec.with_tools(self.toolbox.schemas(selection)) if selection is not None else self.codec,
+            codec=codec_for(job.task, self.codec, self.toolbox),
             toolbox=self.toolbox,
             interactions=self.interactions,
             settings=self.settings,
@@ -185,6 +184,12 @@ class Runner:
             timings=timings,
             extra=extra,
         )
+
+
+def codec_for(task: Task, codec: ChatCodec, toolbox: ToolBox) -> ChatCodec:
+    """The codec with the tools that a row selects, where it does."""
+    selection = task.extra_info.get("tool_selection")
+    return codec if selection is None else codec.with_tools(toolbox.schemas(selection))
 
 
 def turns_of(segments: Sequence[Segment], codec: ChatCodec) -> tuple[Turn, ...]:

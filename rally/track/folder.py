@@ -64,6 +64,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.versions_path = self.path / "versions.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.timeline_path = self.path / "timeline.jsonl"
         self.episodes_path = self.path / "episodes"
@@ -79,14 +81,18 @@ class RunFolder:
         return self
 
     def save_config(self, text: str) -> None:
-        write_atomic(self.path / "config.yaml", redact(text))
+        write_atomic(self.config_path, redact(text))
 
     def save_versions(self) -> None:
-        """Which Python and packages ran, read from package metadata so that nothing heavy is imported."""
-        versions = {"python": platform.python_version(), "platform": platform.platform()}
-        versions["rally"] = sys.modules["rally"].__version__
-        versions |= {name: _version(name) for name in _PACKAGES}
-        write_atomic(self.path / "versions.json", json.dumps(versions, indent=2) + "\n")
+        """Which Python and packages ran."""
+        write_atomic(self.versions_path, json.dumps(_versions(), indent=2) + "\n")
+
+    def changed_versions(self) -> list[str]:
+        """What is not what it was when the run was made, such as `torch 2.12.0 -> 2.13.0`."""
+        if not self.versions_path.exists():
+            return []
+        was, now = json.loads(self.versions_path.read_text(encoding="utf-8")), _versions()
+        return [f"{name} {was.get(name)} -> {version}" for name, version in now.items() if was.get(name) != version]
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. Lines of the same step are merged when read, the later value winning."""
@@ -196,6 +202,13 @@ def _advantages_from_json(segments: Sequence[Sequence[Any]]) -> tuple[tuple[Adva
         tuple(AdvantageSpan(math.nan if value is None else value, start, end) for value, start, end in spans)
         for spans in segments
     )
+
+
+def _versions() -> dict[str, str]:
+    """Read from package metadata, so that nothing heavy is imported."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions["rally"] = sys.modules["rally"].__version__
+    return versions | {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,11 @@ from rally.track import (
 from rally.train.advantages import advantage_spans
 from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.checkpoint import COUNTERS, CheckpointStore
-from rally.train.clock import PhaseClock, Timed
+from rally.train.clock import PhaseClock, Timed, untimed
 from rally.train.critic import Critic
 from rally.train.dynamic import FilterSettings, LiveGroups
 from rally.train.guards import keeping_diverged
+from rally.train.interrupt import Interrupt
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
@@ -97,16 +99,21 @@ class Trainer:
     critic: Critic | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    done: int = field(default=0, init=False)  # the last step that has ended
     history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
 
     async def fit(self) -> dict[str, float]:
-        """Train from `start_step` to the last step; returns the last validation's metrics."""
+        """Train to the last step, or until somebody interrupts; returns the last validation's metrics."""
+        self.done = self.start_step
         last: dict[str, float] = {}
         await self.engine.start()
         saving: dict[str, float] = {}  # how long the last checkpoint took is told with the step after it
         if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
             last = await self.validate(0)
             self._log(0, last)
+        if self.interrupt.requested:
+            return last
         for step in range(self.start_step + 1, self.settings.total_steps + 1):
             self.checkpoints.check()
             metrics = saving | await self.train_step(step)
@@ -116,8 +123,12 @@ class Trainer:
                 last = await self.validate(step)
                 metrics |= last
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
-            if final or _due(step, self.settings.save_freq):
+            self.done = step
+            saved = final or self.interrupt.requested or _due(step, self.settings.save_freq)
+            if saved:
                 saving = self._save(step)
+            if saved and self.interrupt.requested:
+                break
         self.checkpoints.wait()
         return last
 
@@ -163,10 +174,23 @@ class Trainer:
         jobs = jobs_at(0, size) if groups is None else groups.begin()
         total = len(jobs) if groups is None else None  # with refills nobody knows yet
         with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
-            result = await self.rollout.collect(jobs, self.sampling, on_done=phase.advance, refill=groups, timed=timed)
+            result = await self.rollout.collect(
+                jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed)
+            )
         if groups is not None and groups.missing:
             self.console.warn_once("missing", f"step {step}: {groups.words}")
         return result
+
+    def _shown(self, timed: Timed) -> Timed:
+        """Scoring a whole batch is a phase that a person sees; episodes scored one by one are seen as they end."""
+
+        @contextmanager
+        def scoring(name: str) -> Iterator[None]:
+            with timed(name), self.console.phase("scoring", 1) as phase:
+                yield
+                phase.advance()
+
+        return scoring
 
     def _learned(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         """The sampler's own numbers, once it has seen how the episodes went."""
@@ -275,7 +299,9 @@ class Trainer:
                 with self.console.phase(label, len(jobs)) as phase:
                     for first in range(0, len(jobs), size):
                         part = jobs[first : first + size]
-                        result = await self.rollout.collect(part, one.sampling, on_done=phase.advance)
+                        result = await self.rollout.collect(
+                            part, one.sampling, on_done=phase.advance, timed=self._shown(untimed)
+                        )
                         episodes += result.everything
                 metrics |= validation_metrics(episodes, one.n, one.suffix)
                 if number == 0:

@@ -177,7 +177,7 @@ class Rollout:
     async def _score(self, episode: Episode) -> Episode:
         for _ in range(self._tries):
             if episode.error is None and episode.reward is None:
-                episode = _with(episode, await self.scorer.score(episode))
+                episode = with_score(episode, await self.scorer.score(episode))
         return episode
 
     async def _score_together(self, episodes: Sequence[Episode]) -> list[Episode]:
@@ -186,7 +186,7 @@ class Rollout:
             left = [i for i, episode in enumerate(done) if episode.error is None and episode.reward is None]
             scores = await self.scorer.score_batch([done[i] for i in left])
             for i, score in zip(left, scores, strict=True):
-                done[i] = _with(done[i], score)
+                done[i] = with_score(done[i], score)
         return done
 
     @property
@@ -194,7 +194,7 @@ class Rollout:
         return 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
 
 
-def _with(episode: Episode, score: Score) -> Episode:
+def with_score(episode: Episode, score: Score) -> Episode:
     """The episode with its reward, or with the reason why it has none."""
     timings = {**episode.timings, "score": score.seconds}
     if score.reward is None:

@@ -24,6 +24,7 @@ from rally.train import critic_parts, data_parts, parts, server_parts, tracking_
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
+from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
@@ -118,8 +119,11 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     folder.save_versions()
     rewind(folder, store, checkpoint, console)
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
-    with closing(inputs.toolbox), settled_heap():
+    with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
         metrics = run(trainer)
+    if trainer.done < steps:
+        again = resume_command("train", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
+        raise stopped(console, trainer.done, steps, again)
     return Outcome(config.run_dir, steps, metrics)
 
 
@@ -192,8 +196,8 @@ def _engine(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:
     return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)
 
 
-def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
-    runner = Runner(
+def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
+    return Runner(
         engine=engine,
         codec=inputs.codec,
         toolbox=inputs.toolbox,
@@ -204,16 +208,22 @@ def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollou
         loops=parts.loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
     )
+
+
+def scorer_of(config: Config) -> Scorer:
     workers = config.reward_model.num_workers or config.reward.num_workers
-    spec = parts.reward_spec_of(config)
+    return Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
+
+
+def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
-        runner=runner,
-        scorer=Scorer(spec, workers, config.reward.timeout),
+        runner=runner_of(config, inputs, engine),
+        scorer=scorer_of(config),
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,
         shaping=parts.shaping_of(config),
         step_timeout=config.rollout.step_timeout,
-        in_batch=spec.batch,
+        in_batch=parts.reward_spec_of(config).batch,
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from rally.track import RunConsole, RunFolder, Sinks
 from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.guards import keeping_diverged
+from rally.train.interrupt import Interrupt, resume_command, stopped
 from rally.train.load import load_model, load_tokenizer, pick_device
 from rally.train.lora import add_adapters, check_resumable
 from rally.train.packing import Row
@@ -54,6 +55,7 @@ class SftRun:
     train: Encoded
     val: Encoded
     console: RunConsole
+    interrupt: Interrupt = field(default_factory=Interrupt)
 
 
 def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
@@ -92,8 +94,12 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
         val=val,
         console=console,
     )
-    with run.sinks:
-        return Outcome(config.run_dir, steps, _train(run, range(start.step + 1 if start else 1, steps + 1)))
+    with run.sinks, run.interrupt.listening():
+        trained = _train(run, range(start.step + 1 if start else 1, steps + 1))
+    if trained.done < steps:
+        again = resume_command("sft", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
+        raise stopped(console, trained.done, steps, again)
+    return Outcome(config.run_dir, steps, trained.metrics)
 
 
 def check(config: SftConfig, console: RunConsole) -> bool:
@@ -247,7 +253,12 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
     return policy
 
 
-def _train(run: SftRun, steps: range) -> dict[str, float]:
+class _Trained(NamedTuple):
+    done: int  # the last step that has ended
+    metrics: dict[str, float]
+
+
+def _train(run: SftRun, steps: range) -> _Trained:
     config, trainer = run.config, run.config.trainer
     seed = trainer.seed if config.data.seed is None else config.data.seed
     rows, last = run.train.rows, {}
@@ -261,11 +272,14 @@ def _train(run: SftRun, steps: range) -> dict[str, float]:
             if run.val.rows and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
                 last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
             run.sinks.log(step, last)
-            if final or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+            saved = final or run.interrupt.requested or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
+            if saved:
                 run.store.save(step, run.policy, run.tokenizer)
             phase.advance()
+            if saved and run.interrupt.requested:
+                break
     run.store.wait()
-    return last
+    return _Trained(step, last)
 
 
 def _timed_step(run: SftRun, step: int, batch: Sequence[Row]) -> dict[str, float]:

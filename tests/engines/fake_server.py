@@ -140,7 +140,7 @@ class FakeServer:
             usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 3}}
             return {"choices": [choice | {"weight_versions": spans}], "usage": usage}
         pairs = [[x, i, None] for i, x in zip(ids, logprobs, strict=True)]
-        meta = {"finish_reason": {"type": finish}, "prompt_tokens": len(prompt), "cached_tokens": 3}
+        meta = {"finish_reason": {"type": finish}, "prompt_tokens": len(prompt), "cached_tokens": 3, "queue_time": 0.25}
         return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": pairs, "weight_versions": spans}}
 
     def _control(self, route: str, path: str, body: Any) -> Answer:

@@ -82,6 +82,17 @@ async def test_it_is_an_engine_and_an_episode_stays_with_its_server() -> None:
         await made.generate([1], PARAMS)
 
 
+async def test_waiting_for_a_place_counts_as_queueing() -> None:
+    async def slowly() -> None:
+        await asyncio.sleep(0.05)
+
+    made = router(Fake("only", slowly), settings=RouterSettings(max_in_flight=1))
+    first, second = await asyncio.gather(*(made.generate([1], PARAMS) for _ in range(2)))
+    assert first.queued_seconds < 0.04 <= second.queued_seconds <= second.seconds
+    assert second.first_token_seconds == 0, "a server that does not say when its first token was is not believed to"
+    await made.close()
+
+
 async def test_a_failed_request_is_repeated_elsewhere_with_its_seed_and_counted_once() -> None:
     bad, good = Fake("bad", failing(ReplicaGone("gone"))), Fake("good")
     made = router(bad, good)

@@ -36,6 +36,7 @@ async def test_ids_logprobs_and_versions_come_back(fake: FakeServer) -> None:
     assert generation.logprobs == (-1.5,) * 5
     assert (generation.finish, generation.cached_tokens) == ("length", 3)
     assert generation.spans == (WeightSpan(7, 0, 5),)
+    assert generation.queued_seconds == (0.25 if fake.dialect == "sglang" else 0), "vLLM does not say"
     stopped = await replica.generate([1, 2, 3], SamplingParams(max_tokens=5, stop_ids=(58,)))
     assert (stopped.ids, stopped.finish) == ((22, 58), "stop")
     await replica.close()

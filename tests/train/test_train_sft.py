@@ -3,8 +3,10 @@
 import json
 import random
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from rally.data import arithmetic, write_rows
 from rally.data.conversations import conversation, conversations
 from rally.engines.embedded import attention
 from rally.track import RunFolder
-from rally.train import forward
+from rally.train import forward, sft_run
+from rally.train.interrupt import RunStopped
 from rally.train.load import load_model
 from rally.train.packing import Row
 from rally.train.policy import DivergedError, OptimizerSettings, Policy
@@ -144,6 +147,22 @@ def config(home: Path, out: Path, *overrides: str) -> SftConfig:
             "trainer": {"default_local_dir": str(out), "total_epochs": 2, "save_freq": 2, "test_freq": 3},
         },
     )
+
+
+def test_ctrl_c_ends_with_the_step_under_way_saved(
+    sft_home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> dict[str, float]:
+        signal.raise_signal(signal.SIGINT)
+        return sft_step(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped):
+        patch.setattr(sft_run, "sft_step", interrupted)
+        sft(config(sft_home, tmp_path), paper.console)
+    assert f"after step 1 of 6, which is saved; to go on: rally sft {tmp_path / 'config.yaml'}\n" in paper.text
+    assert steps_of(tmp_path) == ["global_step_1"]
+    sft(load_sft_config(tmp_path / "config.yaml"), paper.console)
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -1,0 +1,146 @@
+"""Ctrl-C once: the step ends, is saved, and the printed command goes on from it. Twice: it stops at once."""
+
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import yaml
+from train_cases import run_tree
+
+from rally.cli import main
+from rally.track import RunFolder
+from rally.train.interrupt import EXIT_CODE, Interrupt, resume_command
+
+FORK = multiprocessing.get_context("fork")  # what was imported here need not be imported again
+STEPS, EPISODES = 3, 12  # a step's episodes: 3 prompts x 4
+PATIENCE = 120.0
+
+REWARD = """
+import pathlib, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    here = pathlib.Path(__file__).parent
+    with (here / "scored").open("a") as file:
+        file.write(".")
+    while (here / "hold").exists() and (here / "scored").stat().st_size > {held}:
+        time.sleep(0.02)
+    return (sum(map(ord, solution_str)) % 7) / 7
+"""
+
+
+def command_line(log: Path, words: list[str]) -> None:
+    """What a shell does: a process group of its own, both outputs in one file, the words as arguments."""
+    os.setsid()
+    with log.open("w", buffering=1) as sys.stdout:
+        os.dup2(sys.stdout.fileno(), 2)
+        sys.stderr, sys.argv = sys.stdout, ["rally", *words]
+        main()
+
+
+class Run:
+    """`rally train` in a process group of its own, which stops in the midst of its first step until it is let go."""
+
+    def __init__(self, home: Path, folder: Path, *overrides: str) -> None:
+        self.out, self.log, self.hold = folder / "run", folder / "log", folder / "hold"
+        self.scored, held = folder / "scored", EPISODES // 2
+        (folder / "reward.py").write_text(REWARD.format(held=held), encoding="utf-8")
+        tree = run_tree(home, self.out)
+        tree["data"].pop("val_files")
+        tree["custom_reward_function"] = {"path": str(folder / "reward.py")}
+        tree["trainer"] |= {"total_training_steps": STEPS, "save_freq": -1}
+        (folder / "given.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        self.hold.touch()
+        self.process = self.start("train", str(folder / "given.yaml"), *overrides)
+        self.until(lambda: self.scored.exists() and self.scored.stat().st_size > held)
+
+    def start(self, *words: str) -> BaseProcess:
+        process = FORK.Process(target=command_line, args=(self.log, list(words)))
+        process.start()
+        return process
+
+    def until(self, there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not there():
+            assert self.process.is_alive() and time.monotonic() < deadline, self.told
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals, expected: str) -> None:
+        """To the whole group, as a terminal does, and wait until it is heard."""
+        os.killpg(self.pid, number)
+        self.until(lambda: expected in self.told)
+
+    def wait(self) -> int | None:
+        self.process.join(PATIENCE)
+        return self.process.exitcode
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def told(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def end(self) -> None:
+        self.hold.unlink(missing_ok=True)
+        if self.process.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.join()
+
+
+@pytest.fixture
+def run(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    made = Run(home, tmp_path, *getattr(request, "param", ()))
+    request.addfinalizer(made.end)
+    return made
+
+
+@pytest.mark.parametrize("run", [("trainer.resume_mode=disable",)], indirect=True)
+def test_once_the_step_ends_and_is_saved_and_the_printed_command_goes_on(run: Run) -> None:
+    run.send(signal.SIGINT, "once more stops at once")
+    assert run.process.is_alive(), "the step is still under way"
+    run.hold.unlink()
+    assert run.wait() == EXIT_CODE
+    folder = RunFolder(run.out)
+    [row] = folder.read_metrics()
+    assert row.step == 1 and row.metrics["failures/reward"] == 0, "who scores is not reached by Ctrl-C"
+    words = "stopped after step 1 of 3, which is saved; to go on: "
+    [command] = [line.partition(words)[2] for line in run.told.splitlines() if words in line]
+    assert command == f"rally train {run.out / 'config.yaml'} trainer.resume_mode=auto"
+
+    run.process = run.start(*shlex.split(command)[1:])
+    assert run.wait() == 0, run.told
+    assert "global_step_1, step 1" in run.told and "Run summary" in run.told
+    assert [row.step for row in folder.read_metrics()] == [1, 2, 3], "each step exactly once"
+
+
+def test_twice_it_stops_at_once(run: Run) -> None:
+    run.send(signal.SIGTERM, "once more stops at once")
+    began = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait() == EXIT_CODE
+    assert time.monotonic() - began < 10 and "stopping at once" in run.told and "Traceback" not in run.told
+    assert RunFolder(run.out).read_metrics() == [] and not list((run.out / "checkpoints").glob("*"))
+
+
+def test_signals_are_left_as_they_were() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interrupt = Interrupt()
+    with interrupt.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_configuration_without_its_secrets_cannot_go_on_by_itself() -> None:
+    assert resume_command("train", Path("a b/config.yaml"), "x: 1", "auto") == "rally train 'a b/config.yaml'"
+    assert resume_command("sft", Path("c.yaml"), "x: 1", "auto") == "rally sft c.yaml"
+    assert resume_command("train", Path("c.yaml"), "key: '***'", "auto") == "the same command again"

@@ -17,7 +17,7 @@ from rally.track.export.ledger import Ledger
 from rally.track.export.place import flat
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
 from rally.track.export.spans import trace_of
-from rally.track.export.stream import Stream
+from rally.track.export.stream import Stream, words
 from rally.track.folder import RunFolder
 from rally.types import Episode, RallyError
 
@@ -183,6 +183,11 @@ def test_a_missing_library_is_one_sentence_with_the_command(monkeypatch: pytest.
 def test_the_configuration_is_flat_for_trackers_that_want_it_so() -> None:
     tree = {"a": {"b": 1, "c": {}}, "d": ["x"], "e": None}
     assert dict(flat(tree)) == {"a.b": "1", "a.c": "{}", "d": "['x']", "e": "None"}
+
+
+def test_a_password_in_an_address_is_not_shown() -> None:
+    said = words(OSError("cannot reach postgresql://me:secret@host/db or http://host:5000/a@b"))
+    assert said == "OSError: cannot reach postgresql://***@host/db or http://host:5000/a@b"
 
 
 def grouped(count: int, n: int) -> list[Episode]:

@@ -16,7 +16,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from rally.track.export.ledger import Ledger
-from rally.track.export.place import Place, flat
+from rally.track.export.place import Place, flat, without_password
 from rally.track.export.sources import Found
 
 MAX_METRICS = 1000  # of one request
@@ -42,9 +42,9 @@ def experiment_of(client: MlflowClient, name: str, folder: Path) -> str:
 
 def how_to_look(client: MlflowClient) -> str:
     """The command that shows what is in the store, or where its server is."""
-    uri = client.tracking_uri
+    uri = without_password(client.tracking_uri)
     if uri.startswith(("http://", "https://")):
-        return str(uri)
+        return uri
     whole = "" if find_spec("flask") else "  (its page needs the whole of MLflow: pip install mlflow)"
     return f"mlflow ui --backend-store-uri {uri}{whole}"
 

@@ -9,6 +9,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExportResult
 
+from rally.track.export.place import without_password
 from rally.track.export.readable import Attributes, as_json, readable_spans, tag_texts
 from rally.track.export.spans import Span, Trace
 from rally.types import RallyError
@@ -30,7 +31,7 @@ class OtelTraces:
                 "rally.experiment": experiment,
             }
         )
-        self.where = next(filter(None, map(os.environ.get, ENDPOINTS)), DEFAULT)
+        self.where = without_password(next(filter(None, map(os.environ.get, ENDPOINTS)), DEFAULT))
 
     def add(self, traces: Sequence[Trace]) -> None:
         spans = [span for trace in traces for span in readable_spans(trace, _attributes, self._resource)]

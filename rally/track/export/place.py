@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+
+_USER = re.compile(r"//[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Place:
     def config_text(self) -> str:
         saved = self.folder / "config.yaml"
         return saved.read_text("utf-8") if saved.exists() else ""
+
+
+def without_password(text: str) -> str:
+    """The text with no user and password in its addresses: those of servers and databases may have them."""
+    return _USER.sub("//***@", text)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

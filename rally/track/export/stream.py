@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from rally.track.export.ledger import Ledger
+from rally.track.export.place import without_password
 
 LONGEST_PAUSE = 60.0
 
@@ -106,7 +107,7 @@ class Stream(Generic[T]):
 def words(error: Exception) -> str:
     """The first line of what a library said, with the kind of the error: its text alone may say nothing."""
     first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+    return f"{type(error).__name__}: {without_password(first)[:300]}" if first else type(error).__name__
 
 
 AnyStream = Stream[Any]

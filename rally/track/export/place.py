@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-
 _USER = re.compile(r"//[^/@\s]+@")
 
 

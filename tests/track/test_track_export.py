@@ -50,6 +50,7 @@ class Bench:
         self.tracker = Tracker()
         self.told: list[tuple[str, str, str]] = []
         self.now = 100.0
+        self.back_at = 1e9  # when a tracker that is away is back
 
     def stream(self) -> Stream[Found]:
         def connect(ledger: Ledger) -> Tracker:
@@ -63,9 +64,14 @@ class Bench:
             connect,
             lambda *words: self.told.append(words),
             clock=lambda: self.now,
+            sleep=self.slept,
         )
         stream.open()
         return stream
+
+    def slept(self, seconds: float) -> None:
+        self.now += seconds
+        self.tracker.away = self.tracker.away and self.now < self.back_at
 
     def log(self, *steps: int) -> None:
         for step in steps:
@@ -113,6 +119,15 @@ def test_what_a_tracker_lacks_at_the_end_is_counted(tmp_path: Path) -> None:
     stream.close(ok=False)
     assert ("missing", "tracker", "3") in bench.told
     assert bench.tracker.ended is False
+
+
+def test_a_tracker_that_comes_back_at_the_end_gets_everything(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    stream = bench.stream()
+    bench.tracker.away, bench.back_at = True, bench.now + 10
+    bench.log(1, 2, 3)
+    stream.close(ok=True)
+    assert bench.tracker.got == [1, 2, 3] and "missing" not in {kind for kind, _, _ in bench.told}
 
 
 def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> None:

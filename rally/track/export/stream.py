@@ -13,6 +13,7 @@ from rally.track.export.ledger import Ledger
 from rally.track.export.place import without_password
 
 LONGEST_PAUSE = 60.0
+LAST_PAUSES = (0.0, 5.0, 20.0)  # a server that is being started again is waited for
 
 
 class Positioned(Protocol):
@@ -50,6 +51,7 @@ class Stream(Generic[T]):
     connect: Callable[[Ledger], Destination[T]]  # readies the ledger: it may go on, or begin again
     tell: Callable[[str, str, str], None]
     clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
     _destination: Destination[T] | None = None
     _waiting: deque[T] = field(default_factory=deque)
     _has: int = -1  # the position through which it had all when it was opened
@@ -86,9 +88,13 @@ class Stream(Generic[T]):
 
     def close(self, ok: bool) -> None:
         """Send the rest, end the tracker's run as `ok` or not, and say what is where."""
-        self.pump(last=True)
         if self._destination is None:
             return
+        for pause in LAST_PAUSES:
+            self.sleep(pause)
+            self.pump(last=True)
+            if not self._waiting:
+                break
         missing = len(self._waiting)
         try:
             self._destination.close(ok)

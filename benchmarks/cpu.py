@@ -21,6 +21,7 @@ from benchmarks.engine_rows import second_turn_row, throughput_row
 from benchmarks.episode_row import episodes_row
 from benchmarks.grpo_row import grpo_row
 from benchmarks.report import Circumstances, publish, summary
+from benchmarks.sinks_row import sinks_row
 from benchmarks.update_row import update_row
 from rally.track import RunConsole
 from rally.train.load import load_model
@@ -55,6 +56,7 @@ def measure(model_file: Path, out: Path, console: Console) -> None:
         ("episodes with slow tools", lambda: episodes_row(demo)),
         ("a GRPO step", lambda: grpo_row(demo)),
         ("its update", lambda: update_row(demo)),
+        ("trackers and traces", lambda: sinks_row(demo)),
     ):
         console.print(f"measuring: {name} ...", highlight=False)
         rows.append(row())

@@ -14,6 +14,7 @@ from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.server_checks import servers
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
+from rally.config.trace_checks import trace
 from rally.config.trainer import RunConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -356,6 +357,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     loop,
     reward,
     manager,
+    trace,
     files,
     resume,
     machine,

@@ -133,11 +133,16 @@ class CheckpointEngine(Section):
 
 
 class TraceConfig(Section):
-    backend: Literal["mlflow", "weave", "trackio"] | None = None
+    backend: Literal["mlflow", "otel", "weave", "trackio"] | None = None
+    """Episodes as traces: in MLflow, or sent by OpenTelemetry."""
     token2text: bool = False
+    """Adds token ids as text."""
     max_samples_per_step_per_worker: Natural | None = None
+    """Prompts of a step that are traced, each with all of its episodes; there is one worker. None is all."""
     project_name: str | None = None
+    """None is trainer.project_name."""
     experiment_name: str | None = None
+    """None is trainer.experiment_name."""
 
 
 class PrometheusConfig(Section):

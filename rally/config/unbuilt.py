@@ -27,7 +27,8 @@ TEXT_ONLY = "leave it out, rows are text only"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
 MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
-LOGGERS = ("console", "file")
+LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
+LOGGER = "use console, file, tensorboard, mlflow or wandb"
 ESTIMATORS = (
     *("grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gigpo", "gae", "turn_gae"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
@@ -75,7 +76,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}full_determinism", f"leave it out and set {R}deterministic=true"),
     Unbuilt(f"{R}enable_rollout_routing_replay", OUT),
     Unbuilt(f"{R}moe_load_balance_metrics_interval", OUT),
-    Unbuilt(f"{R}trace", "leave it out, every episode is in the run folder"),
+    Unbuilt(f"{R}trace.backend", "use mlflow or otel", ("mlflow", "otel")),
     Unbuilt(f"{R}profiler", OUT),
     Unbuilt(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
     # advantages and losses
@@ -119,7 +120,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{M}mtp", OUT),
     *(Unbuilt(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
-    Unbuilt("trainer.logger", "use console and file", LOGGERS),
+    Unbuilt("trainer.logger", LOGGER, LOGGERS),
     Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
     Unbuilt("trainer.esi_redundant_time", OUT),
     Unbuilt("trainer.del_local_ckpt_after_load", OUT),
@@ -180,7 +181,7 @@ SFT_UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("model.external_lib", OUT),
     Unbuilt("model.use_liger", OUT),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),
-    Unbuilt("trainer.logger", "use console and file", LOGGERS),
+    Unbuilt("trainer.logger", LOGGER, LOGGERS),
     Unbuilt("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
     Unbuilt("ulysses_sequence_parallel_size", ONE_DEVICE),
 )

@@ -3,10 +3,11 @@
 from rally.track.console import Phase, RunConsole
 from rally.track.conversation import conversation_text
 from rally.track.curve import CurveFiles, write_curve
+from rally.track.export import ExportSettings, TraceSettings
 from rally.track.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder
 from rally.track.metrics import rollout_metrics
 from rally.track.serialize import Opaque, episode_from_json, episode_to_json
-from rally.track.sinks import MetricSink, build_sinks
+from rally.track.sinks import MetricSink, Sinks, build_sinks
 from rally.track.summary import run_summary
 from rally.track.tools import slow_tool
 from rally.track.validation import validation_metrics
@@ -14,6 +15,7 @@ from rally.track.validation import validation_metrics
 __all__ = [
     "AdvantageSpan",
     "CurveFiles",
+    "ExportSettings",
     "MetricSink",
     "MetricsRow",
     "Opaque",
@@ -21,6 +23,8 @@ __all__ = [
     "PhaseRow",
     "RunConsole",
     "RunFolder",
+    "Sinks",
+    "TraceSettings",
     "build_sinks",
     "conversation_text",
     "episode_from_json",

@@ -23,7 +23,8 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     """Rewards, lengths, turns, tools, stop reasons and times of the episodes of one step.
 
     `response_length` counts every response token, observed ones too; its `clip_ratio` is the share of episodes cut by
-    the response budget. `prompt_length/clip_ratio` needs `max_prompt_length`. Unscored episodes are counted apart.
+    the response budget, and an aborted one has no token at all. `prompt_length/clip_ratio` needs `max_prompt_length`.
+    Unscored episodes are counted apart.
     """
     if not episodes:
         return {"episodes/count": 0.0}
@@ -37,7 +38,7 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
         metrics |= spread(f"timing_s/agent_loop/{name}", [e.timings[key] for e in episodes if key in e.timings])
-    return metrics | _engine_waits(episodes) | _prefix_cache(episodes)
+    return metrics | _slowest(episodes) | _engine_waits(episodes) | _prefix_cache(episodes)
 
 
 def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -> Metrics:
@@ -45,6 +46,8 @@ def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -
     lengths = [sum(len(s.response_ids) for s in e.segments) for e in episodes]
     prompts = [len(e.segments[0].prompt_ids) for e in episodes if e.segments]
     metrics = spread("response_length", lengths) | spread("prompt_length", prompts)
+    metrics |= spread("response_length_non_aborted", [n for n in lengths if n])
+    metrics["response/aborted_ratio"] = mean([not n for n in lengths])
     metrics["response_length/clip_ratio"] = mean([e.stop_reason is StopReason.LENGTH for e in episodes])
     if max_prompt_length is not None and prompts:
         metrics["prompt_length/clip_ratio"] = mean([n >= max_prompt_length for n in prompts])
@@ -65,6 +68,21 @@ def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:
     metrics = spread("interaction/turns", [len(turns) for turns in users])
     metrics |= spread("interaction/turn_score", turn_scores) | spread("interaction/score", scores)
     return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in told)}
+
+
+def _slowest(episodes: Iterable[Episode]) -> Metrics:
+    """The episode that all others of the step waited for."""
+    timed = [e for e in episodes if "generate" in e.timings and e.segments]
+    if not timed:
+        return {}
+    last = max(timed, key=lambda e: e.timings["generate"] + e.timings.get("tools", 0.0))
+    told = {
+        "generate_sequences": last.timings["generate"],
+        "tool_calls": last.timings.get("tools", 0.0),
+        "prompt_length": len(last.segments[0].prompt_ids),
+        "response_length": sum(len(s.response_ids) for s in last.segments),
+    }
+    return {f"timing_s/agent_loop/slowest/{name}": value for name, value in told.items()}
 
 
 def _engine_waits(episodes: Iterable[Episode]) -> Metrics:

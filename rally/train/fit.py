@@ -25,9 +25,9 @@ from rally.engines.base import TrainingEngine
 from rally.loops import Job
 from rally.rewards import reward_metrics
 from rally.track import (
-    MetricSink,
     RunConsole,
     RunFolder,
+    Sinks,
     conversation_text,
     rollout_metrics,
     slow_tool,
@@ -44,6 +44,7 @@ from rally.train.interrupt import Interrupt
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, step_seed
+from rally.train.rates import memory_used, token_times
 from rally.train.recorder import Recorder
 from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
@@ -69,6 +70,7 @@ class FitSettings:
     test_freq: int = -1
     val_before_train: bool = True
     val_batch_size: int | None = None
+    max_prompt_length: int | None = None
     mismatch_alarm: float = 0.01
     watch: WatchSettings = field(default_factory=WatchSettings)
     show_validation: int = 0  # conversations printed after a validation
@@ -93,7 +95,7 @@ class Trainer:
     folder: RunFolder
     checkpoints: CheckpointStore
     console: RunConsole
-    sinks: Sequence[MetricSink]
+    sinks: Sinks
     reference: Reference | None = None
     reward_kl: KlControl | None = None  # None: no KL in the reward
     critic: Critic | None = None
@@ -147,7 +149,8 @@ class Trainer:
             result = await self._collect(step, clock)
         used = (self.engine.busy_seconds - busy) / (time.perf_counter() - began)
         metrics = {"engine/idle_share": max(0.0, 1 - used)}  # a request given up before may end in this rollout
-        metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
+        metrics |= rollout_metrics(result.sampled, self.settings.max_prompt_length)
+        metrics |= result.metrics() | reward_metrics(result.scored)
         metrics |= self._learned(step, result.scored)
         self._record(step, result.everything, validate=False)
         with clock("update_weights"):
@@ -325,8 +328,7 @@ class Trainer:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.recorder.wait()
-        for sink in self.sinks:
-            sink.log(step, metrics)
+        self.sinks.log(step, metrics)
 
     def _add_rates(self, metrics: dict[str, float], step: int, episodes: Sequence[Episode]) -> None:
         tokens = sum(len(s.ids) for e in episodes for s in e.segments)
@@ -336,6 +338,8 @@ class Trainer:
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds,
             "perf/samples_per_s": len(episodes) / seconds,
+            **token_times(metrics, episodes),
+            **memory_used(),
             "training/global_step": float(step),
             "training/epoch": float((step - 1) // steps_per_epoch(len(self.train_tasks), self.settings.batch_size)),
             "engine/weight_version": float(self.engine.weight_version),
@@ -380,4 +384,5 @@ def run(trainer: Trainer) -> dict[str, float]:
                 trainer.recorder.close()
                 await trainer.engine.close()
 
-    return asyncio.run(whole())
+    with trainer.sinks:
+        return asyncio.run(whole())

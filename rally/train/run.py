@@ -19,8 +19,8 @@ from rally.interactions import Interactions
 from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
-from rally.track import RunConsole, RunFolder, build_sinks
-from rally.train import critic_parts, data_parts, parts, server_parts
+from rally.track import RunConsole, RunFolder
+from rally.train import critic_parts, data_parts, parts, server_parts, tracking_parts
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
@@ -172,7 +172,14 @@ def _trainer(
         folder=folder,
         checkpoints=store,
         console=console,
-        sinks=build_sinks(config.trainer.logger, folder, console, steps),
+        sinks=tracking_parts.sinks_of(
+            config.trainer,
+            folder,
+            console,
+            steps,
+            checkpoint.step if checkpoint else -1,
+            tracking_parts.trace_of(config, folder, inputs.tokenizer),
+        ),
         reference=parts.reference_of(config, model) if steps else None,
         reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
         critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
@@ -234,6 +241,7 @@ def fit_settings(config: Config, steps: int) -> FitSettings:
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train or steps == 0,
         val_batch_size=data.val_batch_size,
+        max_prompt_length=data.max_prompt_length,
         mismatch_alarm=config.rollout.mismatch_alarm,
         watch=parts.watch_settings_of(config),
         show_validation=trainer.log_val_generations,

@@ -17,7 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.engines.embedded import attention
-from rally.track import MetricSink, RunConsole, RunFolder, build_sinks
+from rally.track import RunConsole, RunFolder, Sinks
 from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.guards import keeping_diverged
@@ -30,6 +30,7 @@ from rally.train.policy import OptimizerSettings, Policy, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
+from rally.train.tracking_parts import sinks_of
 from rally.types import RallyError
 
 
@@ -50,7 +51,7 @@ class SftRun:
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
     store: CheckpointStore
-    sinks: Sequence[MetricSink]
+    sinks: Sinks
     train: Encoded
     val: Encoded
     console: RunConsole
@@ -88,12 +89,12 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
         policy=policy,
         tokenizer=tokenizer,
         store=store,
-        sinks=build_sinks(config.trainer.logger, folder, console, steps),
+        sinks=sinks_of(config.trainer, folder, console, steps, start.step if start else -1),
         train=train,
         val=val,
         console=console,
     )
-    with run.interrupt.listening():
+    with run.sinks, run.interrupt.listening():
         trained = _train(run, range(start.step + 1 if start else 1, steps + 1))
     if trained.done < steps:
         again = resume_command("sft", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
@@ -270,8 +271,7 @@ def _train(run: SftRun, steps: range) -> _Trained:
             final = step == steps.stop - 1
             if run.val.rows and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
                 last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
-            for sink in run.sinks:
-                sink.log(step, last)
+            run.sinks.log(step, last)
             saved = final or run.interrupt.requested or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
             if saved:
                 run.store.save(step, run.policy, run.tokenizer)

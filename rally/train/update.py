@@ -15,6 +15,7 @@ from torch import Tensor
 from rally.algos import losses
 from rally.algos.correction import CorrectionSettings
 from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
+from rally.train.agreement import probability_agreement
 from rally.train.batch import TrainBatch
 from rally.train.clock import Timed, untimed
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
@@ -62,6 +63,8 @@ class UpdateMetrics:
     mismatches: list[Tensor] = field(default_factory=list)
     mismatch_tokens: int = 0
     mismatch_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
+    trained: list[Tensor] = field(default_factory=list)
+    recorded: list[Tensor] = field(default_factory=list)
 
     def add(self, tokens: int, **values_M: Tensor) -> None:
         self.tokens += tokens
@@ -75,6 +78,8 @@ class UpdateMetrics:
         self.mismatch_sum = self.mismatch_sum + k3.sum(dtype=torch.float64)
         self.mismatch_tokens += k3.numel()
         self.mismatches.append((logp_M.detach() - recorded_M).abs().max())
+        self.trained.append(logp_M.detach())
+        self.recorded.append(recorded_M)
 
     def result(self) -> dict[str, float]:
         means = {f"actor/{k}": float(v) / max(1, self.tokens) for k, v in self.sums.items()}
@@ -84,6 +89,7 @@ class UpdateMetrics:
         if self.mismatch_tokens:
             means["actor/rollout_mismatch_kl"] = float(self.mismatch_sum) / self.mismatch_tokens
             means["actor/rollout_mismatch_max"] = max(map(float, self.mismatches))
+            means |= probability_agreement(self.trained, self.recorded)
         means["actor/trained_tokens"] = float(self.tokens)
         return means
 

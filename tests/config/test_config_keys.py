@@ -247,8 +247,8 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
             f"{R}.name=trtllm is not built yet; leave it out to use the embedded engine.",
         ),
         (
-            "trainer.logger=[console, wandb]",
-            "trainer.logger=wandb is not built yet; use console and file.",
+            "trainer.logger=[console, swanlab]",
+            "trainer.logger=swanlab is not built yet; use console, file, tensorboard, mlflow or wandb.",
         ),
         (
             f"{M}.use_remove_padding=false",

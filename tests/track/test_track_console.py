@@ -124,8 +124,8 @@ def test_a_conversation_shows_every_segment_and_the_error() -> None:
 def test_sinks_send_metrics_where_they_are_told(tmp_path: Path) -> None:
     console, out = run_console()
     folder = RunFolder(tmp_path).create()
-    for sink in build_sinks(["console", "file"], folder, console, total_steps=9):
-        sink.log(1, METRICS)
+    with build_sinks(["console"], folder, console, total_steps=9) as sinks:
+        sinks.log(1, METRICS)
     assert out.getvalue().startswith("step 1/9  reward_mean=0.320")
     assert folder.read_metrics()[0].metrics == METRICS
 
@@ -133,8 +133,8 @@ def test_sinks_send_metrics_where_they_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("wandb", "the logger wandb is not built yet; use console and file"),
-        ("wandbb", "there is no logger named wandbb; use console and file"),
+        ("swanlab", "the logger swanlab is not built yet; use console, file, tensorboard, mlflow or wandb"),
+        ("wandbb", "there is no logger named wandbb; use console, file, tensorboard, mlflow or wandb"),
     ],
 )
 def test_a_sink_that_cannot_be_honoured_is_an_error(tmp_path: Path, name: str, sentence: str) -> None:

@@ -30,6 +30,10 @@ KNOWN_NAMES = (
     *("prompt_length/mean", "response_length/clip_ratio", "tool/calls", "stop/length", "failures/loop"),
     *("timing_s/gen", "timing_s/update_actor", "timing_s/step", "perf/throughput", "perf/total_num_tokens"),
     *("actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"),
+    *("response_length_non_aborted/mean", "response/aborted_ratio", "prompt_length/clip_ratio"),
+    *("timing_s/agent_loop/slowest/generate_sequences", "timing_per_token_ms/gen", "timing_per_token_ms/update_actor"),
+    *("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/rollout_probs_diff_std"),
+    *("training/rollout_actor_probs_pearson_corr", "perf/cpu_memory_used_gb"),
     *("actor/rollout_mismatch_kl", "training/global_step", "training/epoch", "reward/length/mean"),
 )
 NO_VALIDATION = ("data.val_files=null", "trainer.val_before_train=false")

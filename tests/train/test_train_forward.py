@@ -247,6 +247,8 @@ def test_the_mismatch_of_an_update_is_zero_on_the_same_weights_and_seen_on_other
     assert metrics["actor/trained_tokens"] == sum(s.sampled for s in segments[::2]), "the middle one has no advantage"
     other = update_policy(KeepingPolicy(make_model(seed=5)), batch, update_settings())
     assert other["actor/rollout_mismatch_kl"] > 0.01
+    apart, alike = "training/rollout_probs_diff_max", "training/rollout_actor_probs_pearson_corr"
+    assert metrics[apart] <= 1e-5 < other[apart] and other[alike] < metrics[alike] == pytest.approx(1, abs=1e-4)
 
 
 def batch_of_groups(count: int) -> TrainBatch:

@@ -1,0 +1,135 @@
+"""The second process: hands a run folder on until its standard input ends, then sends the rest and says what is where.
+
+    python -m rally.track.export '<ExportSettings as JSON>'
+
+One byte on standard input says that there is news, `e` that the run ended as it should; its end alone means that the
+run was killed. Each line on standard output is a JSON list of kind, name and text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from rally.track.export.ledger import Ledger
+from rally.track.export.place import Place
+from rally.track.export.settings import ExportSettings, TraceSettings
+from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
+from rally.track.export.spans import Decode
+from rally.track.export.stream import AnyStream, Destination, Stream
+from rally.track.export.traces import TraceBackend, Traces
+from rally.track.folder import RunFolder
+
+Tell = Callable[[str, str, str], None]
+POLL_SECONDS = 5.0  # to try again what failed; news are told
+ENDED = b"e"
+
+
+def main(text: str) -> None:
+    settings = ExportSettings.from_json(text)
+    # What libraries print belongs into the log, and into no line that the other process reads.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def tell(kind: str, name: str, text: str) -> None:
+        try:
+            out.write(json.dumps([kind, name, text]) + "\n")
+        except BrokenPipeError:  # the run was killed: what it wrote is still handed on
+            print(kind, name, text, file=sys.stderr)  # noqa: T201 - this is a program, and nobody else listens
+
+    streams = list(build_streams(settings, tell))
+    for stream in streams:
+        stream.open()
+    tell("ready", "", "")
+    os.nice(10)  # from here on training comes first
+    follow(streams)
+
+
+def follow(streams: list[AnyStream]) -> None:
+    """Until standard input ends."""
+    heard, ok = b"-", False
+    while heard:
+        news, _, _ = select.select([0], [], [], POLL_SECONDS)
+        heard = os.read(0, 4096) if news else b"-"
+        ok = ok or ENDED in heard
+        for stream in streams:
+            stream.pump()
+    for stream in streams:
+        stream.close(ok)
+
+
+def build_streams(settings: ExportSettings, tell: Tell) -> Iterator[AnyStream]:
+    place = Place(Path(settings.folder), settings.project, settings.name, settings.after)
+    folder = RunFolder(settings.folder)
+    for name in settings.trackers:
+        ledger = Ledger.read(settings.state / f"{name}.json")
+        yield Stream(name, MetricsTail(folder), ledger, partial(_tracker, name, place), tell)
+    if settings.trace is not None:
+        # Last, because traces belong to the run of the metrics, which is then open.
+        ledger = Ledger.read(settings.state / f"traces-{settings.trace.backend}.json")
+        connect = partial(_traces, settings.trace, settings, folder)
+        yield Stream(f"{settings.trace.backend} traces", EpisodeFiles(folder), ledger, connect, tell)
+
+
+def _tracker(name: str, place: Place, ledger: Ledger) -> Destination[Found]:
+    """Each library is imported only where it is asked for."""
+    match name:
+        case "tensorboard":
+            from rally.track.export.event_files import EventFiles
+
+            return EventFiles(place, ledger)
+        case "mlflow":
+            from rally.track.export.mlflow_runs import MlflowRun
+
+            return MlflowRun(place, ledger)
+        case _:
+            from rally.track.export.wandb_runs import WandbRun
+
+            return WandbRun(place, ledger)
+
+
+def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, ledger: Ledger) -> Traces:
+    last = 2 * settings.after + 1  # the position of the last episodes that the run goes on from
+    build = _mlflow_traces if trace.backend == "mlflow" else _otel_traces
+    backend = build(trace, settings, ledger, last)
+    return Traces(folder, backend, ledger.id.split()[0], trace.max_samples, _decoder(trace))
+
+
+def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
+    from rally.track.export.mlflow_traces import MlflowTraces
+
+    run = Ledger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
+    backend = MlflowTraces(Path(settings.folder), trace.project, trace.experiment, run)
+    own, _, linked = ledger.id.partition(" ")
+    if own and (not ledger.continues(last) or linked != run):
+        backend.take_up(own, settings.after)
+    ledger.begin(f"{own or secrets.token_hex(8)} {run}", min(ledger.through, last))
+    return backend
+
+
+def _otel_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
+    from rally.track.export.otel_traces import OtelTraces
+
+    # A collector forgets nothing, so what is sampled again gets ids of its own.
+    own = ledger.id if ledger.continues(last) else secrets.token_hex(8)
+    ledger.begin(own, min(ledger.through, last))
+    return OtelTraces(trace.project, trace.experiment)
+
+
+def _decoder(trace: TraceSettings) -> Decode | None:
+    if trace.tokenizer is None:
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(trace.tokenizer)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

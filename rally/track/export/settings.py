@@ -1,0 +1,75 @@
+"""What is handed on, and where to, is said in one value that survives the way to another process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rally.types import RallyError
+
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+"""The loggers that the second process feeds."""
+
+_PACKAGES = {  # what is imported, and the extra that brings it
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "mlflow": ("mlflow", "mlflow"),
+    "wandb": ("wandb", "wandb"),
+    "otel": ("opentelemetry.exporter.otlp.proto.http", "otel"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """Episodes as traces. `tokenizer` is a tokenizer.json, given where token ids are also wanted as text."""
+
+    backend: str
+    project: str
+    experiment: str
+    tokenizer: str | None = None
+    max_samples: int | None = None  # prompts of a step, each with all of its episodes; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """A run folder and its trackers. The run goes on after step `after`; -1 is a run that begins."""
+
+    folder: str
+    project: str
+    name: str
+    after: int = -1
+    trackers: tuple[str, ...] = ()
+    trace: TraceSettings | None = None
+
+    @property
+    def state(self) -> Path:
+        """Where it is kept what each tracker already has."""
+        return Path(self.folder) / "tracking"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ExportSettings:
+        values = json.loads(text)
+        trace = values.pop("trace")
+        values["trackers"] = tuple(values["trackers"])
+        return cls(**values, trace=None if trace is None else TraceSettings(**trace))
+
+
+def require_packages(names: Iterable[str]) -> None:
+    """Say, before anything begins, what has to be installed."""
+    for name in names:
+        package, extra = _PACKAGES[name]
+        if not _found(package):
+            raise RallyError(f"{name} needs the package {package}; run: pip install 'rally-rl[{extra}]'")
+
+
+def _found(package: str) -> bool:
+    """Whether a package can be imported; it is not, because that takes seconds that only the second process has."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent of it is missing
+        return False

@@ -1,0 +1,67 @@
+"""The episodes of a file become traces in a backend, each once; how many were traced and left out is counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rally.track.export.chosen import chosen
+from rally.track.export.sources import EpisodeFile
+from rally.track.export.spans import Decode, Trace, trace_of
+from rally.track.folder import RunFolder
+
+TOGETHER = 16  # traces of one request: episodes may be long
+
+
+class TraceBackend(Protocol):
+    """Takes whole traces. What it is given again, under the same ids, it has once."""
+
+    @property
+    def where(self) -> str: ...
+
+    def add(self, traces: Sequence[Trace]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Traces:
+    """Reads the files of a run folder and hands their episodes on."""
+
+    folder: RunFolder
+    backend: TraceBackend
+    run: str
+    max_samples: int | None
+    decode: Decode | None
+    traced: int = 0
+    left_out: int = 0
+
+    @property
+    def where(self) -> str:
+        left = f", {self.left_out} left out by max_samples_per_step_per_worker" if self.left_out else ""
+        return f"{self.traced} episodes traced{left}: {self.backend.where}"
+
+    def send(self, item: EpisodeFile) -> None:
+        episodes = self.folder.read_episodes(item.step, validate=item.validate)
+        traces = (
+            trace_of(one.episode, run=self.run, sample=one.sample, decode=self.decode)
+            for one in chosen(episodes, self.max_samples)
+        )
+        traced = sum(map(self._add, _together(traces)))
+        self.traced += traced
+        self.left_out += len(episodes) - traced
+
+    def close(self, ok: bool) -> None:
+        self.backend.close()
+
+    def _add(self, traces: Sequence[Trace]) -> int:
+        self.backend.add(traces)
+        return len(traces)
+
+
+def _together(traces: Iterable[Trace]) -> Iterable[list[Trace]]:
+    traces = iter(traces)
+    while some := list(itertools.islice(traces, TOGETHER)):
+        yield some

@@ -40,6 +40,10 @@ class BaseTool(Generic[ArgsT]):
     args_schema: ClassVar[type[BaseModel] | None] = None
     limits: CallLimits = CallLimits()
     """What the tool bears; the YAML's `limits` has the last word."""
+    example: ClassVar[Mapping[str, Any] | None] = None
+    """Arguments of a call that must go well, which `rally doctor` makes; None: it makes some up from the schema."""
+    destructive: bool = False
+    """Whether a call may destroy something, so that none is made only to see whether the tool works."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
         self.config = dict(config or {})

@@ -11,7 +11,8 @@ the metric `code_failed` counts it. With `stateful: true` variables live until t
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,6 +55,8 @@ class CodeInterpreterConfig(BaseModel):
 
 
 class CodeInterpreter(BaseTool[Any]):
+    example: ClassVar[Mapping[str, Any] | None] = {"code": "print(6 * 7)"}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(self.name, self.config)

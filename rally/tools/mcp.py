@@ -42,6 +42,8 @@ class McpTool(BaseTool[Any]):
         self._called = tool.name
         self._timeout = settings.timeout
         self._gate = gate
+        hints = tool.annotations
+        self.destructive = bool(hints and hints.destructive_hint and not hints.read_only_hint)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

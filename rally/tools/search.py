@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -71,6 +71,8 @@ class SearchSettings(BaseModel):
 
 class SearchTool(BaseTool[Any]):
     """Without a config, its schema alone."""
+
+    example: ClassVar[Mapping[str, Any] | None] = {"query": "the capital of France"}
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)

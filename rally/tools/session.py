@@ -59,6 +59,10 @@ class ToolBox:
     def names(self) -> list[str]:
         return list(self._callers)
 
+    @property
+    def tools(self) -> list[BaseTool[Any]]:
+        return [caller.tool for caller in self._callers.values()]
+
     def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
         """What the model is shown, of all tools or of those named."""
         return [copy.deepcopy(caller.tool.tool_schema) for caller in self._selected(selection).values()]

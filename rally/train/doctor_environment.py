@@ -1,0 +1,181 @@
+"""Whether Python, the packages and the GPU are what this configuration needs; what is not comes with the command that
+mends it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from rally.config import Config
+from rally.train.doctor_case import Case, Finding
+
+OURS = "rally-rl"
+SHOWN = ("torch", "transformers", "tokenizers")
+KEY = "actor_rollout_ref.rollout.server.python"
+LOGGERS = ("tensorboard", "mlflow", "wandb")
+
+
+class Need(NamedTuple):
+    """A distribution that a key of the configuration asks for."""
+
+    package: str
+    because: str
+
+
+def packages(case: Case) -> Iterator[Finding]:
+    try:
+        about = metadata.metadata(OURS)
+    except metadata.PackageNotFoundError:
+        yield _warn(f"{OURS} is not installed, so nobody knows what it requires; run: pip install --editable .")
+        return
+    wanted = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
+    problems = [
+        *_python(about["Requires-Python"]),
+        *_core(wanted),
+        *_extras(case.config, wanted),
+        *_server(case.config),
+    ]
+    if not problems:
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in SHOWN)
+        yield Finding("environment", "ok", f"Python {platform.python_version()}, {versions}; nothing is missing")
+    yield from (Finding("environment", "error", text) for text in problems)
+
+
+def _python(requires: str | None) -> Iterator[str]:
+    if requires and platform.python_version() not in SpecifierSet(requires, prereleases=True):
+        yield f"Python {platform.python_version()} is not one of {requires}; make an environment with another"
+
+
+def _core(wanted: list[Requirement]) -> Iterator[str]:
+    for one in wanted:
+        if (one.marker is None or one.marker.evaluate({"extra": ""})) and (problem := _problem(one)):
+            yield f"{problem}; run: pip install '{_asked(one)}'"
+
+
+def _extras(config: Config, wanted: list[Requirement]) -> Iterator[str]:
+    for need in needs(config):
+        extra, requirement = _offered(need.package, wanted)
+        if problem := _problem(requirement):
+            command = f"'{OURS}[{extra}]'" if extra else f"'{_asked(requirement)}'"
+            yield f"{need.because} needs {need.package}, but {problem}; run: pip install {command}"
+
+
+def needs(config: Config) -> Iterator[Need]:
+    """What is imported only where a key asks for it. Tools say themselves what they lack."""
+    model, kwargs = config.model, config.reward_kwargs
+    if model.lora_rank or model.lora_adapter_path:
+        yield Need("peft", "actor_rollout_ref.model.lora_rank")
+    if str(model.path).endswith(".gguf"):
+        yield from (Need(name, "a model in a .gguf file") for name in ("gguf", "accelerate"))
+    if config.rollout.name != "embedded":
+        yield Need("httpx", f"actor_rollout_ref.rollout.name={config.rollout.name}")
+    if kwargs.get("equality") == "symbolic":
+        yield Need("math-verify", "reward_kwargs.equality=symbolic")
+    yield from (Need(name, f"trainer.logger={name}") for name in LOGGERS if name in config.trainer.logger)
+
+
+def _server(config: Config) -> Iterator[str]:
+    """A server of our own is started by a Python that may not be this one; it is asked without importing anything."""
+    rollout = config.rollout
+    if rollout.name == "embedded" or rollout.mode == "server":
+        return
+    python, kind = rollout.server.python or sys.executable, rollout.server_kind
+    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({kind!r}) is None)"
+    try:
+        found = subprocess.run([python, "-c", asked], timeout=30, capture_output=True, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield f"{KEY}={python} cannot be run ({error}); name the Python that has {kind}"
+        return
+    if not found:
+        told = f"{python} has no {kind}, which actor_rollout_ref.rollout.name={rollout.name} starts"
+        yield f"{told}; run: {python} -m pip install {kind}, or name another in {KEY}"
+
+
+def _offered(package: str, wanted: list[Requirement]) -> tuple[str, Requirement]:
+    """The extra that brings a package, with the versions it asks for."""
+    extras = metadata.metadata(OURS).get_all("Provides-Extra") or ()
+    for one in wanted:
+        for extra in extras:
+            if one.name == package and one.marker and one.marker.evaluate({"extra": extra}):
+                return extra, one
+    return "", Requirement(package)
+
+
+def _problem(requirement: Requirement) -> str:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name} is not installed"
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return "" if fits else f"{requirement.name} {version} is not {requirement.specifier}"
+
+
+def _asked(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+class Driver(NamedTuple):
+    """What torch and the NVIDIA driver say of each other; versions of CUDA as (major, minor), None where there is
+    none."""
+
+    built_for: tuple[int, int] | None
+    supports: tuple[int, int] | None
+    gpus: tuple[str, ...]
+
+
+def device(case: Case) -> Iterator[Finding]:
+    if case.config.trainer.device == "cpu":
+        yield Finding("device", "ok", "the CPU, as trainer.device says")
+        return
+    yield judge_driver(read_driver())
+
+
+def judge_driver(found: Driver) -> Finding:
+    rather = "or set trainer.device=cpu if that is meant"
+    if found.gpus:
+        told = f"{', '.join(found.gpus)}; torch is built for CUDA {_dotted(found.built_for)}"
+        return Finding("device", "ok", f"{told}, the driver supports {_dotted(found.supports)}")
+    if found.supports is None:
+        return Finding("device", "ok", "there is no NVIDIA driver here, so training on this machine is on the CPU")
+    if found.built_for is None:
+        told = f"torch {torch.__version__} is built without CUDA, though there is an NVIDIA driver"
+        return Finding("device", "error", f"{told}; run: pip install --force-reinstall torch, {rather}")
+    if found.built_for > found.supports:
+        told = f"torch is built for CUDA {_dotted(found.built_for)}, the driver supports {_dotted(found.supports)}"
+        return Finding("device", "error", f"{told}; update the driver, or install a torch for that CUDA, {rather}")
+    told = "there is an NVIDIA driver, but torch sees no GPU"
+    return Finding("device", "error", f"{told}; run nvidia-smi and look at CUDA_VISIBLE_DEVICES, {rather}")
+
+
+def read_driver() -> Driver:
+    built = torch.version.cuda
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    numbers = tuple(map(int, built.split(".")[:2])) if built else None
+    assert numbers is None or len(numbers) == 2
+    return Driver(numbers, _supported(), gpus)
+
+
+def _supported() -> tuple[int, int] | None:
+    """The newest CUDA that the driver can run."""
+    try:
+        library, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return None
+    return divmod(version.value // 10, 100) if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def _dotted(version: tuple[int, int] | None) -> str:
+    return "none" if version is None else f"{version[0]}.{version[1]}"
+
+
+def _warn(text: str) -> Finding:
+    return Finding("environment", "warning", text)

@@ -9,7 +9,8 @@ from typing import Any
 
 from rally.chat import ChatCodec
 from rally.chat.formats import FORMATS
-from rally.tools.examples import example_arguments
+from rally.tools import BaseTool
+from rally.tools.examples import example_of
 from rally.train.doctor_case import Case, Finding, Piece, Status
 from rally.types import Message, Task, ToolCall
 
@@ -46,7 +47,8 @@ def template(case: Case) -> Iterator[Finding]:
 def prompt(case: Case) -> Iterator[Finding]:
     task = case.first_task
     codec = _codec_of(case, task)
-    messages = exchange(task, codec.tools)
+    tool = next((one for one in case.toolbox.tools if codec.tools and one.name == _name(codec.tools[0])), None)
+    messages = exchange(task, tool)
     ids, mask = codec.encode_conversation(messages)
     shown = tuple(_pieces(codec, ids, mask))
     yield Finding(
@@ -55,7 +57,7 @@ def prompt(case: Case) -> Iterator[Finding]:
         f"{task.id} with a made-up reply: {len(ids)} tokens, of which {sum(mask)} are sampled (mask 1) and trained on",
         shown,
     )
-    if codec.tools:
+    if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
         yield _call_is_read(codec, messages)
 
 
@@ -65,16 +67,23 @@ def _codec_of(case: Case, task: Task) -> ChatCodec:
     return case.codec if chosen is None else case.codec.with_tools(case.toolbox.schemas(chosen))
 
 
-def exchange(task: Task, tools: list[dict[str, Any]]) -> list[Message]:
-    if not tools:
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["function"]["name"])
+
+
+def exchange(task: Task, tool: BaseTool[Any] | None) -> list[Message]:
+    """A question and an answer, with a call of the tool between them if there is one."""
+    if tool is None:
         return [*task.prompt, {"role": "assistant", "content": LAST_WORD}]
-    function = tools[0]["function"]
-    called = {"name": function["name"], "arguments": example_arguments(function["parameters"])}
-    call = {"id": "call_0", "type": "function", "function": called}
+    call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": tool.name, "arguments": example_of(tool).arguments},
+    }
     return [
         *task.prompt,
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": function["name"], "tool_call_id": "call_0", "content": ANSWER},
+        {"role": "tool", "name": tool.name, "tool_call_id": "call_0", "content": ANSWER},
         {"role": "assistant", "content": LAST_WORD},
     ]
 

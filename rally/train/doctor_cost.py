@@ -57,7 +57,8 @@ def cost(case: Case) -> Iterator[Finding]:
     here = this_machine(config.trainer.device)
     width = torch.empty((), dtype=pick_dtype(config.model.dtype, _device(config.trainer.device))).element_size()
     costs = training_costs(config, model_config, size, width)
-    yield Finding("memory", "ok", _told(size, costs), (Piece("note", _table(costs)),))
+    kind = "float32" if width == 4 else "half precision"
+    yield Finding("memory", "ok", f"{_told(size, costs)} ({kind}, {here.name})", (Piece("note", _table(costs)),))
     yield _judge_here(case, estimate(case, size, here, width))
     if config.trainer.device != "cpu" and not here.name.startswith("this machine's GPU"):
         lines = [_line(case, estimate(case, size, gpu, 2)) for gpu in GPUS]
@@ -106,10 +107,11 @@ def _judge_here(case: Case, found: Estimate) -> Finding:
 def _line(case: Case, found: Estimate) -> str:
     name = f"{found.hardware.name} ({shown_bytes(found.hardware.memory)})"
     if found.step is None:
-        return f"{name}: does not fit, about {shown_bytes(found.needed)} are needed"
+        return f"{name}: too small, {shown_bytes(found.needed)} are needed"
     rollout, update = found.step
     return (
-        f"{name}: fits with {found.running} episodes at a time, about {_duration(found.step.total)} a step "
+        f"{name}: {shown_bytes(found.needed)} are needed, {found.running} episodes run at a time, about "
+        f"{_duration(found.step.total)} a step "
         f"({_duration(rollout)} rollout, {_duration(update)} update), {_duration(_whole(case, found.step))} in all"
     )
 

@@ -21,13 +21,13 @@ from rally.train.doctor_case import Case, Finding
 OURS = "rally-rl"
 SHOWN = ("torch", "transformers", "tokenizers")
 KEY = "actor_rollout_ref.rollout.server.python"
-LOGGERS = ("tensorboard", "mlflow", "wandb")
 
 
 class Need(NamedTuple):
-    """A distribution that a key of the configuration asks for."""
+    """A package that a key of the configuration asks for, and the extra of ours that brings it."""
 
     package: str
+    extra: str
     because: str
 
 
@@ -41,7 +41,7 @@ def packages(case: Case) -> Iterator[Finding]:
     problems = [
         *_python(about["Requires-Python"]),
         *_core(wanted),
-        *_extras(case.config, wanted),
+        *_extras(case.config),
         *_server(case.config),
     ]
     if not problems:
@@ -61,26 +61,23 @@ def _core(wanted: list[Requirement]) -> Iterator[str]:
             yield f"{problem}; run: pip install '{_asked(one)}'"
 
 
-def _extras(config: Config, wanted: list[Requirement]) -> Iterator[str]:
-    for need in needs(config):
-        extra, requirement = _offered(need.package, wanted)
-        if problem := _problem(requirement):
-            command = f"'{OURS}[{extra}]'" if extra else f"'{_asked(requirement)}'"
-            yield f"{need.because} needs {need.package}, but {problem}; run: pip install {command}"
+def _extras(config: Config) -> Iterator[str]:
+    for package, extra, because in needs(config):
+        if problem := _problem(Requirement(package)):
+            yield f"{because} needs it, but {problem}; run: pip install '{OURS}[{extra}]'"
 
 
 def needs(config: Config) -> Iterator[Need]:
     """What is imported only where a key asks for it. Tools say themselves what they lack."""
-    model, kwargs = config.model, config.reward_kwargs
+    model = config.model
     if model.lora_rank or model.lora_adapter_path:
-        yield Need("peft", "actor_rollout_ref.model.lora_rank")
+        yield Need("peft", "lora", "actor_rollout_ref.model.lora_rank")
     if str(model.path).endswith(".gguf"):
-        yield from (Need(name, "a model in a .gguf file") for name in ("gguf", "accelerate"))
+        yield from (Need(name, "gguf", "a model in a .gguf file") for name in ("gguf", "accelerate"))
     if config.rollout.name != "embedded":
-        yield Need("httpx", f"actor_rollout_ref.rollout.name={config.rollout.name}")
-    if kwargs.get("equality") == "symbolic":
-        yield Need("math-verify", "reward_kwargs.equality=symbolic")
-    yield from (Need(name, f"trainer.logger={name}") for name in LOGGERS if name in config.trainer.logger)
+        yield Need("httpx", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
+    if config.reward_kwargs.get("equality") == "symbolic":
+        yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")
 
 
 def _server(config: Config) -> Iterator[str]:
@@ -98,16 +95,6 @@ def _server(config: Config) -> Iterator[str]:
     if not found:
         told = f"{python} has no {kind}, which actor_rollout_ref.rollout.name={rollout.name} starts"
         yield f"{told}; run: {python} -m pip install {kind}, or name another in {KEY}"
-
-
-def _offered(package: str, wanted: list[Requirement]) -> tuple[str, Requirement]:
-    """The extra that brings a package, with the versions it asks for."""
-    extras = metadata.metadata(OURS).get_all("Provides-Extra") or ()
-    for one in wanted:
-        for extra in extras:
-            if one.name == package and one.marker and one.marker.evaluate({"extra": extra}):
-                return extra, one
-    return "", Requirement(package)
 
 
 def _problem(requirement: Requirement) -> str:

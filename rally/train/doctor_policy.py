@@ -125,8 +125,9 @@ def twin_of(model_config: PreTrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    return model
 
 
 def _narrow(text: Any) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from rally.types import Task
 
 
 def rows(case: Case) -> Iterator[Finding]:
-    for kind, found in (("training", case.train_rows), ("validation", case.val_rows)):
-        if found is not None:
-            yield _of(kind, found)
     if case.train_rows is not None:
+        yield _of("training", case.train_rows)
         yield _steps(case, case.train_rows)
+    if case.val_rows is not None:
+        yield _of("validation", case.val_rows)
     if case.config.data.need_tools_kwargs:
         bare = [task.id for task in case.tasks if not task.tools_kwargs]
         if bare:
@@ -61,9 +61,10 @@ def loops(case: Case) -> Iterator[Finding]:
 
 
 def lengths(case: Case) -> Iterator[Finding]:
-    for kind, found in (("training", case.train_rows), ("validation", case.val_rows)):
-        if found is not None:
-            yield _lengths(case, kind, found)
+    if case.train_rows is not None:
+        yield _lengths(case, "training", case.train_rows)
+    if case.val_rows is not None:
+        yield _lengths(case, "validation", case.val_rows)
 
 
 def _lengths(case: Case, kind: str, found: TaskSet) -> Finding:

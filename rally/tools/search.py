@@ -80,6 +80,7 @@ class SearchTool(BaseTool[Any]):
             return
         self._settings = SearchSettings.read(config)
         self._source = self._settings.source()
+        self.own_timeout = self._settings.default_timeout if {"default_timeout", "timeout"} & config.keys() else None
         self.limits = CallLimits(max_concurrency=self._settings.num_workers, rate_limit=self._settings.rate_limit)
         self._told: set[str] = set()
 

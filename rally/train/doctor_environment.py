@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,11 +15,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
+from rally.engines.base import EngineError
+from rally.engines.remote.interpreter import ask
 from rally.train.doctor_case import Case, Finding
 
 OURS = "rally-rl"
 SHOWN = ("torch", "transformers", "tokenizers")
-KEY = "actor_rollout_ref.rollout.server.python"
 
 
 class Need(NamedTuple):
@@ -81,20 +81,13 @@ def needs(config: Config) -> Iterator[Need]:
 
 
 def _server(config: Config) -> Iterator[str]:
-    """A server of our own is started by a Python that may not be this one; it is asked without importing anything."""
+    """A server of our own is started by a Python that may not be this one."""
     rollout = config.rollout
-    if rollout.name == "embedded" or rollout.mode == "server":
-        return
-    python, kind = rollout.server.python or sys.executable, rollout.server_kind
-    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({kind!r}) is None)"
-    try:
-        found = subprocess.run([python, "-c", asked], timeout=30, capture_output=True, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield f"{KEY}={python} cannot be run ({error}); name the Python that has {kind}"
-        return
-    if not found:
-        told = f"{python} has no {kind}, which actor_rollout_ref.rollout.name={rollout.name} starts"
-        yield f"{told}; run: {python} -m pip install {kind}, or name another in {KEY}"
+    if rollout.name != "embedded" and rollout.mode != "server":
+        try:
+            ask(rollout.server.python or sys.executable, rollout.server_kind)
+        except EngineError as error:
+            yield str(error)
 
 
 def _problem(requirement: Requirement) -> str:

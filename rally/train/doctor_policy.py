@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ TOKENS = 12
 PROMPT = 48
 TOLERANCE = 1e-3  # in float32 the largest difference of log-probabilities is far below
 NARROW = 32
+HEALTH_SECONDS = 5.0
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -45,6 +47,9 @@ class Compared(NamedTuple):
 
 def policy(case: Case) -> Iterator[Finding]:
     config = case.config
+    if config.rollout.mode == "server":
+        for url in config.rollout.server_urls:
+            yield reached(url)
     if config.rollout.name != "embedded":
         told = (
             f"log-probs of {config.rollout.name} servers are held against the trainer's when the servers have started"
@@ -64,6 +69,16 @@ def policy(case: Case) -> Iterator[Finding]:
     else:
         advice = "the engine does not compute what this model does; use actor_rollout_ref.rollout.name=vllm or sglang"
         yield Finding("policy", "error", f"{told}, more than {TOLERANCE:g}; {advice}")
+
+
+def reached(url: str) -> Finding:
+    """Whether a rollout server that runs already says that it is well."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
+            return Finding("policy", "ok", f"the rollout server {url} answers")
+    except (OSError, ValueError) as error:
+        told = f"the rollout server {url} does not answer ({error})"
+        return Finding("policy", "error", f"{told}; start it, or correct actor_rollout_ref.rollout.server.url")
 
 
 async def compare(model: PreTrainedModel, prompt: Sequence[int], temperature: float) -> Compared:

@@ -321,6 +321,13 @@ def test_rollout_and_trainer_that_disagree_are_an_error(find: Any, monkeypatch: 
     assert "the engine does not compute what this model does" in told(find("policy"), "error")
 
 
+def test_a_rollout_server_that_is_not_there_is_an_error(find: Any) -> None:
+    keys = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://127.0.0.1:9")
+    found = find("policy", *keys)
+    assert "the rollout server http://127.0.0.1:9 does not answer" in told(found, "error")
+    assert "when its servers have started" in told(found, "ok")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_twin_has_the_architecture_and_agrees_with_itself(family: str) -> None:
     model = make_model(family)

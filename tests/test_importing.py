@@ -18,10 +18,10 @@ def test_files_of_one_name_and_several_kinds_are_apart_and_import_their_neighbou
 
 def test_a_file_that_fails_says_why_in_one_line_and_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise ValueError('a\\nb')\n", encoding="utf-8")
-    with pytest.raises(ImportFailed, match="^ValueError: a b$"):
+    with pytest.raises(ImportFailed, match=r"^ValueError: a b$"):
         import_path(str(tmp_path / "broken.py"), "reward")
     assert "rally_reward_broken" not in sys.modules
-    with pytest.raises(ImportFailed, match="does not end in .py"):
+    with pytest.raises(ImportFailed, match=r"does not end in \.py"):
         import_path(str(tmp_path / "broken.txt"), "reward")
     with pytest.raises(ImportFailed, match="No module named 'no_such'"):
         import_path("pkg://no_such.module", "reward")

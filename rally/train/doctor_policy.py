@@ -51,9 +51,7 @@ def policy(case: Case) -> Iterator[Finding]:
         for url in config.rollout.server_urls:
             yield reached(url)
     if config.rollout.name != "embedded":
-        told = (
-            f"log-probs of {config.rollout.name} servers are held against the trainer's when the servers have started"
-        )
+        told = f"log-probs of {config.rollout.name} are held against the trainer's when its servers have started"
         yield Finding("policy", "ok", f"{told}, and in every step (actor/rollout_mismatch_kl)")
         return
     real = case.wishes.model_check or _small_and_here(case)

@@ -22,7 +22,7 @@ HF = "[model, optimizer, extra, hf_model]"
         ((f"{A}.optim.min_lr_ratio=0.1",), f"{A}.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
         (
             (f"{A}.optim={{lr_scheduler_type: linear, num_cycles: 1}}",),
-            f"{A}.optim.num_cycles=1",
+            f"{A}.optim.num_cycles=1.0",
             "set lr_scheduler_type",
         ),
         ((GAE, "critic.optim.min_lr_ratio=0.1"), "critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),

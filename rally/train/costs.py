@@ -73,10 +73,10 @@ def size_of(model: PreTrainedModel) -> Size:
     return Size(parameters, trained, int(parameters - idle - looked_up))
 
 
-def size_from(model_config: PreTrainedConfig, lora: LoraSettings | None = None) -> Size:
+def size_from(model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False) -> Size:
     """Of the model that a configuration describes, and of the adapters that would be trained."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
     size = size_of(model)
     return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
 

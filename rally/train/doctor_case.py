@@ -19,6 +19,7 @@ from rally.data import TaskSet
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.train import data_parts, parts
+from rally.train.costs import Size, size_from
 from rally.train.load import load_model_config
 from rally.types import Task
 
@@ -114,11 +115,20 @@ class Case:
         )
 
     @property
+    def size(self) -> Size:
+        """Of the model, and of the adapters that would be trained."""
+        model, described = self.config.model, self.model_config
+        return self._part(
+            "the model's size",
+            lambda: size_from(described, parts.lora_of(model, 0), trust=model.trust_remote_code),
+        )
+
+    @property
     def tasks(self) -> list[Task]:
         """Some rows, spread over the files, for checks that want real ones; none where they cannot be read."""
         if self._failed & {"the training rows", "the validation rows"}:
             return []
-        return some(self.train_rows or self.val_rows or [])
+        return self._part("some rows", lambda: some(self.train_rows or self.val_rows or []))
 
     @property
     def first_task(self) -> Task:

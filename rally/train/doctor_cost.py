@@ -19,7 +19,6 @@ from rally.train.costs import (
     StepTime,
     at_once,
     shown_bytes,
-    size_from,
     step_time,
     training_costs,
 )
@@ -53,7 +52,7 @@ class Estimate(NamedTuple):
 
 def cost(case: Case) -> Iterator[Finding]:
     config, model_config = case.config, case.model_config
-    size = size_from(model_config, parts.lora_of(config.model, 0))
+    size = case.size
     here = this_machine(config.trainer.device)
     width = torch.empty((), dtype=pick_dtype(config.model.dtype, _device(config.trainer.device))).element_size()
     costs = training_costs(config, model_config, size, width)

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rally.config import Config
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
-from rally.train.costs import size_from
 from rally.train.doctor_case import Case, Finding
 from rally.train.forward import token_logprobs
 from rally.train.load import load_model
@@ -55,7 +54,7 @@ def policy(case: Case) -> Iterator[Finding]:
         yield Finding("policy", "ok", f"{told}, and in every step (actor/rollout_mismatch_kl)")
         return
     real = case.wishes.model_check or _small_and_here(case)
-    model = _real_model(config) if real else twin_of(case.model_config)
+    model = _real_model(config) if real else twin_of(case.model_config, trust=config.model.trust_remote_code)
     vocabulary = model.config.get_text_config().vocab_size
     ids = [i % vocabulary for i in case.codec.encode_prompt(case.first_task.prompt)][-PROMPT:]
     compared = asyncio.run(compare(model, ids, config.rollout.temperature))
@@ -115,7 +114,7 @@ def _small_and_here(case: Case) -> bool:
     here = folder.is_file() or any((folder / name).is_file() for name in WEIGHTS)
     if not here and path.count("/") == 1 and not folder.exists():
         here = any(isinstance(try_to_load_from_cache(path, name), str) for name in WEIGHTS)
-    return here and size_from(case.model_config).parameters <= SMALL
+    return here and case.size.parameters <= SMALL
 
 
 def _real_model(config: Config) -> PreTrainedModel:
@@ -128,16 +127,17 @@ def _real_model(config: Config) -> PreTrainedModel:
     )
 
 
-def twin_of(model_config: PreTrainedConfig) -> PreTrainedModel:
+def twin_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTrainedModel:
     """The same architecture made small: what makes it special (windows, norms, kinds of layers) stays as it is."""
     config = copy.deepcopy(model_config)
     text = config.get_text_config()
     for name, value in _narrow(text).items():
-        if getattr(text, name, None) is not None:
+        derived = isinstance(getattr(type(text), name, None), property)
+        if getattr(text, name, None) is not None and not derived:
             setattr(text, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model

@@ -1,11 +1,13 @@
 """The doctor finds what would go wrong in a run, each for its own reason, and always looks at everything else too."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mcp_server
 import pytest
 import yaml
 from small_models import FAMILIES, make_model
@@ -236,6 +238,17 @@ def test_a_server_that_is_not_there_is_an_error(find: Any, tmp_path: Path) -> No
     assert "search was called with its example" in told(found, "error") and "start what it asks" in told(found, "error")
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: no.such.Tool}]", encoding="utf-8")
     assert "there is no module 'no.such'" in told(find("tools", *keys), "error")
+
+
+def test_mcp_servers_are_reached_and_their_tools_called(find: Any, tmp_path: Path) -> None:
+    servers, tools = tmp_path / "servers.json", tmp_path / "tools.yaml"
+    tools.write_text(f"tools: [{{type: mcp, mcp_servers_config_path: {servers}}}]")
+    keys = (f"data.tool_config_path={tools}", f"{R}.agent_loop_config.tools=null")
+    server = {"command": sys.executable, "args": ["-S", mcp_server.__file__, "remember"]}
+    servers.write_text(json.dumps({"mcpServers": {"drill": server}}))
+    assert "remember was called with made-up arguments" in told(find("tools", *keys), "ok")
+    servers.write_text(json.dumps({"mcpServers": {"drill": {"command": "/no/such/server"}}}))
+    assert "the MCP server 'drill'" in told(find("tools", *keys), "error")
 
 
 def test_a_tool_that_may_destroy_something_is_not_called(home: Path, tmp_path: Path) -> None:

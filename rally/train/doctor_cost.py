@@ -17,12 +17,13 @@ from rally.train.costs import (
     Hardware,
     Size,
     StepTime,
+    activation_bytes,
     at_once,
     shown_bytes,
     step_time,
     training_costs,
 )
-from rally.train.doctor_case import Case, Finding, Piece
+from rally.train.doctor_case import Case, Finding, Piece, Status
 from rally.train.load import pick_dtype
 from rally.train.run import total_steps_of
 
@@ -51,33 +52,44 @@ class Estimate(NamedTuple):
 
 
 def cost(case: Case) -> Iterator[Finding]:
-    config, model_config = case.config, case.model_config
-    size = case.size
-    here = this_machine(config.trainer.device)
-    width = torch.empty((), dtype=pick_dtype(config.model.dtype, _device(config.trainer.device))).element_size()
-    costs = training_costs(config, model_config, size, width)
+    config, device = case.config, _device(case.config.trainer.device)
+    here = this_machine(device)
+    width = torch.empty((), dtype=pick_dtype(config.model.dtype, device)).element_size()
+    costs = training_costs(config, case.model_config, case.size, width)
     kind = "float32" if width == 4 else "half precision"
-    yield Finding("memory", "ok", f"{_told(size, costs)} ({kind}, {here.name})", (Piece("note", _table(costs)),))
-    yield _judge_here(case, estimate(case, size, here, width))
-    if config.trainer.device != "cpu" and not here.name.startswith("this machine's GPU"):
-        lines = [_line(case, estimate(case, size, gpu, 2)) for gpu in GPUS]
+    table = "\n".join(f"{one.what:<32} {shown_bytes(one.bytes):>12}" for one in (*costs, *_of_engine(case, width)))
+    yield Finding("memory", "ok", f"{_told(case.size, costs)} ({kind}, {here.name})", (Piece("note", table),))
+    elsewhere = device.type == "cpu" and config.trainer.device != "cpu"  # this machine may not be the one that trains
+    yield _judge(case, estimate(case, here, width), "warning" if elsewhere else "error")
+    if elsewhere:
+        half = 4 if config.model.dtype == "float32" else 2
+        lines = [_line(case, estimate(case, gpu, half)) for gpu in GPUS]
         told = f"estimates for one GPU, at {UTILISATION:.0%} of what it can do, with half of all token budgets used"
         yield Finding("time", "ok", told, (Piece("note", "\n".join(lines)),))
 
 
-def estimate(case: Case, size: Size, hardware: Hardware, width: int) -> Estimate:
-    config, model_config = case.config, case.model_config
-    costs = training_costs(config, model_config, size, width)
+def estimate(case: Case, hardware: Hardware, width: int) -> Estimate:
+    config, model_config, size = case.config, case.model_config, case.size
+    costs, settings = training_costs(config, model_config, size, width), parts.engine_settings_of(config)
     needed = sum(one.bytes for one in costs)
-    stays = needed - sum(one.bytes for one in costs if one.what.startswith("activations"))
-    settings = parts.engine_settings_of(config)
-    beside = step_bytes(model_config, settings, width)
-    room = int((hardware.memory - stays) * settings.memory_share) - beside
-    one_history = settings.max_model_len * kv_bytes_per_token(model_config, width)
-    if needed > hardware.memory or room < one_history:
-        return Estimate(hardware, max(needed, stays + int((beside + one_history) / settings.memory_share)), 0, None)
+    stays = needed - activation_bytes(config, model_config, width)
+    history, step = (one.bytes for one in _of_engine(case, width))
+    room = int((hardware.memory - stays) * settings.memory_share) - step
+    needed += 0 if settings.lend_memory else max(0, room)
+    if needed > hardware.memory or room < history:
+        return Estimate(hardware, max(needed, stays + int((step + history) / settings.memory_share)), 0, None)
     running = max(1, at_once(config, model_config, width, room))
     return Estimate(hardware, needed, running, step_time(config, model_config, size, hardware, running, width))
+
+
+def _of_engine(case: Case, width: int) -> tuple[Cost, Cost]:
+    """What sampling needs at the least, in the memory that the update does not hold."""
+    settings = parts.engine_settings_of(case.config)
+    history = settings.max_model_len * kv_bytes_per_token(case.model_config, width)
+    return (
+        Cost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
+        Cost("sampling: a step of the engine", step_bytes(case.model_config, settings, width)),
+    )
 
 
 def _told(size: Size, costs: list[Cost]) -> str:
@@ -88,16 +100,11 @@ def _told(size: Size, costs: list[Cost]) -> str:
     )
 
 
-def _table(costs: list[Cost]) -> str:
-    return "\n".join(f"{one.what:<28} {shown_bytes(one.bytes):>12}" for one in costs)
-
-
-def _judge_here(case: Case, found: Estimate) -> Finding:
+def _judge(case: Case, found: Estimate, too_small: Status) -> Finding:
     line = _line(case, found)
     if found.step is None:
-        other = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or take a larger machine"
-        here_only = found.hardware.name.startswith("this machine's GPU") or case.config.trainer.device == "cpu"
-        return Finding("time", "error" if here_only else "warning", f"{line}; {other}")
+        advice = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or take more memory"
+        return Finding("time", too_small, f"{line}; {advice}")
     if _whole(case, found.step) > LONG:
         return Finding("time", "warning", f"{line}; that is long: take a larger machine, or fewer steps")
     return Finding("time", "ok", line)
@@ -131,13 +138,15 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def this_machine(device: str) -> Hardware:
+def this_machine(device: torch.device) -> Hardware:
     """The GPU here, by its name, or the CPU by what it really did just now."""
-    if _device(device).type == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        known = next((gpu for gpu in reversed(GPUS) if gpu.name in properties.name), GPUS[0])
-        return Hardware(f"this machine's GPU, {properties.name}", properties.total_memory, known.flops, known.bandwidth)
-    return Hardware("this machine's CPU", free_bytes(torch.device("cpu")), _cpu_flops(), _cpu_bandwidth())
+    if device.type == "cpu":
+        return Hardware("this machine's CPU", free_bytes(device), _cpu_flops(), _cpu_bandwidth())
+    properties = torch.cuda.get_device_properties(0)
+    known = next((gpu for gpu in reversed(GPUS) if gpu.name in properties.name), None)
+    taken = known or GPUS[0]
+    name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, taken for an {taken.name}")
+    return Hardware(name, properties.total_memory, taken.flops, taken.bandwidth)
 
 
 def _cpu_flops(size: int = 1024) -> float:

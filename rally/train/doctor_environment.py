@@ -32,22 +32,19 @@ class Need(NamedTuple):
 
 
 def packages(case: Case) -> Iterator[Finding]:
+    problems = [*_extras(case.config), *_server(case.config)]
     try:
         about = metadata.metadata(OURS)
     except metadata.PackageNotFoundError:
-        yield _warn(f"{OURS} is not installed, so nobody knows what it requires; run: pip install --editable .")
-        return
-    wanted = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
-    problems = [
-        *_python(about["Requires-Python"]),
-        *_core(wanted),
-        *_extras(case.config),
-        *_server(case.config),
-    ]
+        told = f"{OURS} is not installed, so nobody knows what it requires; run: pip install --editable ."
+        yield Finding("environment", "warning", told)
+    else:
+        wanted = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
+        problems += [*_python(about["Requires-Python"]), *_core(wanted)]
+    yield from (Finding("environment", "error", text) for text in problems)
     if not problems:
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in SHOWN)
         yield Finding("environment", "ok", f"Python {platform.python_version()}, {versions}; nothing is missing")
-    yield from (Finding("environment", "error", text) for text in problems)
 
 
 def _python(requires: str | None) -> Iterator[str]:
@@ -155,7 +152,3 @@ def _supported() -> tuple[int, int] | None:
 
 def _dotted(version: tuple[int, int] | None) -> str:
     return "none" if version is None else f"{version[0]}.{version[1]}"
-
-
-def _warn(text: str) -> Finding:
-    return Finding("environment", "warning", text)

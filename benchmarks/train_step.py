@@ -13,7 +13,8 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from rally.engines.embedded import attention
+from rally.train import fused
 from rally.train.batch import TrainBatch
 from rally.train.forward import token_logprobs
 from rally.train.load import pick_device, pick_dtype
@@ -193,7 +195,20 @@ def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, siz
     found.append(measure(name, f"one micro-batch of {sizes.large}, Rally, checkpointing", large, make, 1))
     for shared in (False, True):
         found.append(measure_grpo(name, config, device, sizes, shared))
+    with through_the_module():
+        make = partial(_fresh_step, config, device, False, rows, budget)
+        found.append(measure(name, f"{steps}, Rally through the module's own layers, all kept", rows, make))
     return found
+
+
+@contextmanager
+def through_the_module() -> Iterator[None]:
+    """Training without fused layers, to compare with."""
+    gains, fused._gains = fused._gains, lambda model: False
+    try:
+        yield
+    finally:
+        fused._gains = gains
 
 
 def _fresh_step(config: PreTrainedConfig, device: torch.device, checkpointing: bool, rows: list[Row], n: int) -> Step:

@@ -2,7 +2,7 @@
 
 Llama and Qwen round the normalised value to the dtype and then multiply by the weight; Gemma multiplies by
 (1 + weight) in fp32 and rounds once (`offset=True`). One program reads one row once.
-Shapes: T tokens, C channels.
+Shapes: T tokens, C channels, P programs of the backward pass.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_BACKWARD_TILE = 2048  # elements that a program of the backward pass has in hand at once
+_TURNS = 8  # tiles that it works through, so that it hands on one sum for the weight and not eight
+
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:
     return _launch(x_TC, None, weight_C, eps, offset)
@@ -21,6 +24,38 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False
 def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:
     """Add `x_TC` to `residual_TC` in place, rounded to the dtype, and return the norm of the sum."""
     return _launch(x_TC, residual_TC, weight_C, eps, offset)
+
+
+def rms_norm_backward(
+    x_TC: Tensor, weight_C: Tensor, grad_TC: Tensor, more_TC: Tensor | None, eps: float, *, offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `rms_norm` for x, with `more_TC` added, and for the weight, both summed in fp32."""
+    tokens, channels = x_TC.shape
+    assert all(t.is_contiguous() and t.dtype == x_TC.dtype for t in (x_TC, weight_C, grad_TC))
+    assert more_TC is None or (more_TC.is_contiguous() and more_TC.dtype == x_TC.dtype)
+    dx_TC = torch.empty_like(x_TC)
+    block = triton.next_power_of_2(channels)
+    rows = max(1, _BACKWARD_TILE // block)
+    programs = triton.cdiv(tokens, rows * _TURNS)
+    partial_PC = torch.empty((programs, channels), dtype=torch.float32, device=x_TC.device)
+    _rms_norm_backward_kernel[(programs,)](
+        x_TC,
+        weight_C,
+        grad_TC,
+        x_TC if more_TC is None else more_TC,
+        dx_TC,
+        partial_PC,
+        tokens,
+        eps,
+        CHANNELS=channels,
+        BLOCK=block,
+        ROWS=rows,
+        TURNS=_TURNS,
+        ADD=more_TC is not None,
+        OFFSET=offset,
+        num_warps=min(16, max(4, block // 256)),
+    )
+    return dx_TC, partial_PC.sum(0).to(weight_C.dtype)
 
 
 def _launch(x_TC: Tensor, residual_TC: Tensor | None, weight_C: Tensor, eps: float, offset: bool) -> Tensor:
@@ -86,3 +121,47 @@ def weighted(normed: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr) -> tl.t
         return (normed * (1.0 + wide)).to(weight.dtype)
     else:
         return (normed.to(weight.dtype).to(tl.float32) * wide).to(weight.dtype)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    more_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tokens: int,
+    eps: float,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,
+    ADD: tl.constexpr,
+    OFFSET: tl.constexpr,
+) -> None:
+    """With n = x * scale and g = grad * weight: dx = scale * (g - n * mean(g * n)), dweight = the sum of grad * n."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)[None, :]
+    within = columns < CHANNELS
+    dtype = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=within, other=0.0).to(tl.float32)
+    if OFFSET:
+        weight = weight + 1.0
+    total = tl.zeros((1, BLOCK), dtype=tl.float32)
+    for turn in range(TURNS):
+        rows = ((program * TURNS + turn) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        inside = within & (rows < tokens)
+        place = rows * CHANNELS + columns
+        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / CHANNELS) + eps)
+        normed = x * scale
+        seen = normed if OFFSET else normed.to(dtype).to(tl.float32)
+        total += tl.sum(grad * seen, axis=0, keep_dims=True)
+        weighed = grad * weight
+        dx = scale * (weighed - normed * (tl.sum(weighed * normed, axis=1, keep_dims=True) * (1.0 / CHANNELS)))
+        if ADD:
+            dx += tl.load(more_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + place, dx.to(dtype), mask=inside)
+    tl.store(partial_ptr + program * CHANNELS + columns, total, mask=within)

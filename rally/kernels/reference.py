@@ -24,6 +24,13 @@ def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float
     return rms_norm(residual_TC, weight_C, eps, offset=offset)
 
 
+def add_and_norm(
+    x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    sum_TC = x_TC + residual_TC
+    return sum_TC, rms_norm(sum_TC, weight_C, eps, offset=offset)
+
+
 def rotate_and_store(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -43,13 +50,13 @@ def rotate_and_store(
     if q_weight is not None and k_weight is not None:
         q_THD = rms_norm(q_THD, q_weight, eps, offset=offset)
         k_TKD = rms_norm(k_TKD, k_weight, eps, offset=offset)
-    q_out_THD.copy_(_rotated(q_THD, cos_TD, sin_TD))
+    q_out_THD.copy_(rotate(q_THD, cos_TD, sin_TD))
     stored_T = slots_T >= 0
-    keys[slots_T[stored_T]] = _rotated(k_TKD, cos_TD, sin_TD)[stored_T]
+    keys[slots_T[stored_T]] = rotate(k_TKD, cos_TD, sin_TD)[stored_T]
     values[slots_T[stored_T]] = v_TKD[stored_T]
 
 
-def _rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     first, second = x_THD.chunk(2, dim=-1)
     return x_THD * cos_TD[:, None] + torch.cat((-second, first), dim=-1) * sin_TD[:, None]
 

@@ -8,6 +8,7 @@ Shapes: T tokens, H query heads, K key and value heads, D channels of a head; po
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,6 +53,60 @@ def rotate_and_store(
     flavour = {"NORM": q_weight is not None, "OFFSET": offset, **compiling}
     grid = (tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))
     _rotate_and_store_kernel[grid](*tensors, slots_T, *weights, *strides, eps, **shape, **flavour)
+
+
+def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
+    """Every head rotated; `back` undoes it, which is what the gradient needs. Both halves of cos and sin are equal."""
+    tokens, heads, size = x_THD.shape
+    assert size >= 2 and size & (size - 1) == 0
+    assert cos_TD.shape == sin_TD.shape == (tokens, size) and cos_TD.is_contiguous() and sin_TD.is_contiguous()
+    assert x_THD.stride(2) == 1 and x_THD.dtype == cos_TD.dtype == sin_TD.dtype
+    y_THD = torch.empty((tokens, heads, size), dtype=x_THD.dtype, device=x_THD.device)
+    _rotate_kernel[(tokens,)](
+        x_THD,
+        cos_TD,
+        sin_TD,
+        y_THD,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        HEADS=heads,
+        BLOCK=triton.next_power_of_2(heads),
+        SIZE=size,
+        BACK=back,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y_THD
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    token_stride: int,
+    head_stride: int,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BACK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = SIZE // 2
+    heads = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, half)[None, :]
+    inside = heads < HEADS
+    source = x_ptr + token * token_stride + heads * head_stride + columns
+    target = y_ptr + (token * HEADS + heads) * SIZE + columns
+    x1 = tl.load(source, mask=inside, other=0.0)
+    x2 = tl.load(source + half, mask=inside, other=0.0)
+    cos = tl.load(cos_ptr + token * SIZE + columns)
+    sin = tl.load(sin_ptr + token * SIZE + columns)
+    if BACK:
+        sin = -sin
+    tl.store(target, (_product(x1, cos) - _product(x2, sin)).to(x1.dtype), mask=inside)
+    tl.store(target + half, (_product(x2, cos) + _product(x1, sin)).to(x1.dtype), mask=inside)
 
 
 @triton.jit

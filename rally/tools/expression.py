@@ -8,6 +8,7 @@ Decisions a reader may look for:
 - `%` followed by a number, a name or a bracket is modulo (`7 % 4`); otherwise it is percent (`50%`, `50% + 1`).
 - A comma groups thousands (`1,234`), but directly inside a function's brackets it always separates arguments:
   `max(1,234)` is 234, and `max((1,234), 5)` is 1234.
+- A sign of money before a number says nothing (`$12*3`); an `x` between two numbers is times (`12 x 3`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_DEPTH = 50
 
 _EQUALS = re.compile(r"\s*=\s*\??\s*$")
 _SAME_SIGN = str.maketrans({"×": "*", "⋅": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "π": "pi"})
+_MONEY = re.compile(r"[$€£](?=\s*\.?[0-9])")
+_TIMES = re.compile(r"(?<=[0-9)%])(?<!^0)(?<![^0-9.]0)\s*[xX]\s*(?=[-.(0-9])")
 _FRACTION_AND_EXPONENT = r"(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
 _PLAIN = re.compile(rf"[0-9]+{_FRACTION_AND_EXPONENT}|\.[0-9]+(?:[eE][+-]?[0-9]+)?")
 _GROUPED = re.compile(rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9]){_FRACTION_AND_EXPONENT}")
@@ -53,6 +56,7 @@ def evaluate(text: str) -> Number:
     if len(text) > MAX_LENGTH:
         raise CalculatorError(f"the expression is longer than {MAX_LENGTH} characters")
     text = _EQUALS.sub("", text.translate(_SAME_SIGN)).strip()
+    text = _TIMES.sub("*", _MONEY.sub("", text))
     if not text:
         raise CalculatorError("the expression is empty")
     return _Parser(list(_tokens(text))).whole()

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.fused import FAMILIES, FusedDecoder, fusable
+from rally.engines.embedded.families import FAMILIES
+from rally.engines.embedded.fused import FusedDecoder, fusable
 from rally.engines.embedded.kernels import kernels_for
 from rally.engines.embedded.memory import kv_shape
 from rally.kernels.tiles import extend_tiles

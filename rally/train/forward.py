@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.engines.embedded.attention import head_logits, packed_hidden
+from rally.engines.embedded.attention import head_logits
+from rally.train.fused import hidden_states
 from rally.train.head import HeadLogprobs, chunk_rows, plain_weight
-from rally.train.packed import PackedAttention
 from rally.train.packing import PackedRows
 
 
@@ -30,7 +30,7 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    hidden_TC = packed_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed))
+    hidden_TC = hidden_states(model, packed)
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)
     weight = plain_weight(model)

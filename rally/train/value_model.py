@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from rally.engines.embedded import attention
-from rally.engines.embedded.attention import packed_hidden
+from rally.train.fused import hidden_states
 from rally.train.load import load_model
-from rally.train.packed import PackedAttention
 from rally.train.packing import PackedRows
 
 HEAD = "value_head"
@@ -60,7 +59,7 @@ def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
 
 def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """The value of the state before each sampled token, read where that token is predicted."""
-    hidden_TC = packed_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed))
+    hidden_TC = hidden_states(model, packed)
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     values_U: Tensor = model.get_submodule(HEAD)(hidden_UC.float()).squeeze(-1)
     return values_U.index_select(0, packed.pair_M)

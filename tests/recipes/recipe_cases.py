@@ -16,7 +16,7 @@ MODELS = (
     "models/triage",
     *(
         f"runs/rally/{n}/actor"
-        for n in ("gsm8k_tool_sft/checkpoints/global_step_40", "retool_sft/checkpoints/global_step_40")
+        for n in ("gsm8k_tool_sft/checkpoints/global_step_30", "retool_sft/checkpoints/global_step_40")
     ),
     "runs/rally/triage_sft/checkpoints/global_step_220/actor",
 )

@@ -16,7 +16,7 @@ def test_the_benchmark_runs_on_a_small_shape(
     train_step.main()
     told = capsys.readouterr().out
     assert "out of memory" not in told
-    assert len(re.findall(r"4 x 24", told)) == 3 and "one micro-batch of 192" in told
+    assert len(re.findall(r"4 x 24", told)) == 4 and "one micro-batch of 192" in told
     computed = [int(n) for n in re.findall(r"(\d+) computed", told)]
     assert computed == [3 * 4 * 23, 3 * (16 + 4 * 7)]
     largest = [float(x) for x in re.findall(r"largest ([\d.e+-]+),", told)]

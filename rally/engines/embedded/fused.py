@@ -21,16 +21,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention import head_logits
+from rally.engines.embedded.families import (
+    ACTIVATIONS,
+    LayerParts,
+    Norm,
+    activation_name,
+    known,
+    offset_norms,
+    parts_of,
+    rotary_of,
+)
 from rally.engines.embedded.kernels import Kernels
 from rally.engines.embedded.memory import kv_shape
-from rally.engines.embedded.support import power_of_two
-
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-class Norm(Protocol):
-    weight: nn.Parameter
 
 
 class PagedReader(Protocol):
@@ -77,21 +79,11 @@ def _is_packed(parameters: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What one decoder layer is made of."""
+    """A layer with its packed projections."""
 
+    parts: LayerParts
     qkv: Packed
     gate_up: Packed
-    o: nn.Linear
-    down: nn.Linear
-    input_norm: Norm
-    middle_norm: Norm  # of the residual, before the MLP
-    attention_norm: Norm | None  # of what attention gives, before it is added (Gemma)
-    mlp_norm: Norm | None
-    q_norm: Norm | None
-    k_norm: Norm | None
-    scale: float
-    window: int | None
-    kind: str | None  # the layer's rotary embedding, where there are several
 
 
 class FusedDecoder:
@@ -107,32 +99,27 @@ class FusedDecoder:
         self.heads = config.num_attention_heads
         _, self.kv_heads, self.head_dim = kv_shape(model)
         self.eps: float = config.rms_norm_eps
-        self.offset = config.model_type.startswith("gemma")
-        self.activation = ACTIVATIONS[_activation(model)]
+        self.offset = offset_norms(model)
+        self.activation = ACTIVATIONS[activation_name(model)]
         self.layers = [_layer(module, model) for module in self.base.layers]
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, attention: PagedReader) -> Tensor:
         """Last hidden states [T, C], normed."""
         residual = self.base.embed_tokens(ids_T)
-        kinds = {layer.kind for layer in self.layers}
-        rotary = {kind: self._rotary(residual, positions_T, kind) for kind in kinds}
-        x = self._norm(residual, self.layers[0].input_norm)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.base.norm]
+        rotary = rotary_of(self.base, residual, positions_T, {layer.parts.kind for layer in self.layers})
+        x = self._norm(residual, self.layers[0].parts.input_norm)
+        following = [layer.parts.input_norm for layer in self.layers[1:]] + [self.base.norm]
         for number, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            mixed = self._attention(number, layer, x, rotary[layer.kind], places_T, attention)
-            x = self._add_norm(self._norm(mixed, layer.attention_norm), residual, layer.middle_norm)
-            x = self._add_norm(self._norm(self._mlp(layer, x), layer.mlp_norm), residual, next_norm)
+            parts = layer.parts
+            mixed = self._attention(number, layer, x, rotary[parts.kind], places_T, attention)
+            x = self._add_norm(self._norm(mixed, parts.attention_norm), residual, parts.middle_norm)
+            x = self._add_norm(self._norm(self._mlp(layer, x), parts.mlp_norm), residual, next_norm)
         return x
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """float32 logits [T, V]."""
         product = partial(self.kernels.invariant_linear, out_dtype=torch.float32) if self.invariant else None
         return head_logits(self.model, hidden_TC, product).float()
-
-    def _rotary(self, x_TC: Tensor, positions_T: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        named = {} if kind is None else {"layer_type": kind}
-        cos, sin = self.base.rotary_emb(x_TC.unsqueeze(0), positions_T.unsqueeze(0), **named)
-        return cos[0], sin[0]
 
     def _attention(
         self,
@@ -143,7 +130,7 @@ class FusedDecoder:
         places_T: Tensor,
         attention: PagedReader,
     ) -> Tensor:
-        tokens, d = x_TC.shape[0], self.head_dim
+        tokens, d, parts = x_TC.shape[0], self.head_dim, layer.parts
         q, k, v = (
             self.linear(x_TC, *layer.qkv.parts)
             .view(tokens, -1, d)
@@ -158,17 +145,17 @@ class FusedDecoder:
             places_T,
             *attention.pool(number),
             turned,
-            q_weight=None if layer.q_norm is None else layer.q_norm.weight,
-            k_weight=None if layer.k_norm is None else layer.k_norm.weight,
+            q_weight=None if parts.q_norm is None else parts.q_norm.weight,
+            k_weight=None if parts.k_norm is None else parts.k_norm.weight,
             eps=self.eps,
             offset=self.offset,
         )
-        mixed = attention.read(number, turned, layer.scale, layer.window)
-        return self.linear(mixed.flatten(1), *_parts(layer.o))
+        mixed = attention.read(number, turned, parts.scale, parts.window)
+        return self.linear(mixed.flatten(1), *_weights(parts.attention.o_proj))
 
     def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:
         gate, up = self.linear(x_TC, *layer.gate_up.parts).split(layer.gate_up.sizes, dim=1)
-        return self.linear(self.kernels.gated(gate, up, self.activation), *_parts(layer.down))
+        return self.linear(self.kernels.gated(gate, up, self.activation), *_weights(layer.parts.mlp.down_proj))
 
     def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
@@ -179,44 +166,23 @@ class FusedDecoder:
         return self.kernels.add_rms_norm(x_TC, residual_TC, norm.weight, self.eps, offset=self.offset)
 
 
-def _parts(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return linear.weight, linear.bias
 
 
-def _activation(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config()
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
-
-
 def _layer(module: Any, model: PreTrainedModel) -> _Layer:
-    attention, mlp, config = module.self_attn, module.mlp, model.config.get_text_config()
-    gemma = config.model_type.startswith("gemma")
-    mistral_window = config.sliding_window if config.model_type == "mistral" else None
+    parts = parts_of(module, model)
     return _Layer(
-        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj]),
-        gate_up=Packed([mlp.gate_proj, mlp.up_proj]),
-        o=attention.o_proj,
-        down=mlp.down_proj,
-        input_norm=module.input_layernorm,
-        middle_norm=module.pre_feedforward_layernorm if gemma else module.post_attention_layernorm,
-        attention_norm=module.post_attention_layernorm if gemma else None,
-        mlp_norm=module.post_feedforward_layernorm if gemma else None,
-        q_norm=getattr(attention, "q_norm", None),
-        k_norm=getattr(attention, "k_norm", None),
-        scale=attention.scaling,
-        window=getattr(attention, "sliding_window", mistral_window),
-        kind=config.layer_types[attention.layer_idx] if gemma else None,
+        parts,
+        qkv=Packed([parts.attention.q_proj, parts.attention.k_proj, parts.attention.v_proj]),
+        gate_up=Packed([parts.mlp.gate_proj, parts.mlp.up_proj]),
     )
 
 
 def fusable(model: PreTrainedModel) -> bool:
     """Whether we know this family, and nobody has put other modules into it (adapters, quantised layers)."""
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES or _activation(model) not in ACTIVATIONS:
-        return False
-    if getattr(model, "_hf_peft_config_loaded", False):  # also where only the head or the embeddings are adapted
-        return False
-    if not power_of_two(kv_shape(model).size) or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
+    if not known(model) or getattr(model, "_hf_peft_config_loaded", False):  # where only the head is adapted, too
         return False
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     linears = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]

@@ -1,0 +1,88 @@
+"""The decoder families whose layers we know part by part; a fused rollout and a fused training rest on it.
+
+Shapes: T packed tokens, C hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rally.engines.embedded.memory import kv_shape
+from rally.engines.embedded.support import power_of_two
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Norm(Protocol):
+    weight: nn.Parameter
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What one decoder layer is made of."""
+
+    attention: Any
+    mlp: Any
+    input_norm: Norm
+    middle_norm: Norm  # of the residual, before the MLP
+    attention_norm: Norm | None  # of what attention gives, before it is added (Gemma)
+    mlp_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    scale: float
+    window: int | None
+    kind: str | None  # the layer's rotary embedding, where there are several
+
+
+def known(model: PreTrainedModel) -> bool:
+    """Whether its layers are as `parts_of` says."""
+    config = model.config.get_text_config()
+    whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
+    return config.model_type in FAMILIES and activation_name(model) in ACTIVATIONS and whole_heads
+
+
+def activation_name(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def offset_norms(model: PreTrainedModel) -> bool:
+    """Whether the weight of a norm is what is added to 1."""
+    return bool(model.config.get_text_config().model_type.startswith("gemma"))
+
+
+def parts_of(module: Any, model: PreTrainedModel) -> LayerParts:
+    attention, config = module.self_attn, model.config.get_text_config()
+    gemma = offset_norms(model)
+    mistral_window = config.sliding_window if config.model_type == "mistral" else None
+    return LayerParts(
+        attention=attention,
+        mlp=module.mlp,
+        input_norm=module.input_layernorm,
+        middle_norm=module.pre_feedforward_layernorm if gemma else module.post_attention_layernorm,
+        attention_norm=module.post_attention_layernorm if gemma else None,
+        mlp_norm=module.post_feedforward_layernorm if gemma else None,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
+        scale=attention.scaling,
+        window=getattr(attention, "sliding_window", mistral_window),
+        kind=config.layer_types[attention.layer_idx] if gemma else None,
+    )
+
+
+def rotary_of(
+    base: Any, like_TC: Tensor, positions_T: Tensor, kinds: Iterable[str | None]
+) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """Cosines and sines [T, D] of every kind of layer."""
+    found = {}
+    for kind in kinds:
+        named = {} if kind is None else {"layer_type": kind}
+        cos, sin = base.rotary_emb(like_TC.unsqueeze(0), positions_T.unsqueeze(0), **named)
+        found[kind] = cos[0], sin[0]
+    return found

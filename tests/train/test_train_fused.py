@@ -1,0 +1,114 @@
+"""The fused training forward computes what the module computes, for every family, with adapters and checkpointing."""
+
+import copy
+import random
+
+import pytest
+import torch
+from small_models import FAMILIES, VOCABULARY, make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rally.engines.embedded import attention
+from rally.engines.embedded.attention import packed_hidden
+from rally.engines.embedded.families import known
+from rally.kernels import reference
+from rally.train import fused
+from rally.train.lora import LoraSettings, add_adapters
+from rally.train.packed import PackedAttention
+from rally.train.packing import PackedRows, Row, pack
+
+SPECIFIED = fused.Ops(reference.rms_norm, reference.add_and_norm, reference.gated, reference.rotate)
+
+
+def rows(lengths: tuple[int, ...], shared: int) -> list[Row]:
+    rng = random.Random(0)
+    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(shared))
+    made = [(*prompt, *(rng.randrange(VOCABULARY) for _ in range(n))) for n in lengths]
+    return [
+        Row(ids=ids, sampled=tuple(range(shared, len(ids))), logprobs=(0.0,) * (len(ids) - shared), episode=i)
+        for i, ids in enumerate(made)
+    ]
+
+
+def model_of(family: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = make_model(family).to(device, dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    attention.install(model)
+    return model.train()
+
+
+def gradients(model: PreTrainedModel, hidden_TC: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    weights_TC = torch.randn(hidden_TC.shape, generator=torch.Generator().manual_seed(1)).to(hidden_TC)
+    (hidden_TC * weights_TC).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(model: PreTrainedModel, packed: PackedRows, ops: fused.Ops, tolerance: float) -> None:
+    context = PackedAttention(packed)
+    theirs = packed_hidden(model, packed.ids_T, packed.positions_T, context)
+    expected = gradients(model, theirs)
+    ours = fused.fused_hidden(model, packed.ids_T, packed.positions_T, context, ops)
+    found = gradients(model, ours)
+    assert expected.keys() == found.keys()
+    pairs = {"hidden": (ours.detach(), theirs.detach())} | {name: (found[name], expected[name]) for name in found}
+    for name, (a, b) in pairs.items():
+        assert float((a - b).norm()) <= tolerance * float(b.norm()) + 1e-6, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    model = model_of(family)
+    assert known(model)
+    assert_alike(model, pack(rows((9, 4, 17), 5), torch.device("cpu")), SPECIFIED, 1e-5)
+
+
+def test_checkpointing_computes_the_same_and_really_computes_again() -> None:
+    model = model_of("qwen2")
+    packed = pack(rows((9, 4), 5), torch.device("cpu"))
+    plain = gradients(
+        model, fused.fused_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed), SPECIFIED)
+    )
+    calls = 0
+
+    def counted(*args: Tensor, **options: object) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return reference.gated(*args, **options)
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ops = SPECIFIED._replace(gated=counted)
+    again = gradients(model, fused.fused_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed), ops))
+    assert calls == 2 * model.config.num_hidden_layers
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_adapters_learn_through_it() -> None:
+    model = model_of("qwen2")
+    add_adapters(model, LoraSettings(rank=4), "somewhere")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    assert_alike(model.train(), pack(rows((9, 4), 5), torch.device("cpu")), SPECIFIED, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family: str) -> None:
+    """In bf16, no further from float32 than the module itself."""
+    exact = model_of(family, "cuda")
+    model = copy.deepcopy(exact).bfloat16()
+    packed = pack(rows((90, 40, 170), 50), torch.device("cuda"))
+    context = PackedAttention(packed)
+    truth = gradients(exact, packed_hidden(exact, packed.ids_T, packed.positions_T, context))
+    module = gradients(model, packed_hidden(model, packed.ids_T, packed.positions_T, context))
+    ours = gradients(model, fused.hidden_states(model, packed))
+    for name, gradient in truth.items():
+        gap, usual = ((x[name].float() - gradient).norm() / gradient.norm() for x in (ours, module))
+        assert gap <= 1.3 * usual + 1e-3, name

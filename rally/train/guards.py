@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rally.track.folder import write_atomic
+from rally.track.lines import write_atomic
 from rally.train.packing import Row
 from rally.types import RallyError
 

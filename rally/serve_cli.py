@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
+InFlight = Literal["keep", "recompute", "abort"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
@@ -91,6 +92,10 @@ def engine(
     memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
     tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
+    accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
+    in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
     """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
     from rally.engines import EngineSettings
@@ -104,16 +109,18 @@ def engine(
     settings = EngineSettings(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         memory_share=memory,
+        in_flight=in_flight,
         seed=seed,
     )
 
     def create() -> object:
         from rally.services.engine import create_app
 
-        served = _served(module, model, settings, name or model, tool_format, max_requests)
+        served = _served(module, tokenizer or model, settings, name or model, tool_format, max_requests)
         RunConsole().note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
-        return create_app(served, token)
+        return create_app(served, token, accepts_weights=accept_weights)
 
     serve(create, host, port)
 

@@ -113,10 +113,20 @@ class ServerConfig(Section):
     """Seconds before it is."""
     max_connections: Count = 1000
     max_start_wait_time: Positive = 300.0
+    max_in_flight: Count | None = None
+    """Requests at one server at a time; more wait in the router. None is max_num_seqs and a quarter more."""
+    max_tries: Count = 4
+    """How many servers may fail under one request before its episode does."""
+    give_up_after: Positive = 120.0
+    """Seconds that requests wait while no server answers and none is being started again."""
+    health_every: Positive = 2.0
+    """Seconds between two health checks of a server."""
 
 
 class CheckpointEngine(Section):
-    backend: Literal["naive", "nccl", "nixl", "hccl"] = "naive"
+    backend: Literal["naive", "ipc", "nccl", "nixl", "hccl"] = "naive"
+    """How weights get to servers: naive by files, in memory if there is room; ipc by CUDA IPC to servers of our own on
+    the trainer's GPU."""
     update_weights_bucket_megabytes: Count = 2048
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     custom_backend_module: str | None = None
@@ -163,7 +173,7 @@ class Disaggregation(Section):
 
 
 class RolloutConfig(Section):
-    name: Literal["embedded", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
+    name: Literal["embedded", "rally", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
     mode: Literal["async", "sync", "standalone", "server"] = "async"
     n: Count = 8
     """Episodes per prompt. The ecosystem's 1 leaves a group with nothing to compare."""
@@ -186,7 +196,8 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """Without CUDA graphs and fused layers: slower, and easier to look into."""
     free_cache_engine: bool = True
-    """On a GPU, KV memory goes back to the device while weights are updated."""
+    """On a GPU, KV memory goes back to the device while weights are updated; a server of our own on the trainer's GPU
+    gives back its weights as well."""
     enable_sleep_mode: bool = True
     """The same as free_cache_engine; false in either keeps the memory."""
     deterministic: bool = False

@@ -16,9 +16,10 @@ FOR_SERVERS = (
 )
 FOR_OWN_SERVERS = (
     *("server.python", "server.max_attempts", "server.retry_delay", "port_start", "log_level", "engine_kwargs"),
-    *("tensor_model_parallel_size", "data_parallel_size"),
+    *("tensor_model_parallel_size", "data_parallel_size", "free_cache_engine", "enable_sleep_mode"),
+    "checkpoint_engine.backend",
 )
-FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic", "free_cache_engine", "enable_sleep_mode")
+FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
 
 
 def servers(config: Config) -> Iterator[str]:

@@ -54,6 +54,10 @@ class TrainingEngine(Engine, Protocol):
         """Ready to sample from the trainer's weights; whatever stands in the way is said now, in words."""
         ...
 
+    async def rest(self) -> None:
+        """Nothing is asked until `publish`; memory that sampling needs may be given to the update."""
+        ...
+
     def updating(self) -> AbstractContextManager[None]:
         """Change the weights inside; at the end they are a new version."""
         ...

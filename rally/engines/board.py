@@ -4,8 +4,8 @@ Guarantees: the first request of a session goes to the server with the fewest re
 equals, and later ones to the same server as long as it lives and keeps up; no server has more in flight than allowed;
 of two requests that could take a free place the older one does; a request is repeated only after it failed.
 
-`ask` queues a ticket, `place` says which tickets are to be sent off now, and exactly one of `done`, `failed`, `refused`
-and `leave` follows for each ticket that was. Times are any clock's that does not go backwards.
+`ask` queues a ticket, `place` says which tickets are to be sent off now, and exactly one of `done`, `failed`,
+`refused`, `void` and `leave` follows for each ticket that was. Times are any clock's that does not go backwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from rally.engines.base import EngineError
-from rally.engines.standing import RouterSettings, Standing, Ticket
+from rally.engines.standing import Duty, RouterSettings, Standing, Ticket
 
 _serial = attrgetter("serial")
 
@@ -38,6 +38,10 @@ class Board:
     @property
     def waiting(self) -> int:
         return len(self._queue) + sum(len(server.queue) for server in self.servers.values())
+
+    @property
+    def all_lost(self) -> bool:
+        return bool(self.servers) and all(server.duty is Duty.LOST for server in self.servers.values())
 
     def add(self, name: str, now: float) -> None:
         if name in self.servers:
@@ -108,6 +112,12 @@ class Board:
             self._enqueue(ticket, now)
         self._forget_if_empty(server)
 
+    def void(self, ticket: Ticket, now: float) -> None:
+        """What the server sampled is of no use, and nobody is to blame; the request keeps its turn."""
+        self._forget_if_empty(self._leave_server(ticket))
+        self.counts["void_tries"] += 1
+        self._enqueue(ticket, now)
+
     def leave(self, ticket: Ticket) -> None:
         """Nobody waits for it any more, wherever it is."""
         if ticket.server is None:
@@ -126,12 +136,25 @@ class Board:
         self._look_around(now)
         return opened
 
+    def assign(self, name: str, duty: Duty, now: float) -> None:
+        """What whoever minds a server says of it; ON comes after a proof and wipes out what was held against it."""
+        server = self.servers[name]
+        if duty is Duty.ON:
+            server.back()
+        elif duty is not Duty.PAUSED or server.duty is Duty.ON:  # a pause makes nobody better
+            server.duty = duty
+        if not server.usable:
+            self._release_queue(server)
+        self._look_around(now)
+
     def forget(self, session: str) -> None:
         """The session has ended."""
         self._homes.pop(session, None)
 
     def stranded(self, now: float) -> list[Ticket]:
         """Withdraw and return the requests that have waited too long for any server to come back."""
+        if self._deserted_since is None:
+            return []
         late = [t for t in self._queue if now >= self._deadline(t)]
         for ticket in late:
             self._withdraw(ticket)
@@ -229,8 +252,8 @@ class Board:
             del self.servers[server.name]
 
     def _look_around(self, now: float) -> None:
-        """Note since when there has been no server at all."""
-        if any(server.usable for server in self.servers.values()):
+        """Note since when there has been no server at all, and none that somebody brings back."""
+        if any(server.usable or server.duty is Duty.AWAY for server in self.servers.values()):
             self._deserted_since = None
         elif self._deserted_since is None:
             self._deserted_since = now
@@ -238,4 +261,6 @@ class Board:
     def _deadline(self, ticket: Ticket) -> float:
         if self._deserted_since is None:
             return float("inf")
+        if self.all_lost:
+            return self._deserted_since  # waiting helps nobody
         return max(ticket.since, self._deserted_since) + self.settings.give_up_after

@@ -1,4 +1,4 @@
-"""One of several servers that sample from the same weights; what may go wrong with it has three names."""
+"""One of several servers that sample from the same weights; what may go wrong with it has four names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class ReplicaBusy(EngineError):
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
+
+
+class SampleVoid(EngineError):
+    """What the server sampled is of no use through no fault of its own: its weights changed meanwhile. Ask again."""
 
 
 class Replica(Protocol):

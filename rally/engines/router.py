@@ -5,6 +5,8 @@
 
 Every decision is `Board`'s; here are only waiting, sending and health checks. A request is sent again only after it
 failed, with the seed of the first try, and what a failed try sampled is in no answer: nothing is counted twice.
+Whoever gives servers weights and starts them again tells it here (`pause`, `away`, `lost`, `back`); until then health
+checks are all that is known of them. Replicas belong to the router, which closes them.
 
 One event loop at a time may use a router; it outlives them, so that each step of a run may have its own.
 """
@@ -21,8 +23,8 @@ from dataclasses import replace
 from rally.engines.base import EngineError
 from rally.engines.board import Board
 from rally.engines.exposition import Metric, exposition, labelled
-from rally.engines.replica import Replica, ReplicaBusy, ReplicaGone
-from rally.engines.standing import RouterSettings, Ticket
+from rally.engines.replica import Replica, ReplicaBusy, ReplicaGone, SampleVoid
+from rally.engines.standing import Duty, RouterSettings, Ticket
 from rally.types import Generation, SamplingParams
 
 SEED_BITS = 31  # every kind of server takes a seed of so many
@@ -47,6 +49,8 @@ class Router:
         self._watch: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._last_failure = ""
+        self._loss = ""  # why the last server was lost
+        self._lap: Counter[str] = Counter()
         self._closed = False
         for replica in replicas:
             self.add(replica)
@@ -61,6 +65,11 @@ class Router:
     def replicas(self) -> tuple[Replica, ...]:
         """Those that are given requests, or will be when they are well again."""
         return tuple(self._replicas.values())
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether every server is lost."""
+        return self._board.all_lost
 
     def add(self, replica: Replica) -> None:
         """Give a new server requests from now on."""
@@ -77,6 +86,30 @@ class Router:
         self._dispatch()
         await drained.wait()
         await self._replicas.pop(name).close()
+
+    def pause(self, name: str) -> None:
+        """It takes no requests for a moment, which is no failure; those of its sessions wait for it."""
+        self._assign(name, Duty.PAUSED)
+
+    def away(self, name: str) -> None:
+        """It is being brought back, however long that takes: requests go elsewhere, or wait."""
+        self._assign(name, Duty.AWAY)
+
+    def is_away(self, name: str) -> bool:
+        return self._board.servers[name].duty is Duty.AWAY
+
+    def lost(self, name: str, why: str) -> None:
+        """Nobody brings it back; where every server is lost, requests fail with the reason at once."""
+        self._loss = why
+        self._assign(name, Duty.LOST)
+
+    def back(self, name: str) -> None:
+        """It has shown that it is well: requests go to it from now on."""
+        self._assign(name, Duty.ON)
+
+    def _assign(self, name: str, duty: Duty) -> None:
+        self._board.assign(name, duty, time.monotonic())
+        self._dispatch()
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
@@ -113,15 +146,24 @@ class Router:
             self._watch.cancel()
         if self._alarm is not None:
             self._alarm.cancel()
+        for ticket in list(self._turns):
+            self._wake(ticket, EngineError("the router was closed while this request waited"))
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def metrics(self) -> dict[str, float]:
-        """What a run logs."""
-        counts, servers = self._board.counts, self._board.servers.values()
+        """Everything since the beginning."""
+        return self._told(self._board.counts + self._tokens)
+
+    def lap(self) -> dict[str, float]:
+        """What a run logs at each step: what was counted since it was last asked for, and how things stand now."""
+        before, self._lap = self._lap, self._board.counts + self._tokens
+        return self._told(self._lap - before)
+
+    def _told(self, counts: Counter[str]) -> dict[str, float]:
+        servers = self._board.servers.values()
         later = counts["kept"] + counts["moved_from_busy"] + counts["moved_from_dead"]
         return {
-            **{f"router/{name}": float(counts[name]) for name in COUNTS},
-            **{f"router/{name}": float(self._tokens[name]) for name in TOKENS},
+            **{f"router/{name}": float(counts[name]) for name in (*COUNTS, *TOKENS)},
             "router/kept_rate": counts["kept"] / later if later else 1.0,
             "router/waiting": float(self._board.waiting),
             "router/in_flight": float(sum(server.in_flight for server in servers)),
@@ -164,6 +206,10 @@ class Router:
         except ReplicaBusy as busy:
             self._board.refused(ticket, busy.retry_after, time.monotonic())
             return None
+        except SampleVoid:
+            self._board.void(ticket, time.monotonic())
+            self._tokens["recomputed_prompt_tokens"] += len(prompt_ids)
+            return None
         except ReplicaGone as gone:
             self._last_failure = f"{ticket.server}: {gone}"
             self._tokens["recomputed_prompt_tokens"] += len(prompt_ids)
@@ -202,12 +248,17 @@ class Router:
         for ticket in self._board.place(now):
             self._wake(ticket)
         for ticket in self._board.stranded(now):
-            last = f" (last {self._last_failure})" if self._last_failure else ""
-            waited = f"no server has answered for {self.settings.give_up_after:g} s{last}"
-            self._wake(ticket, EngineError(f"{waited}; start one, or look into its log"))
+            self._wake(ticket, self._why_stranded())
         for name in [name for name in self._drained if name not in self._board.servers]:
             self._drained.pop(name).set()
         self._set_alarm(self._board.next_change(now), now)
+
+    def _why_stranded(self) -> EngineError:
+        if self._board.all_lost:
+            return EngineError(self._loss)
+        last = f" (last {self._last_failure})" if self._last_failure else ""
+        waited = f"no server has answered for {self.settings.give_up_after:g} s{last}"
+        return EngineError(f"{waited}; start one, or look into its log")
 
     def _wake(self, ticket: Ticket, error: EngineError | None = None) -> None:
         turn = self._turns.pop(ticket)
@@ -234,7 +285,8 @@ class Router:
     async def _check_health(self) -> None:
         while True:
             await asyncio.sleep(self.settings.health_every)
-            await asyncio.gather(*(self._check(replica) for replica in self.replicas))
+            on_duty = [server.name for server in self._board.servers.values() if server.duty is Duty.ON]
+            await asyncio.gather(*(self._check(self._replicas[name]) for name in on_duty))  # others may not be asked
             self._dispatch()
 
     async def _check(self, replica: Replica) -> None:
@@ -273,6 +325,7 @@ COUNTS = {
     "moved_from_dead": "Later requests of sessions answered elsewhere because their server was gone",
     "failed_tries": "Tries that a server failed under; their tokens are thrown away",
     "refusals": "Tries that a server was too busy for",
+    "void_tries": "Tries whose server was given other weights meanwhile and could not say where",
     "given_up": "Requests that were given up",
     "circuits_opened": "Times a server was given no more requests for failing",
     "forgotten_sessions": "Sessions whose server was forgotten because there were too many",
@@ -281,5 +334,5 @@ TOKENS = {
     "prompt_tokens": "Prompt tokens of answered requests",
     "cached_tokens": "Prompt tokens that servers had cached",
     "sampled_tokens": "Tokens of answers",
-    "recomputed_prompt_tokens": "Prompt tokens of tries that failed",
+    "recomputed_prompt_tokens": "Prompt tokens of tries that failed or were void",
 }

@@ -3,6 +3,8 @@
 A circuit breaker with three states. `closed`: it is given requests. `open`: after several failures in a row it is given
 none. `half_open`: after a pause and a good health check it is given one request, and with every further check that it
 passes twice as many; the first to be answered closes the circuit, the first to fail opens it again.
+
+Beside what is found out about a server stands what is told of it by whoever starts it and gives it weights: its duty.
 """
 
 from __future__ import annotations
@@ -37,6 +39,13 @@ class Circuit(StrEnum):
     HALF_OPEN = "half_open"
 
 
+class Duty(StrEnum):
+    ON = "on"
+    PAUSED = "paused"  # back in a moment: its sessions wait for it
+    AWAY = "away"  # somebody brings it back: its sessions go elsewhere
+    LOST = "lost"  # nobody does
+
+
 @dataclass(eq=False)
 class Ticket:
     """One request on its way to an answer. `server` is where it is in flight, None while it waits."""
@@ -59,6 +68,7 @@ class Standing:
     in_flight: int = 0
     queue: list[Ticket] = field(default_factory=list)
     circuit: Circuit = Circuit.CLOSED
+    duty: Duty = Duty.ON
     leaving: bool = False
     failures: int = 0  # in a row
     openings: int = 0  # in a row
@@ -74,10 +84,12 @@ class Standing:
 
     @property
     def usable(self) -> bool:
-        return not self.leaving and self.circuit is not Circuit.OPEN
+        return not self.leaving and self.circuit is not Circuit.OPEN and self.duty in (Duty.ON, Duty.PAUSED)
 
     def has_room(self, now: float) -> bool:
-        if not self.usable or now < self.quiet_until or self.in_flight >= self.settings.max_in_flight:
+        if not self.usable or self.duty is Duty.PAUSED or now < self.quiet_until:
+            return False
+        if self.in_flight >= self.settings.max_in_flight:
             return False
         return self.circuit is Circuit.CLOSED or self.probes < self.allowance
 
@@ -98,8 +110,15 @@ class Standing:
         self.circuit = Circuit.CLOSED
         self.failures = self.openings = self.refusals = 0
 
+    def back(self) -> None:
+        """It has been shown to be well: nothing that was before counts any more."""
+        self.duty, self.quiet_until = Duty.ON, 0.0
+        self.answered()
+
     def failed(self, now: float) -> bool:
-        """Whether this failure opened the circuit."""
+        """Whether this failure opened the circuit. One that is not on duty is expected to fail."""
+        if self.duty is not Duty.ON:
+            return False
         self.failures += 1
         if self.circuit is Circuit.OPEN:
             return False
@@ -113,7 +132,7 @@ class Standing:
     def refused(self, retry_after: float, now: float) -> float:
         """It is busy, which is no failure; returns how long it is left alone."""
         pause = retry_after or min(self.settings.longest_pause, self.settings.busy_pause * 2**self.refusals)
-        self.refusals += 1
+        self.refusals += now >= self.quiet_until  # all that were in flight together are refused together
         self.quiet_until = max(self.quiet_until, now + pause)
         return self.quiet_until - now
 
@@ -121,6 +140,8 @@ class Standing:
         """A health check came back; returns whether it opened the circuit."""
         if not ok:
             return self.failed(now)
+        if self.duty is not Duty.ON:
+            return False
         if self.circuit is Circuit.HALF_OPEN:
             self.allowance *= 2
         elif self.circuit is Circuit.OPEN and now >= self.open_until:

@@ -2,6 +2,7 @@
 
     POST /generate, GET /health                              as told in rally/engines/rally_replica.py
     POST /v1/completions, /v1/chat/completions, GET /v1/models     as OpenAI's
+    POST /load_weights {"folder", "version", "in_flight"}    other weights of the same model, where that is allowed
     GET  /metrics                                            as Prometheus reads it
 
 Guarantees: ids in are the ids that are continued, ids out are the ids that were sampled, with their logprobs; a request
@@ -10,6 +11,7 @@ whose client has gone is cancelled; every refusal has OpenAI's shape. With a tok
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +30,7 @@ from rally.engines.exposition import CONTENT_TYPE, exposition
 from rally.engines.rally_replica import generation_to_wire
 from rally.services.desk import Ask, ClientGone, Desk, Refused, Served, unless_gone
 from rally.services.openai_api import OpenAI, error_body
+from rally.services.weights import LoadRequest, load_weights
 from rally.types import RallyError, SamplingParams
 
 
@@ -39,7 +42,7 @@ class GenerateRequest(BaseModel):
     session: str | None = None
 
 
-def create_app(served: Served, token: str | None = None) -> Starlette:
+def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
     """The server as an ASGI application. The engine is closed when the server stops."""
     service = _Service(served)
 
@@ -53,6 +56,7 @@ def create_app(served: Served, token: str | None = None) -> Starlette:
             Route("/generate", service.generate, methods=["POST"]),
             Route("/health", service.health),
             Route("/metrics", service.metrics),
+            *([Route("/load_weights", service.load_weights, methods=["POST"])] if accepts_weights else []),
             *OpenAI(service.desk).routes,
         ],
         lifespan=lifespan,
@@ -76,6 +80,11 @@ class _Service:
         asked = GenerateRequest.model_validate_json(await request.body())
         ask = Ask(asked.prompt_ids, SamplingParams.of(asked.sampling))
         return JSONResponse(generation_to_wire(await unless_gone(request, self.desk.generate(ask))))
+
+    async def load_weights(self, request: Request) -> Response:
+        asked = LoadRequest.model_validate_json(await request.body())
+        await asyncio.to_thread(load_weights, self._served.engine, asked)
+        return JSONResponse({"success": True, "weight_version": asked.version})
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine

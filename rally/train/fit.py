@@ -135,6 +135,8 @@ class Trainer:
         metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
         metrics |= self._learned(step, result.scored)
         self._record(step, result.everything, validate=False)
+        with clock("update_weights"):
+            await self.engine.rest()
         with clock("update_actor"):
             metrics |= self._update(step, result.episodes, clock)
         with clock("update_weights"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -21,25 +22,28 @@ from rally.engines.embedded import attention
 from rally.engines.remote import (
     ClientSettings,
     Dialect,
-    InTurn,
     Launch,
     Oracle,
     OwnServer,
+    Rally,
     RemoteEngine,
     RemoteSettings,
     ServerReplica,
     Sglang,
     Vllm,
     WeightFiles,
+    WeightHandles,
+    WeightTransport,
     roomy,
     sweep,
     tolerance_of,
 )
+from rally.engines.standing import RouterSettings
 from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.types import SamplingParams
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+DIALECTS: dict[str, Callable[[], Dialect]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
 def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
@@ -51,12 +55,9 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
         servers = [ServerReplica(url, dialect, client_settings_of(config, model)) for url in rollout.server_urls]
     else:
         servers = own_servers_of(config, model)
-    room = room_of(config, model)
-    sweep(room)
     return RemoteEngine(
         servers,
-        InTurn(servers),
-        WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room),
+        transport_of(config, model),
         oracle_of(model),
         RemoteSettings(
             max_model_len=engine_settings_of(config).max_model_len,
@@ -64,8 +65,34 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
             in_flight=rollout.in_flight,
             max_restarts=rollout.server.max_attempts,
             restart_delay=rollout.server.retry_delay,
+            sleeps=rollout.mode != "server" and sleeps(config, model),
+            router=router_settings_of(config),
         ),
     )
+
+
+def router_settings_of(config: Config) -> RouterSettings:
+    server, running = config.rollout.server, config.rollout.max_num_seqs
+    return RouterSettings(
+        max_in_flight=server.max_in_flight or running + -(-running // 4),  # so that a server always has a next one
+        max_tries=server.max_tries,
+        give_up_after=server.give_up_after,
+        health_every=server.health_every,
+        seed=engine_settings_of(config).seed,
+    )
+
+
+def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
+    """How weights get to servers, as rollout.checkpoint_engine.backend says."""
+    by_handles = config.rollout.checkpoint_engine.backend == "ipc"
+    if by_handles and (not shares_gpu(config, model) or config.rollout.tensor_model_parallel_size > 1):
+        raise EngineError(
+            "rollout.checkpoint_engine.backend=ipc is for servers of one GPU that is the trainer's; leave it out here"
+        )
+    room = room_of(config, model)
+    sweep(room)
+    files = WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room)
+    return WeightHandles(functools.partial(whole_weights, model), files) if by_handles else files
 
 
 def room_of(config: Config, model: PreTrainedModel) -> Path:
@@ -80,9 +107,7 @@ def room_of(config: Config, model: PreTrainedModel) -> Path:
 def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
     """One server per rollout.data_parallel_size, each on its own GPUs where there are any."""
     rollout = config.rollout
-    gpus = torch.cuda.device_count()
-    taken = 1 if model.device.type == "cuda" else 0
-    places = placement(gpus, taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+    places = places_of(config, model)
     plan = launch_of(config, model)
     dialect = DIALECTS[rollout.server_kind]()
     return [
@@ -91,11 +116,32 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
             lambda folder, port: dialect.command(replace(plan, folder=folder, port=port)),
             config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
             port_start=rollout.port_start,
-            environment={} if place is None else {"CUDA_VISIBLE_DEVICES": place},
+            environment={
+                **dialect.environment(plan.by_handles),
+                **({} if place is None else {"CUDA_VISIBLE_DEVICES": place}),
+            },
             settings=client_settings_of(config, model),
         )
         for number, place in enumerate(places)
     ]
+
+
+def places_of(config: Config, model: PreTrainedModel) -> list[str | None]:
+    rollout, taken = config.rollout, 1 if model.device.type == "cuda" else 0
+    return placement(torch.cuda.device_count(), taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+
+
+def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
+    """Whether servers of our own are on the trainer's GPU."""
+    mine = str(model.device.index or 0)
+    places = places_of(config, model) if model.device.type == "cuda" else []
+    return any(place is not None and mine in place.split(",") for place in places)
+
+
+def sleeps(config: Config, model: PreTrainedModel) -> bool:
+    """Whether they give its memory to the update; our own kind keeps it."""
+    able = config.rollout.server_kind != "rally"
+    return able and engine_settings_of(config).lend_memory and shares_gpu(config, model)
 
 
 def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
@@ -130,8 +176,17 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         eager=settings.eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
-        extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang,
+        in_flight=rollout.in_flight,
+        sleeps=sleeps(config, model),
+        by_handles=rollout.checkpoint_engine.backend == "ipc",
+        extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
+
+
+def _own_extra(config: Config) -> dict[str, Any]:
+    """What a server of Rally's own needs beside the weights."""
+    tokenizer = config.model.tokenizer_path or config.model.path
+    return {"tokenizer": str(tokenizer)} if config.rollout.server_kind == "rally" else {}
 
 
 def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings:
@@ -158,7 +213,7 @@ def oracle_of(model: PreTrainedModel) -> Oracle:
 def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
     """A folder that any server loads: adapters are merged into what they adapt. Untied, the output head is a weight of
     its own, also where the policy's is its embedding."""
-    weights = merged_weights(model) if has_adapters(model) else model.state_dict()
+    weights = whole_weights(model)
     twin = plain_twin(model)
     if untied:
         twin.config.tie_word_embeddings = False
@@ -166,6 +221,10 @@ def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path)
         weights = {name: value.clone() for name, value in weights.items()}
     with _quietly():
         twin.save_pretrained(folder, state_dict=weights, max_shard_size=bucket)
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return merged_weights(model) if has_adapters(model) else model.state_dict()
 
 
 @contextmanager

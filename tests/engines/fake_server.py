@@ -4,8 +4,10 @@ In a test: `async with FakeServer("vllm") as server`. Alone, without a model: py
 """
 
 import asyncio
+import base64
 import contextlib
 import json
+import pickle
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,12 +36,16 @@ class FakeServer:
     log: list[tuple[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     gone_callers: int = 0
+    connections: int = 0  # that were ever opened
     reports_spans: bool = True
     before_temperature: bool = False
     window: int = 4096
     stale: bool = False  # says that it has loaded weights, and has not
     refuses_weights: bool = False
     label: str = "default"
+    asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
+    sleepless: bool = False
+    handles: str = "taken"  # or refused, or garbled: it says that it has taken them, and has not
     pace: float = 0.0  # seconds a token takes
 
     async def __aenter__(self) -> Self:
@@ -57,6 +63,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 method, path, _ = head.decode().split(" ", 2)
@@ -71,6 +78,7 @@ class FakeServer:
         writer.close()
 
     async def _generate(self, body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert not self.asleep, "a request for a server that sleeps"
         fault = self.faults.popleft() if self.faults else ""
         if fault.isdecimal():
             return await _reply(writer, int(fault), {"error": {"message": "as told"}}, {"retry-after": "0.25"})
@@ -148,12 +156,24 @@ class FakeServer:
             self._going.clear()
         elif route in ("/resume", "/continue_generation"):
             self._going.set()
+        elif route in ("/sleep", "/release_memory_occupation"):
+            if self.sleepless:
+                return 500, {"message": "started without --enable-sleep-mode"}
+            self.asleep = {"weights", "kv_cache"}
+        elif route == "/wake_up":
+            self.asleep.discard(path.partition("tags=")[2])
+        elif route == "/resume_memory_occupation":
+            self.asleep -= set(body["tags"])
         elif route == "/abort_request":
             self.aborted.append(body["rid"])
         elif route == "/collective_rpc":
             return self._load(body["kwargs"]["weights_path"], None)
         elif route == "/update_weights_from_disk":
             return self._load(body["model_path"], body["weight_version"])
+        elif route == "/update_weights":
+            return self._open(body["update_info"]["ipc_handles_pickled"], body["update_info"]["names"], None)
+        elif route == "/update_weights_from_tensor":
+            return self._open(body["serialized_named_tensors"][0], None, body["weight_version"])
         elif route == "/update_weight_version":
             if not self.reports_spans:
                 return 404, {"detail": "Not Found"}
@@ -164,7 +184,21 @@ class FakeServer:
             return 200, {"context_length": self.window}
         return 200, {"success": True}
 
+    def _open(self, pickled: str, names: list[str] | None, label: str | None) -> Answer:
+        """Weights by handles, which a test makes of the tensors themselves."""
+        if self.handles == "refused":
+            return 400, {"error": "Refusing to deserialize"}
+        weights = pickle.loads(base64.b64decode(pickled))
+        if names is not None:
+            weights = [(name, handle["gpu"][0]) for name, handle in zip(names, weights, strict=True)]
+        assert self.model is not None
+        if self.handles == "taken":
+            self.model.load_state_dict(dict(weights), strict=False)
+        self.label = label or self.label
+        return 200, {"success": True}
+
     def _load(self, folder: str, label: str | None) -> Answer:
+        assert "weights" not in self.asleep, "weights for a server that has no memory for them"
         if self.refuses_weights:
             return 500, {"message": "out of memory"}
         if self.model is not None and not self.stale:

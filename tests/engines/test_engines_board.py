@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rally.engines import EngineError
 from rally.engines.board import Board
-from rally.engines.standing import Circuit, RouterSettings, Ticket
+from rally.engines.standing import Circuit, Duty, RouterSettings, Ticket
 
 
 def board(*names: str, **settings: float) -> Board:
@@ -170,6 +170,61 @@ def test_requests_wait_for_a_server_to_come_back_until_it_is_too_long() -> None:
     assert at.place(80.0) == [late] and at.stranded(1000.0) == []
 
 
+def test_a_paused_server_keeps_its_sessions_and_is_blamed_for_nothing() -> None:
+    at = board("a", "b", open_after=1)
+    home = answer(at, "episode")
+    in_flight = send(at, "episode")
+    at.assign(home, Duty.PAUSED, 0.0)
+    waits = at.ask("episode", 0.0)
+    assert at.place(0.0) == [], "it waits for its own server"
+    assert at.failed(in_flight, 0.0) and not at.heard(home, False, 0.0)
+    assert at.counts["circuits_opened"] == 0
+    [moved] = at.place(0.0)
+    assert moved is in_flight and moved.server != home, "one that failed there need not wait"
+    at.assign(home, Duty.ON, 5.0)
+    assert at.place(5.0) == [waits] and waits.server == home
+
+
+def test_a_server_that_is_brought_back_is_waited_for_however_long_it_takes() -> None:
+    at = board("a", give_up_after=10.0)
+    answer(at, "episode")
+    at.assign("a", Duty.AWAY, 0.0)
+    waits = at.ask("episode", 0.0)
+    assert at.place(999.0) == [] and at.stranded(999.0) == []
+    at.assign("a", Duty.PAUSED, 999.0)  # a pause makes nobody better
+    assert at.servers["a"].duty is Duty.AWAY
+    at.assign("a", Duty.ON, 999.0)
+    assert at.place(999.0) == [waits]
+
+
+def test_where_every_server_is_lost_nobody_waits() -> None:
+    at = board("a", "b", give_up_after=10.0)
+    first = at.ask(None, 0.0)
+    at.assign("a", Duty.LOST, 0.0)
+    assert at.place(0.0) == [first] and first.server == "b"
+    at.assign("b", Duty.AWAY, 1.0)
+    waits = at.ask(None, 1.0)
+    assert at.stranded(500.0) == []
+    at.assign("b", Duty.LOST, 500.0)
+    assert at.stranded(500.0) == [waits]
+
+
+def test_a_void_try_is_no_failure() -> None:
+    at = board("a", open_after=1, max_tries=1)
+    ticket = send(at, "episode")
+    at.void(ticket, 0.0)
+    assert at.place(0.0) == [ticket] and at.counts["void_tries"] == 1 and at.counts["failed_tries"] == 0
+
+
+def test_those_who_were_in_flight_together_are_refused_once() -> None:
+    at = board("a", busy_pause=0.1, longest_pause=60.0)
+    crowd = [at.ask(None, 0.0) for _ in range(50)]
+    at.place(0.0)
+    for ticket in crowd:
+        at.refused(ticket, 0.0, 0.0)
+    assert at.servers["a"].quiet_until <= 0.2
+
+
 @dataclass
 class Model:
     """What must hold, kept by hand beside the board."""
@@ -189,6 +244,8 @@ class Model:
             self.board.heard(names[which % len(names)], which % 3 > 0, self.now)
         elif what == 10 and len(names) > 1:
             self.board.remove(names[which % len(names)], self.now)
+        elif what == 12 and names:
+            self.board.assign(names[which % len(names)], [*Duty][which % 4], self.now)
         elif what == 11:
             self.board.add(f"new{self.now:.1f}", self.now)
         elif self.flying:
@@ -210,7 +267,7 @@ class Model:
             self.board.done(ticket, self.now)
 
 
-@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 50)), max_size=80))
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 50)), max_size=80))
 def test_nothing_is_lost_or_doubled_and_no_server_gets_too_much(actions: list[tuple[int, int]]) -> None:
     model = Model(board("a", "b", "c", max_in_flight=3, open_after=2, max_tries=3, give_up_after=math.inf))
     for what, which in actions:

@@ -23,7 +23,6 @@ from rally.engines import Engine, EngineError
 from rally.engines.remote import (
     CanaryError,
     ClientSettings,
-    InTurn,
     Oracle,
     OwnServer,
     RemoteEngine,
@@ -52,7 +51,7 @@ def oracle_of(model: PreTrainedModel) -> Oracle:
 
 
 def engine_over(servers: Sequence[ServerReplica], model: PreTrainedModel, room: Path) -> RemoteEngine:
-    return RemoteEngine(servers, InTurn(servers), WeightFiles(model.save_pretrained, room), oracle_of(model), SETTINGS)
+    return RemoteEngine(servers, WeightFiles(model.save_pretrained, room), oracle_of(model), SETTINGS)
 
 
 def change(model: PreTrainedModel) -> None:
@@ -165,7 +164,6 @@ async def test_a_server_of_our_own_that_is_killed_is_started_again_with_the_new_
     folders: list[str] = []
     engine = RemoteEngine(
         [server := own_server(tmp_path, folders)],
-        InTurn([server]),
         WeightFiles(lambda folder: folder.mkdir(), tmp_path),
         Oracle(forward=ruled, vocabulary=VOCABULARY, tolerance=1e-3),
         replace(SETTINGS, sampling=SamplingParams()),

@@ -7,9 +7,10 @@ import pytest
 from fake_server import FakeServer
 
 from rally.engines import EngineError
-from rally.engines.remote import ClientSettings, Dialect, InTurn, Launch, ServerReplica, Sglang, Vllm
+from rally.engines.remote import ClientSettings, Dialect, Launch, ServerReplica, Sglang, Vllm
 from rally.engines.remote.wire import Asked
-from rally.engines.replica import ReplicaBusy, ReplicaGone
+from rally.engines.replica import ReplicaBusy, ReplicaGone, SampleVoid
+from rally.engines.router import Router
 from rally.types import SamplingParams, WeightSpan
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
@@ -140,6 +141,22 @@ async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> N
     assert asked is None or fake.aborted == [asked["rid"]]
 
 
+async def test_connections_are_found_again_and_bounded(fake: FakeServer) -> None:
+    settings = ClientSettings(vocabulary=97, max_model_len=64, max_connections=20)
+    replica = ServerReplica(fake.url, DIALECTS[fake.dialect], settings)
+    await replica.load("nowhere", 7, "keep")
+    fake.pace = 0.01
+    for _ in range(3):
+        generations = await asyncio.gather(*(replica.generate([n + 1], PARAMS) for n in range(60)))
+        assert {len(generation.ids) for generation in generations} == {5}
+    assert fake.connections == 20
+    fake.faults.extend(["hang up"] * 5)
+    outcomes = await asyncio.gather(*(replica.generate([1], PARAMS) for _ in range(20)), return_exceptions=True)
+    assert sum(isinstance(outcome, ReplicaGone) for outcome in outcomes) == 5
+    assert len((await replica.generate([1], PARAMS)).ids) == 5
+    await replica.close()
+
+
 async def test_one_replica_serves_several_event_loops(fake: FakeServer) -> None:
     replica = await replica_of(fake)
 
@@ -190,7 +207,7 @@ async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_r
     task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
     await asyncio.sleep(0.15)
     await replica.load("nowhere", 8, "keep")
-    with pytest.raises(ReplicaGone, match="does not say where"):
+    with pytest.raises(SampleVoid, match="does not say where"):
         await task
     await replica.close()
 
@@ -249,6 +266,11 @@ def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     told = " ".join(Sglang().command(Launch(**plan, tensor_parallel=2, extra={"attention_backend": "triton"})))
     for part in ("--model-path model", "--tp-size 2", "--mem-fraction-static 0.4", "--attention-backend triton"):
         assert part in told
+    for dialect, flag in ((Vllm(), "--enable-sleep-mode"), (Sglang(), "--enable-memory-saver")):
+        assert flag in dialect.command(Launch(**plan, sleeps=True, extra={}))
+        assert flag not in dialect.command(Launch(**plan, extra={}))
+    shared = Vllm().command(Launch(**plan, by_handles=True, extra={}))
+    assert shared[shared.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
     with pytest.raises(EngineError, match="can only be given"):
         Sglang().command(Launch(**plan, extra={"disable_radix_cache": False}))
 
@@ -275,18 +297,29 @@ def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
         ask(sys.executable, "surely_absent")
 
 
+def test_a_server_that_cannot_give_back_memory_is_told_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(python: str, package: str, question: str = "") -> str:
+        if package == "torch_memory_saver":
+            raise EngineError("it is not there")
+        return ""
+
+    monkeypatch.setattr("rally.engines.remote.sglang.ask", ask)
+    plan = {"python": "py", "folder": "", "port": 1, "dtype": "float32", "max_model_len": 1, "max_num_seqs": 1}
+    with pytest.raises(EngineError, match=r"which py lacks; install it .* or set rollout\.free_cache_engine"):
+        Sglang().command(Launch(**plan, max_num_batched_tokens=1, memory_share=0.5, sleeps=True, extra={}))
+
+
 async def test_conversations_keep_their_server_and_leave_it_when_it_fails() -> None:
     async with FakeServer("vllm") as one, FakeServer("vllm") as two:
-        router = InTurn([await replica_of(one), await replica_of(two)])
-        for session in ("a", "b", "a", "b", "a"):
-            await router.generate([1, 2], PARAMS, session=session)
-        assert sorted(_asked(server) for server in (one, two)) == [2, 3]
+        router = Router([await replica_of(one), await replica_of(two)], max_model_len=64)
+        for _ in range(3):
+            await router.generate([1, 2], PARAMS, session="a")
+        assert sorted(_asked(server) for server in (one, two)) == [0, 3]
         home = one if _asked(one) == 3 else two
         home.faults.extend(["429", "500"])
         assert len((await router.generate([1, 2], PARAMS, session="a")).ids) == 5
-        assert (_asked(one) + _asked(two), _asked(home)) == (8, 5)  # busy, then failed, then the other one
-        for replica in router.replicas:
-            await replica.close()
+        assert (_asked(one) + _asked(two), _asked(home)) == (6, 5)  # busy, then failed, then the other one
+        await router.close()
 
 
 def _asked(server: FakeServer) -> int:

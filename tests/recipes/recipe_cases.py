@@ -10,16 +10,18 @@ from rally.data import triage, write_rows
 from rally.data.commands import write_gsm8k, write_gsm8k_sft
 from rally.recipes import build
 from rally.retrieval import IndexSpec, build_index
+from rally.train.lora import LoraSettings, adapter_weights, add_adapters, save_adapters
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 MODELS = (
     "models/triage",
     *(
         f"runs/rally/{n}/actor"
-        for n in ("gsm8k_tool_sft/checkpoints/global_step_30", "retool_sft/checkpoints/global_step_40")
+        for n in ("gsm8k_tool_sft/checkpoints/global_step_4", "retool_sft/checkpoints/global_step_40")
     ),
     "runs/rally/triage_sft/checkpoints/global_step_220/actor",
 )
+ADAPTERS = "runs/rally/gsm8k_tool_sft_lora/checkpoints/global_step_4/actor"
 SMALL_TRAIN = (
     "actor_rollout_ref.model.path=models/tiny",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -68,6 +70,12 @@ def write_tiny_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def write_tiny_adapters(model: Path, folder: Path) -> None:
+    adapted = Qwen2ForCausalLM.from_pretrained(model)
+    add_adapters(adapted, LoraSettings(rank=16, alpha=32), "models/tiny")
+    save_adapters(adapted, adapter_weights(adapted), folder)
+
+
 def passing(rows, total, label):  # type: ignore[no-untyped-def]
     return rows
 
@@ -77,6 +85,7 @@ def write_home(home: Path) -> Path:
     write_tiny_model(home / "models" / "tiny")
     for model in MODELS:
         (home / model).mkdir(parents=True)
+    write_tiny_adapters(home / "models" / "tiny", home / ADAPTERS)
     sums = [
         {"question": f"What is {n} and {n}?", "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
         for n in range(1, 9)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -12,12 +13,22 @@ import torch
 from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
+from rally.config import ConfigError
 from rally.engines import EngineError
 from rally.track import RunFolder
 from rally.train.load import load_model
 from rally.train.lora import LoraSettings, add_adapters
 from rally.train.run import train
-from rally.train.server_parts import oracle_of, placement, room_of, write_whole
+from rally.train.server_parts import (
+    launch_of,
+    oracle_of,
+    placement,
+    room_of,
+    router_settings_of,
+    shares_gpu,
+    transport_of,
+    write_whole,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
@@ -70,6 +81,7 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
         assert row.metrics["actor/rollout_mismatch_kl"] < 1e-7
         assert row.metrics["failures/loop"] == 0
         assert row.metrics["timing_s/update_weights"] > 0
+        assert row.metrics["router/sampled_tokens"] > 0 and row.metrics["router/servers_usable"] == 2
     for step in (1, 2):
         episodes = folder.read_episodes(step)
         spans = {span.version for episode in episodes for part in episode.segments for span in part.spans}
@@ -77,6 +89,29 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
         assert spans == {step - 1}
     assert not fakes[0].faults
     assert [fake.label for fake in fakes] == ["2", "2"]
+
+
+def test_a_run_over_a_server_of_rallys_own(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    config = run_config(
+        home,
+        tmp_path / "run",
+        f"{R}.name=rally",
+        f"{R}.gpu_memory_utilization=0.02",
+        f"{R}.temperature=0.9",
+        f"{R}.top_p=0.95",
+        "data.val_files=null",
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=2",
+    )
+    train(config, Paper().console)
+    folder = RunFolder(tmp_path / "run")
+    for row in folder.read_metrics():
+        assert row.metrics["engine/canary_difference"] < 1e-4
+        assert row.metrics["actor/rollout_mismatch_kl"] < 1e-7
+        assert row.metrics["failures/loop"] == row.metrics["router/failed_tries"] == 0
+        versions = {s.version for e in folder.read_episodes(row.step) for part in e.segments for s in part.spans}
+        assert versions == {row.step - 1}
 
 
 def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path) -> None:
@@ -112,6 +147,33 @@ def test_weights_for_other_machines_are_on_disk(home: Path, tmp_path: Path) -> N
         url = f"{R}.server.url=http://{host}:1"
         config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.mode=server", url)
         assert str(room_of(config, model)) == expected
+
+
+def test_servers_share_a_gpu_with_the_trainer_where_there_is_no_other(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(home / "model"))
+    config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.max_num_seqs=10")
+    assert not shares_gpu(config, model) and not launch_of(config, model).sleeps
+    assert router_settings_of(config).max_in_flight == 13
+    on_gpu = Namespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    for gpus, asleep in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert shares_gpu(config, on_gpu) is launch_of(config, on_gpu).sleeps is asleep
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    kept = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.free_cache_engine=false")
+    assert shares_gpu(kept, on_gpu) and not launch_of(kept, on_gpu).sleeps
+
+
+def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> None:
+    model = load_model(str(home / "model"))
+    config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc")
+    with pytest.raises(EngineError, match="servers of one GPU that is the trainer's"):
+        transport_of(config, model)
+    elsewhere = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://10.0.0.1:1")
+    for key in ("checkpoint_engine.backend=ipc", "free_cache_engine=false"):
+        with pytest.raises(ConfigError, match="has no effect on servers that run already"):
+            run_config(home, tmp_path / "run", *elsewhere, f"{R}.{key}")
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:

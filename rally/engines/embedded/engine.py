@@ -140,18 +140,21 @@ class EmbeddedEngine:
                 self.core.start_afresh()
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Change the weights inside; at the end they are a new version."""
+    def updating(self, version: int | None = None) -> Iterator[None]:
+        """Change the weights inside; at the end they are a new version, the next one if none is named."""
         with self._lock:
             self._deliver(self.core.drain())
             try:
                 with self.core.memory_lent():
                     yield
             finally:  # an update that failed half way has changed weights too
-                self._deliver(self.core.commit_weights())
+                self._deliver(self.core.commit_weights(version))
 
     async def start(self) -> None:
         """Nothing to wait for: the weights are the trainer's own."""
+
+    async def rest(self) -> None:
+        """Nothing to do yet: `updating` lends the memory."""
 
     async def publish(self) -> dict[str, float]:
         """Nothing to send: the weights are the trainer's own."""

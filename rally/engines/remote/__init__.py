@@ -1,10 +1,11 @@
-"""Rollout servers (vLLM, SGLang) behind the engine protocol."""
+"""Rollout servers (vLLM, SGLang, our own) behind the engine protocol."""
 
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
-from rally.engines.remote.in_turn import InTurn
+from rally.engines.remote.handles import WeightHandles
 from rally.engines.remote.own_server import OwnServer
+from rally.engines.remote.rally import Rally
 from rally.engines.remote.sglang import Sglang
 from rally.engines.remote.vllm import Vllm
 from rally.engines.remote.weights import WeightFiles, WeightTransport, roomy, sweep
@@ -14,16 +15,17 @@ __all__ = [
     "CanaryError",
     "ClientSettings",
     "Dialect",
-    "InTurn",
     "Launch",
     "Oracle",
     "OwnServer",
+    "Rally",
     "RemoteEngine",
     "RemoteSettings",
     "ServerReplica",
     "Sglang",
     "Vllm",
     "WeightFiles",
+    "WeightHandles",
     "WeightTransport",
     "roomy",
     "sweep",

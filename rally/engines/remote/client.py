@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rally.engines.base import EngineError
-from rally.engines.remote.wire import Asked, Call, Dialect, InFlight
+from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
 from rally.engines.replica import ReplicaBusy, ReplicaGone
 from rally.types import Generation, SamplingParams
 
@@ -55,6 +55,7 @@ class ServerReplica:
         self.settings = settings or ClientSettings()
         self.version: int | None = None  # of the weights it holds, if anybody knows
         self.serving = False  # whether it takes requests
+        self.asleep = False  # its memory is somebody else's
         self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -96,11 +97,13 @@ class ServerReplica:
             )
 
     async def healthy(self) -> bool:
+        if not self.serving:
+            return False
         try:
             await self.call(Call("/health"), HEALTH_SECONDS)
         except EngineError:
             return False
-        return self.serving
+        return True
 
     async def up(self, folder: str) -> None:
         """Wait until it answers; a server of our own is started first, from the model in `folder`."""
@@ -120,16 +123,22 @@ class ServerReplica:
                     raise ReplicaGone(f"{problem}; {waited} (rollout.server.max_start_wait_time)") from None
             await asyncio.sleep(KNOCK_SECONDS)
 
-    async def load(self, folder: str, version: int, in_flight: InFlight) -> None:
-        """Let it sample from the weights in `folder`; on failure it takes no requests any more."""
+    async def sleep(self) -> None:
+        """Its weights and KV leave the GPU until the next `load`, which wakes it; it takes no requests before."""
+        self.serving = False
+        self.version = None
+        await self._order(self.dialect.sleep())
+        self.asleep = True
+
+    async def load(self, source: Source, version: int, in_flight: InFlight) -> None:
+        """Let it sample from the weights of `source`; on failure it takes no requests any more."""
         self.serving = False
         try:
-            for call in self.dialect.load(folder, version, in_flight):
-                answer = await self.call(call, CONTROL_SECONDS)
-                if isinstance(answer, dict) and answer.get("success") is False:
-                    raise ReplicaGone(
-                        f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}"
-                    )
+            if self.asleep:
+                await self._order(self.dialect.wake(source, version))
+            else:
+                await self._order(self.dialect.load(source, version, in_flight))
+            self.asleep = False
             self.version = version  # before it goes on: what it samples from here on is of these weights
         except EngineError:
             self.version = None
@@ -138,6 +147,12 @@ class ServerReplica:
             raise
         await self.call(self.dialect.resume(), CONTROL_SECONDS)
         self.serving = True
+
+    async def _order(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            answer = await self.call(call, CONTROL_SECONDS)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise ReplicaGone(f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}")
 
     async def call(self, call: Call, seconds: float) -> Any:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body."""
@@ -176,7 +191,8 @@ class ServerReplica:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients = {kept: client for kept, client in self._clients.items() if not kept.is_closed()}
-            self._clients[loop] = _new_client(self.settings.max_connections, secure=self.url.startswith("https"))
+            secure, headers = self.url.startswith("https"), self.dialect.headers()
+            self._clients[loop] = _new_client(self.settings.max_connections, headers, secure=secure)
         return self._clients[loop]
 
     def _abort(self, request_id: str) -> None:
@@ -191,15 +207,16 @@ class ServerReplica:
             await self.call(call, HEALTH_SECONDS)
 
 
-def _new_client(connections: int, *, secure: bool) -> httpx.AsyncClient:
+def _new_client(connections: int, headers: dict[str, str], *, secure: bool) -> httpx.AsyncClient:
     try:
         import httpx
     except ModuleNotFoundError:
         raise EngineError("talking to a rollout server needs httpx; run: pip install 'rally-rl[servers]'") from None
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    from rally.engines.lines import Lines
+
     # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
-    # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
-    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, verify=secure)
+    lines = Lines(connections, secure=secure)
+    return httpx.AsyncClient(timeout=None, transport=lines, headers=headers, trust_env=False)
 
 
 def _check_status(name: str, call: Call, response: httpx.Response) -> None:

@@ -1,16 +1,21 @@
 """The engine over servers: what it samples comes from the trainer's weights, from servers that have shown it.
 
 After an update every server gets the new version and sings a canary; one that does not take it gets no requests. A
-server of our own that dies is started again from the current weights, while requests go to the others or wait.
+server of our own that dies is started again from the current weights, while requests go to the others or wait. Where
+servers share the trainer's GPU they sleep during the update, and what they held is the trainer's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+import functools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
 
 from rally.engines.base import EngineError
 from rally.engines.busy import BusyClock
@@ -21,17 +26,11 @@ from rally.engines.remote.process import POLL_SECONDS
 from rally.engines.remote.weights import WeightTransport
 from rally.engines.remote.wire import InFlight
 from rally.engines.replica import ReplicaGone
+from rally.engines.router import Router
+from rally.engines.standing import RouterSettings
 from rally.types import Generation, SamplingParams
 
-
-class Router(Protocol):
-    """Who chooses the server of a request. An error that is a ReplicaGone means that none of them could be asked."""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
-    ) -> Generation: ...
-
-    async def close(self) -> None: ...
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,30 +43,27 @@ class RemoteSettings:
     in_flight: InFlight = "keep"
     max_restarts: int = 3
     restart_delay: float = 2.0
+    sleeps: bool = False
+    """Servers give their GPU memory to the update."""
+    router: RouterSettings = field(default_factory=RouterSettings)
 
 
 class RemoteEngine:
-    """A `TrainingEngine` over servers. `router` has their `generate`; weights and processes are minded here."""
+    """A `TrainingEngine` over servers, which belong to its router; weights and processes are minded here."""
 
     def __init__(
-        self,
-        servers: Sequence[ServerReplica],
-        router: Router,
-        weights: WeightTransport,
-        oracle: Oracle,
-        settings: RemoteSettings,
+        self, servers: Sequence[ServerReplica], weights: WeightTransport, oracle: Oracle, settings: RemoteSettings
     ) -> None:
         self.servers = list(servers)
-        self.router = router
+        self.router = Router(servers, settings.router, max_model_len=settings.max_model_len)
         self.weights = weights
         self.oracle = oracle
         self.settings = settings
         self.restarts = 0
         self._version = 0
         self._requests = BusyClock()
-        self._failure: EngineError | None = None
         self._minding = asyncio.Lock()  # one at a time gives weights to servers: an update, or one that comes back
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     def weight_version(self) -> int:
@@ -89,110 +85,141 @@ class RemoteEngine:
         await self.weights.take(self._version)
         await _all(*(self._introduce(server) for server in self.servers))
         own = [server for server in self.servers if isinstance(server, OwnServer)]
-        self._watchers = [asyncio.create_task(self._watch(server)) for server in own]
+        self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
+        for name, watcher in self._watchers.items():
+            watcher.add_done_callback(functools.partial(self._stopped_watching, name))
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Generation:
-        for _ in range(self.settings.max_restarts):
-            try:
-                return await self._ask(prompt_ids, params, session)
-            except ReplicaGone as gone:
-                await self._help(gone)
-        return await self._ask(prompt_ids, params, session)
-
-    async def _ask(self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None) -> Generation:
         with self._requests.working():
             return await self.router.generate(prompt_ids, params, session=session)
 
+    def expect(self, session: str) -> None:
+        self.router.expect(session)
+
+    def dismiss(self, session: str) -> None:
+        self.router.dismiss(session)
+
+    async def rest(self) -> None:
+        """A server that cannot be put to sleep is as one that does not take weights: it gets no requests."""
+        if not self.settings.sleeps:
+            return
+        async with self._minding:
+            outcomes = await asyncio.gather(*(self._put_to_sleep(s) for s in self.servers), return_exceptions=True)
+        await self._settle(outcomes)
+
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Servers go on with the old weights meanwhile; `publish` gives them the new ones."""
+        """Servers go on with the old weights meanwhile, or sleep; `publish` gives them the new ones."""
         try:
             yield
         finally:  # an update that failed half way has changed weights too
             self._version += 1
 
     async def publish(self) -> dict[str, float]:
+        began = time.perf_counter()
         async with self._minding:
             await self.weights.take(self._version)
+            written = time.perf_counter()
+            if self.settings.sleeps:
+                torch.cuda.empty_cache()  # what the update no longer needs, servers want back
             outcomes = await asyncio.gather(*(self._update(s) for s in self.servers), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaGone):
-                raise outcome
-        for outcome in outcomes:
-            if isinstance(outcome, ReplicaGone):
-                await self._help(outcome)
+        await self._settle(outcomes)
         heard = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
+            "timing_s/write_weights": written - began,
             "engine/servers": float(sum(server.serving for server in self.servers)),
             "engine/restarts": float(self.restarts),
             **({"engine/canary_difference": max(heard)} if heard else {}),
+            **self.router.lap(),
         }
 
     async def close(self) -> None:
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         await self.router.close()
-        await asyncio.gather(*(server.close() for server in self.servers))
         self.weights.close()
 
+    async def _put_to_sleep(self, server: ServerReplica) -> None:
+        self.router.pause(server.name)
+        await server.sleep()
+
     async def _update(self, server: ServerReplica) -> float:
-        """The canary's difference, once the server has the current weights."""
+        """The canary's difference, once the server has the current weights; only then it gets requests."""
+        self.router.pause(server.name)
+        difference = await self._give(server, lambda: canary(server, self.oracle))
+        self.router.back(server.name)
+        return difference
+
+    async def _give(self, server: ServerReplica, check: Callable[[], Awaitable[Told]]) -> Told:
+        """Send it the weights, and again if `check` does not find them there and another way is left."""
         await self.weights.send(server, self.settings.in_flight)
         try:
-            return await canary(server, self.oracle)
-        except EngineError:
+            return await check()
+        except EngineError as problem:
             server.serving = False
-            raise
+            if not isinstance(problem, CanaryError) or not self.weights.doubt(problem):
+                raise
+        return await self._give(server, check)
+
+    async def _settle(self, outcomes: Sequence[object]) -> None:
+        """After servers were asked something: those that failed get no requests; raise if that is no way to go on."""
+        gone = {
+            server.name: outcome
+            for server, outcome in zip(self.servers, outcomes, strict=True)
+            if isinstance(outcome, ReplicaGone)
+        }
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaGone):
+                raise outcome
+        if not gone:
+            return
+        await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that its watcher has not noticed yet
+        for server in self.servers:
+            if server.name in gone and not self.router.is_away(server.name):
+                self.router.lost(server.name, str(gone[server.name]))
+        if self.router.hopeless:
+            raise next(iter(gone.values()))
 
     async def _introduce(self, server: ServerReplica) -> None:
-        await server.up(self.weights.folder())
-        await self.weights.send(server, self.settings.in_flight)
-        await probe(server, self.oracle, self.settings.sampling, self.settings.max_model_len)
-
-    async def _bring_back(self, server: ServerReplica) -> None:
-        await server.up(self.weights.folder())
-        await self._update(server)
+        await server.up(await self.weights.folder())
+        window = self.settings.max_model_len
+        await self._give(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
 
     async def _watch(self, server: OwnServer) -> None:
-        """Start it again when it dies, so often; then the engine has failed."""
-        for _ in range(self.settings.max_restarts):
+        """Start it again when it dies, so often; then it is lost."""
+        allowed = self.settings.max_restarts
+        for _ in range(allowed):
             await self._until_it_ends(server)
             await asyncio.sleep(self.settings.restart_delay)
             try:
                 async with self._minding:
-                    await self._bring_back(server)
-            except CanaryError as problem:
-                self._failure = problem
-                return
+                    await server.up(await self.weights.folder())
+                    await self._update(server)
             except EngineError as problem:
-                self._failure = EngineError(f"{server.name} could not be started again: {problem}")
+                self.router.lost(server.name, f"{server.name} could not be started again: {problem}")
                 return
             self.restarts += 1
         words = await self._until_it_ends(server)
-        self._failure = EngineError(
-            f"{server.name} has died {self.settings.max_restarts + 1} times (rollout.server.max_attempts="
-            f"{self.settings.max_restarts} more were allowed); {words}"
+        self.router.lost(
+            server.name,
+            f"{server.name} has died {allowed + 1} times (rollout.server.max_attempts={allowed} more were allowed); "
+            f"{words}",
         )
+
+    def _stopped_watching(self, name: str, watcher: asyncio.Task[None]) -> None:
+        """A watcher that failed brings nobody back, so nobody may wait for that."""
+        if not watcher.cancelled() and (problem := watcher.exception()) is not None:
+            self.router.lost(name, f"{name} could not be started again: {type(problem).__name__}: {problem}")
 
     async def _until_it_ends(self, server: OwnServer) -> str:
         assert server.process is not None
         await server.process.ended()
         server.serving = False
+        self.router.away(server.name)
         return server.process.last_words()
-
-    async def _help(self, gone: ReplicaGone) -> None:
-        """Where nobody can be asked any more: wait until somebody can, or, if there is no hope, raise why not."""
-        await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that nobody has noticed yet
-        while not any(server.serving for server in self.servers):
-            if self._failure is not None:
-                raise self._failure
-            restarting = any(isinstance(server, OwnServer) and not server.alive for server in self.servers)
-            if not restarting and not self._minding.locked():
-                raise gone
-            await asyncio.sleep(POLL_SECONDS)
 
 
 async def _all(*steps: Awaitable[None]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from rally.engines.remote.client import ClientSettings, ServerReplica
-from rally.engines.remote.process import ServerProcess, free_port
+from rally.engines.remote.process import POLL_SECONDS, ServerProcess, free_port
 from rally.engines.remote.wire import Dialect
 from rally.engines.replica import ReplicaGone
+from rally.types import Generation, SamplingParams
 
 Command = Callable[[str, int], list[str]]
 """The command line of a server over the model in a folder, at a port."""
@@ -35,7 +37,7 @@ class OwnServer(ServerReplica):
         self._command = command
         self._log = log
         self._port_start = port_start
-        self._environment = {**dialect.environment(), **(environment or {})}
+        self._environment = dialect.environment() if environment is None else environment
 
     @property
     def name(self) -> str:
@@ -45,9 +47,17 @@ class OwnServer(ServerReplica):
     def alive(self) -> bool:
         return self.process is not None and self.process.alive
 
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        try:
+            return await super().generate(prompt_ids, params)
+        except ReplicaGone:
+            await asyncio.sleep(2 * POLL_SECONDS)  # if its process died, whoever watches it knows before the caller
+            raise
+
     async def up(self, folder: str) -> None:
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
         await self._stop()
+        self.asleep = False
         port = free_port(self._port_start, self._ports)
         self._ports.add(port)
         self.url = f"http://127.0.0.1:{port}"

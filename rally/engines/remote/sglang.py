@@ -11,7 +11,7 @@ from typing import Any
 
 from rally.engines.base import EngineError
 from rally.engines.remote.interpreter import ask
-from rally.engines.remote.wire import Asked, Call, InFlight, Launch, as_list, flags, take, whole
+from rally.engines.remote.wire import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
 from rally.types import Generation
 
 PAUSE = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
@@ -68,16 +68,21 @@ class Sglang:
     def abort(self, request_id: str) -> Call | None:
         return Call("/abort_request", {"rid": request_id})
 
-    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
-        update = {
-            "model_path": folder,
-            "weight_version": str(version),
-            "abort_all_requests": in_flight == "abort",
-            "flush_cache": in_flight != "keep",
-        }
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        treated = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
+        return Call("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
+
+    def sleep(self) -> tuple[Call, ...]:
         return (
-            Call("/pause_generation", {"mode": PAUSE[in_flight]}),
-            Call("/update_weights_from_disk", update),
+            Call("/pause_generation", {"mode": "abort"}),  # its own health check is a request, and under one it dies
+            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        )
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        return (
+            Call("/resume_memory_occupation", {"tags": ["weights"]}),
+            _update(source, version, {}),
+            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
         )
 
     def resume(self) -> Call:
@@ -93,6 +98,7 @@ class Sglang:
     def command(self, launch: Launch) -> list[str]:
         _refuse_switched_off(launch)
         ask(launch.python, "sglang")
+        _require_memory_saver(launch)
         options: dict[str, Any] = {
             "model_path": launch.folder,
             "host": "127.0.0.1",
@@ -107,11 +113,33 @@ class Sglang:
             "disable_cuda_graph": launch.eager,
             "log_level": launch.log_level,
             "skip_tokenizer_init": True,
+            "enable_memory_saver": launch.sleeps,
         }
         return [launch.python, "-m", "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
+    named = {"weight_version": str(version), **treated}
+    if isinstance(source, str):
+        return Call("/update_weights_from_disk", {"model_path": source, **named})
+    return Call("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
+
+
+def _require_memory_saver(launch: Launch) -> None:
+    try:
+        if launch.sleeps:
+            ask(launch.python, "torch_memory_saver")
+    except EngineError:
+        raise EngineError(
+            f"SGLang gives GPU memory to the update only with torch_memory_saver, which {launch.python} lacks; install "
+            "it there (pip install torch-memory-saver), or set rollout.free_cache_engine=false"
+        ) from None
 
 
 def _refuse_switched_off(launch: Launch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rally.engines.remote.interpreter import ask
-from rally.engines.remote.wire import Asked, Call, InFlight, Launch, as_list, flags, take, whole
+from rally.engines.remote.wire import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
 from rally.types import Generation
 
 # The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
@@ -64,16 +64,21 @@ class Vllm:
     def abort(self, request_id: str) -> Call | None:
         return None
 
-    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
         pause = "abort" if in_flight == "abort" else "keep"
         fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
         reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
         return (
             Call(f"/pause?mode={pause}", {}),
-            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            Call("/update_weight_version", {"new_version": str(version)}, optional=True),
+            *_reload(source, version),
             *reset,
         )
+
+    def sleep(self) -> tuple[Call, ...]:
+        return (Call("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        return (Call("/wake_up?tags=weights", {}), *_reload(source, version), Call("/wake_up?tags=kv_cache", {}))
 
     def resume(self) -> Call:
         return Call("/resume", {})
@@ -101,11 +106,30 @@ class Vllm:
             "uvicorn_log_level": launch.log_level,
             "logprobs_mode": "raw_logprobs" if launch.raw_logprobs else "processed_logprobs",
             "skip_tokenizer_init": True,
+            "enable_sleep_mode": launch.sleeps or None,
+            "weight_transfer_config": {"backend": "ipc"} if launch.by_handles else None,
             "enable_prompt_tokens_details": True,
             "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
         }
         command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
         return command + flags({**options, **launch.extra}, negated=True)
 
-    def environment(self) -> dict[str, str]:
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
+        trusting = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if by_handles else {}
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **trusting}
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+def _reload(source: Source, version: int) -> tuple[Call, ...]:
+    named = Call("/update_weight_version", {"new_version": str(version)}, optional=True)
+    if isinstance(source, str):
+        return Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}), named
+    return (
+        Call("/init_weight_transfer_engine", {"init_info": {}}),
+        Call("/start_weight_update", {}),
+        Call("/update_weights", {"update_info": source.described()}),
+        Call("/finish_weight_update", {}),
+        named,
+    )

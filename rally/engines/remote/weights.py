@@ -2,7 +2,7 @@
 
 Files are the way that every server knows and every device has, and the one that others are measured against: a folder
 in the Hugging Face format, in memory (/dev/shm) where it fits, else on disk, which servers read again. A server that
-starts later, or again, starts from it. A faster way between GPUs (CUDA IPC, NCCL) is another `WeightTransport`.
+starts later, or again, starts from it. A faster way on one GPU is in handles.py; NCCL would be another one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from rally.engines.base import EngineError
 from rally.engines.remote.client import ServerReplica
 from rally.engines.remote.wire import InFlight
 
@@ -33,8 +34,12 @@ class WeightTransport(Protocol):
         """Let a server sample from what was taken last; ReplicaGone or EngineError where it does not."""
         ...
 
-    def folder(self) -> str:
+    async def folder(self) -> str:
         """The model folder that a server may be started from; its weights are those taken last."""
+        ...
+
+    def doubt(self, problem: EngineError) -> bool:
+        """What was sent did not do. Whether it goes another way from now on, so that sending it again may help."""
         ...
 
     def close(self) -> None:
@@ -48,7 +53,7 @@ class WeightFiles:
     def __init__(self, write: Callable[[Path], None], room: Path) -> None:
         self._write = write
         self._root = Path(tempfile.mkdtemp(prefix=f"rally-weights-{os.getpid()}-", dir=room))
-        self._version: int | None = None
+        self.version: int | None = None
 
     async def take(self, version: int) -> None:
         await asyncio.to_thread(self._take, version)
@@ -60,17 +65,20 @@ class WeightFiles:
         self._write(work)
         shutil.rmtree(new, ignore_errors=True)
         work.rename(new)
-        self._version = version
+        self.version = version
         for old in self._root.iterdir():
             if old != new:
                 shutil.rmtree(old)
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
-        assert self._version is not None, "nothing was taken yet"
-        await server.load(self.folder(), self._version, in_flight)
+        assert self.version is not None, "nothing was taken yet"
+        await server.load(await self.folder(), self.version, in_flight)
 
-    def folder(self) -> str:
-        return str(self._root / str(self._version))
+    async def folder(self) -> str:
+        return str(self._root / str(self.version))
+
+    def doubt(self, problem: EngineError) -> bool:
+        return False
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

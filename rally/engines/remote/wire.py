@@ -8,10 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rally.engines.replica import ReplicaGone
+from rally.engines.replica import ReplicaGone, SampleVoid
 from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 
 InFlight = Literal["abort", "keep", "recompute"]
+
+
+class Exported(Protocol):
+    """Weights in the memory of the GPU that this process shares with a server, as each kind of server wants them."""
+
+    def described(self) -> dict[str, Any]: ...
+
+    def serialized(self) -> str: ...
+
+
+Source = str | Exported
+"""Where weights are: a folder, or memory."""
 
 
 class Call(NamedTuple):
@@ -50,6 +62,9 @@ class Launch:
     eager: bool = False
     log_level: str | None = None
     raw_logprobs: bool = True  # at temperature 1 those before any filter; otherwise those after the temperature
+    in_flight: InFlight = "keep"
+    sleeps: bool = False  # it gives its memory to others for a while
+    by_handles: bool = False  # it may be given weights in the memory of another process
     extra: Mapping[str, Any]
 
 
@@ -71,8 +86,16 @@ class Dialect(Protocol):
         """What frees a request whose caller has gone; None where closing the connection does."""
         ...
 
-    def load(self, folder: str, version: int, in_flight: InFlight) -> tuple[Call, ...]:
-        """The calls, in order, after which the server is paused and holds the weights in `folder`."""
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        """The calls, in order, after which the server is paused and holds the weights of `source`."""
+        ...
+
+    def sleep(self) -> tuple[Call, ...]:
+        """What makes an idle server give back the GPU memory of its weights and KV."""
+        ...
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        """The calls, in order, after which a sleeping one holds the weights of `source`. Nothing was in flight."""
         ...
 
     def resume(self) -> Call:
@@ -91,8 +114,12 @@ class Dialect(Protocol):
         """The command line of a server of our own."""
         ...
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
         """What such a server wants beside our own environment."""
+        ...
+
+    def headers(self) -> dict[str, str]:
+        """What goes with every request."""
         ...
 
 
@@ -165,7 +192,7 @@ def _spans(reported: Any, count: int, request: Asked) -> tuple[WeightSpan, ...]:
     if reported:
         return _reported_spans(reported, count)
     if request.before != request.after:
-        raise ReplicaGone("weights changed while the server sampled, and it does not say where; it is sampled again")
+        raise SampleVoid("weights changed while the server sampled, and it does not say where; it is sampled again")
     return (WeightSpan(request.before, 0, count),)
 
 

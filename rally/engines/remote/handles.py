@@ -1,0 +1,108 @@
+"""Weights reach a server on the trainer's own GPU as handles to the trainer's memory, or, where it does not take them,
+by files, and the reason is told.
+
+CUDA IPC over the servers' own HTTP routes, read from vLLM 0.26.0 and 0.32.0 and from SGLang 0.5.16. vLLM unpickles what
+it is sent there, which it only does when told at its start: whoever can reach its port can then run code in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from rally.engines.base import EngineError
+from rally.engines.remote.client import ServerReplica
+from rally.engines.remote.weights import WeightFiles
+from rally.engines.remote.wire import InFlight
+
+_log = logging.getLogger(__name__)
+
+
+class Handles:
+    """The policy's weights by name, on one GPU; each once, also where two names share a memory."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        seen: set[int] = set()
+        self.weights: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            if weight.data_ptr() not in seen:
+                seen.add(weight.data_ptr())
+                self.weights[name] = weight.detach().contiguous()
+
+    def described(self) -> dict[str, Any]:
+        """As vLLM wants them: what each weight is, and how to open it on this GPU."""
+        gpu = _gpu(next(iter(self.weights.values())))
+        opened = [{gpu: reduce_tensor(weight)[1]} for weight in self.weights.values()]
+        return {
+            "names": list(self.weights),
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in self.weights.values()],
+            "shapes": [list(weight.shape) for weight in self.weights.values()],
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(opened)).decode(),
+        }
+
+    def serialized(self) -> str:
+        """As SGLang wants them: pairs of name and tensor, pickled as for another process of this machine."""
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(list(self.weights.items()))
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+class WeightHandles:
+    """A `WeightTransport` by handles. `weights` gives the policy as it is; `files` is the way that always works, and
+    the only one for a server that starts."""
+
+    def __init__(self, weights: Callable[[], Mapping[str, Tensor]], files: WeightFiles) -> None:
+        self._weights = weights
+        self._files = files
+        self._version = 0
+        self._works = True
+
+    async def take(self, version: int) -> None:
+        """Nothing is copied: the trainer waits until servers have read its memory."""
+        self._version = version
+        if not self._works:
+            await self._files.take(version)
+
+    async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
+        if not self._works:
+            await self._send_files(server, in_flight)
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the server reads what it finds
+        try:
+            await server.load(Handles(self._weights()), self._version, in_flight)
+        except (EngineError, RuntimeError) as problem:  # there is memory that torch cannot share
+            await self._send_files(server, in_flight)
+            self.doubt(EngineError(str(problem)))  # the server is well, so it was the way
+
+    async def _send_files(self, server: ServerReplica, in_flight: InFlight) -> None:
+        await self.folder()
+        await self._files.send(server, in_flight)
+
+    async def folder(self) -> str:
+        if self._files.version != self._version:
+            await self._files.take(self._version)
+        return await self._files.folder()
+
+    def doubt(self, problem: EngineError) -> bool:
+        """Handles did not do: files from now on. Whether that is a change."""
+        changed, self._works = self._works, False
+        if changed:
+            _log.warning("weights go to servers by files from now on; by CUDA IPC they did not arrive: %s", problem)
+        return changed
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _gpu(weight: Tensor) -> str:
+    return str(torch.cuda.get_device_properties(weight.device).uuid)

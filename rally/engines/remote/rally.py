@@ -1,0 +1,87 @@
+"""Our own dialect: `rally serve engine --accept-weights` as a rollout server, weights by /load_weights from a folder.
+
+Its engine is the embedded one, so spans, log-probabilities and seeds mean what they mean in process. What happens to
+requests in flight is decided when it starts; one that disagrees with the run refuses the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rally.engines.base import EngineError
+from rally.engines.rally_replica import TOKEN_VARIABLE, sampling_to_wire
+from rally.engines.remote.wire import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.types import Generation
+
+
+class Rally:
+    """The `Dialect` of Rally."""
+
+    name = "rally"
+
+    def generate(self, request: Asked) -> Call:
+        body = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}
+        return Call("/generate", body)
+
+    def generation(self, answer: Any, request: Asked) -> Generation:
+        spans = take(answer, "spans")
+        return whole(
+            request,
+            take(answer, "ids"),
+            take(answer, "logprobs"),
+            take(answer, "finish"),
+            spans=[{"version": take(s, 0), "start": take(s, 1), "end": take(s, 2)} for s in spans],
+            cached_tokens=take(answer, "cached_tokens"),
+        )
+
+    def abort(self, request_id: str) -> Call | None:
+        return None
+
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        return (_load(source, version, in_flight),)
+
+    def sleep(self) -> tuple[Call, ...]:
+        raise EngineError("a server of Rally's own cannot sleep; set rollout.free_cache_engine=false")
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        raise AssertionError("it never sleeps")
+
+    def resume(self) -> Call:
+        return Call("/health")
+
+    def window(self) -> Call:
+        return Call("/health")
+
+    def window_of(self, answer: Any) -> int | None:
+        length = answer.get("max_model_len") if isinstance(answer, dict) else None
+        return length if isinstance(length, int) else None
+
+    def command(self, launch: Launch) -> list[str]:
+        options: dict[str, Any] = {
+            "port": launch.port,
+            "dtype": launch.dtype,
+            "max_model_len": launch.max_model_len,
+            "max_num_seqs": launch.max_num_seqs,
+            "max_num_batched_tokens": launch.max_num_batched_tokens,
+            "max_requests": 4 * launch.max_num_seqs,
+            "memory": launch.memory_share,
+            "seed": launch.seed,
+            "accept_weights": True,
+            "in_flight": launch.in_flight,
+        }
+        words = flags({**options, **launch.extra}, negated=True)
+        return [launch.python, "-m", "rally.cli", "serve", "engine", launch.folder, *words]
+
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
+        return {}
+
+    def headers(self) -> dict[str, str]:
+        token = os.environ.get(TOKEN_VARIABLE)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _load(source: Source, version: int, in_flight: InFlight) -> Call:
+    if not isinstance(source, str):
+        raise EngineError("a server of Rally's own takes weights from a folder alone")
+    return Call("/load_weights", {"folder": source, "version": version, "in_flight": in_flight})

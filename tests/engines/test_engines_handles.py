@@ -1,0 +1,72 @@
+"""Weights by handles: a server that takes them needs no files, and one that does not is given those, in words. What a
+handle is on a GPU is replaced here by the tensor itself."""
+
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import FakeServer
+from small_models import make_model
+from test_engines_remote import SETTINGS, change, oracle_of
+
+from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, WeightHandles, handles
+from rally.engines.remote.handles import Handles
+
+DIALECTS = {"vllm": Vllm, "sglang": Sglang}
+
+
+@pytest.fixture(autouse=True)
+def tensors_for_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "reduce_tensor", lambda tensor: (None, (tensor,)))
+    monkeypatch.setattr(handles, "_gpu", lambda tensor: "gpu")
+    monkeypatch.setattr(handles, "ForkingPickler", pickle.Pickler)
+
+
+def _raise(*_: object) -> None:
+    raise RuntimeError("this memory cannot be shared")
+
+
+def test_a_memory_that_has_two_names_is_sent_once() -> None:
+    weight = torch.arange(6.0)
+    sent = Handles({"embedding": weight.view(2, 3), "head": weight.view(2, 3), "norm": torch.ones(3)})
+    told = sent.described()
+    assert (told["names"], told["dtype_names"], told["shapes"]) == (
+        ["embedding", "norm"],
+        ["float32", "float32"],
+        [[2, 3], [3]],
+    )
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("taken", ["taken", "refused", "garbled", "not to be had"])
+async def test_weights_arrive_by_handles_or_else_by_files(
+    name: str, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if taken == "not to be had":
+        monkeypatch.setattr(Handles, "__init__", _raise)
+    model = make_model(seed=0)
+    written: list[Path] = []
+
+    def write(folder: Path) -> None:
+        written.append(folder)
+        model.save_pretrained(folder)
+
+    async with FakeServer(name, make_model(seed=1), handles=taken) as fake:
+        transport = WeightHandles(model.state_dict, WeightFiles(write, tmp_path))
+        engine = RemoteEngine([ServerReplica(fake.url, DIALECTS[name]())], transport, oracle_of(model), SETTINGS)
+        with caplog.at_level(logging.WARNING):
+            await engine.start()
+            for _ in range(2):
+                with engine.updating():
+                    change(model)
+                told = await engine.publish()
+                assert told["engine/canary_difference"] < 1e-4 and fake.label == str(engine.weight_version)
+        asked = [path for path, _ in fake.log if "weights_from_tensor" in path or path == "/update_weights"]
+        # by files the model is written for each version; by handles only to start a server from
+        tried = 0 if taken == "not to be had" else 1
+        assert (len(asked), len(written)) == ((3, 1) if taken == "taken" else (tried, 3))
+        assert ["by CUDA IPC they did not arrive" in text for text in caplog.messages] == [True] * (taken != "taken")
+        await engine.close()
+        assert not list(tmp_path.iterdir())

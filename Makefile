@@ -6,7 +6,7 @@ VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu docs clean
+.PHONY: help demo sandbox test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -85,7 +85,7 @@ test-vllm: $(VENV)/.installed-dev models vllm-cpu  ## the tests over the real vL
 	@RALLY_VLLM=$(abspath $(VLLM)) $(BIN)/python -m pytest -m vllm --numprocesses=0
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	@$(PIP) "trl==1.16.0" || echo "TRL could not be installed; its row will be left out"
+	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row will be left out"
 	@touch $@
 
 bench: $(VENV)/.installed-bench models  ## the table of ratios

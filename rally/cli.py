@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__, recipe_cli, serve_cli, watch_cli
+from rally import __version__, doctor_cli, recipe_cli, serve_cli, watch_cli
 from rally.cli_console import quiet_console as _console
+from rally.cli_words import Words, split_words
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
 from rally.redact import redact
@@ -32,16 +33,9 @@ app.add_typer(data_app, name="data")
 app.add_typer(serve_cli.app, name="serve")
 app.add_typer(recipe_cli.app)
 app.add_typer(watch_cli.app)
+app.add_typer(doctor_cli.app)
 data_app.add_typer(recipe_cli.data_app)
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="A YAML file first, if there is one, then key=value overrides such as data.train_batch_size=64.",
-        metavar="[CONFIG.yaml] [KEY=VALUE]...",
-        show_default=False,
-    ),
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
 Check = Annotated[
     bool,
@@ -207,16 +201,6 @@ def index(
 def version() -> None:
     """Print the version."""
     _console().note(f"rally {__version__}")
-
-
-def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """A leading word without `=` is the configuration file; all others are overrides."""
-    words = list(words or [])
-    path = Path(words.pop(0)) if words and "=" not in words[0] else None
-    stray = [w for w in words if "=" not in w]
-    if stray:
-        raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")
-    return path, words
 
 
 def _progress(console: RunConsole) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rally.sandbox import Isolation
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
-Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
 InFlight = Literal["keep", "recompute", "abort"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold

@@ -47,6 +47,10 @@ class ToolStatus(StrEnum):
     MALFORMED = "malformed"  # the text of the call could not be parsed
 
 
+TOOL_TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
+"""What an episode counts beside its answered calls: those cut off by a deadline of the turn, episode or step; threads
+and creations that were given up; methods that failed."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 

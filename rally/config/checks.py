@@ -9,6 +9,7 @@ from rally.config.algorithm import RolloutCorrection
 from rally.config.base import look_up, missing_file
 from rally.config.critic_checks import critic, kl_control
 from rally.config.errors import shown
+from rally.config.ineffective import ineffective, sft_ineffective
 from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
@@ -358,6 +359,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     reward,
     manager,
     trace,
+    ineffective,
     files,
     resume,
     machine,
@@ -367,6 +369,7 @@ SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     lora,
     sft_columns,
     sft_files,
+    sft_ineffective,
     resume,
     machine,
 )

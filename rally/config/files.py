@@ -36,15 +36,16 @@ class Notes(Section):
     def read_by(self, tree: Tree) -> dict[str, str]:
         """Those of `needs` that a configuration really reads; overrides may have named other files."""
         texts = list(_texts(tree))
-        return {
-            path: command
-            for path, command in self.needs.items()
-            if any(text == path or text.startswith(f"{path}/") for text in texts)
-        }
+        return {path: command for path, command in self.needs.items() if any(_below(text, path) for text in texts)}
 
     def unmet(self, tree: Tree) -> list[str]:
-        """One sentence for each path that the configuration reads and that is not there."""
-        missing = {path: command for path, command in self.read_by(tree).items() if not Path(path).exists()}
+        """One sentence for each path that is not there, or not whole: the file that the configuration reads of it."""
+        texts = list(_texts(tree))
+        missing = {
+            (path if not Path(path).exists() else lacking[0]): command
+            for path, command in self.read_by(tree).items()
+            if (lacking := [text for text in texts if _below(text, path) and not Path(text).exists()])
+        }
         return [f"{path} does not exist; make it with: {command}" for path, command in missing.items()]
 
 
@@ -127,11 +128,19 @@ def _placed(value: Any, folder: str) -> Any:
     return value.replace(HERE, folder) if isinstance(value, str) else value
 
 
+def _below(text: str, path: str) -> bool:
+    return text == path or text.startswith(f"{path}/")
+
+
 def _texts(value: Any) -> Iterator[str]:
+    """All texts that may name something to read: what ends in _dir is written to."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for below in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            yield from () if str(key).endswith("_dir") else _texts(below)
+    elif isinstance(value, list):
+        for below in value:
             yield from _texts(below)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -38,29 +38,51 @@ def load_sft_config(
     return _load(SftConfig, (path, overrides, base), SFT_UNBUILT, SFT_CHECKS)
 
 
+class Read(NamedTuple):
+    """A configuration with all that is wrong with it; None where it has no meaning at all."""
+
+    config: Config | None
+    problems: tuple[str, ...]
+
+
+def read_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Read:
+    """As `load_config` does, for who wants to look further than the first mistake."""
+    try:
+        return Read(*_read(Config, (path, overrides, None), UNBUILT, CHECKS))
+    except ConfigError as error:
+        return Read(None, error.problems)
+
+
+Sources = tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None]
+
+
 def _load(
-    schema: type[C],
-    sources: tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None],
-    unbuilt: Sequence[Unbuilt],
-    checks: Sequence[Callable[[C], Iterator[str]]],
+    schema: type[C], sources: Sources, unbuilt: Sequence[Unbuilt], checks: Sequence[Callable[[C], Iterator[str]]]
 ) -> C:
+    config, problems = _read(schema, sources, unbuilt, checks)
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(
+    schema: type[C], sources: Sources, unbuilt: Sequence[Unbuilt], checks: Sequence[Callable[[C], Iterator[str]]]
+) -> tuple[C | None, tuple[str, ...]]:
     path, overrides, base = sources
     document = read_document(Path(path)) if path is not None else Document([], Notes())
     layers = [_in_full(base or {}), *map(_in_full, document.layers), *_overrides(overrides)]
     tree = _merged(layers, schema)
-    if unmet := document.notes.unmet(tree):
-        raise ConfigError(unmet)
+    unmet = tuple(document.notes.unmet(tree))
     try:
         config = schema.model_validate(tree)
     except ValidationError as error:
         known = tuple(schema.keys())
         problems = [sentence(detail, known) for detail in error.errors(include_url=False)]
         rest = _without(tree, [detail["loc"] for detail in error.errors()])
-        raise ConfigError(_unique(problems + _refused(schema, rest, unbuilt))) from None
-    found = [*refusals(config, unbuilt), *(problem for check in checks for problem in check(config))]
-    if found:
-        raise ConfigError(_unique(found))
-    return config
+        return None, unmet or _unique(problems + _refused(schema, rest, unbuilt))
+    if unmet:  # the checks would only name the same files again, without the command
+        return config, unmet
+    return config, _unique([*refusals(config, unbuilt), *(problem for check in checks for problem in check(config))])
 
 
 def _overrides(texts: Sequence[str]) -> list[Tree]:
@@ -156,5 +178,5 @@ def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
     return pruned
 
 
-def _unique(problems: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(problems))
+def _unique(problems: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(problems))

@@ -118,6 +118,16 @@ class SftOptim(Section):
     lr_scheduler: Literal["constant", "cosine", "linear"] = "cosine"
     min_lr_ratio: Share = 0.0
 
+    @property
+    def lr_scheduler_type(self) -> str:
+        """What the same key is called in training by reinforcement."""
+        return self.lr_scheduler
+
+    @property
+    def num_cycles(self) -> float:
+        """Half a cosine, from its top to its bottom."""
+        return 0.5
+
 
 class SftTrainer(RunConfig):
     max_ckpt_to_keep: Count | None = None

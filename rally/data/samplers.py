@@ -5,12 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +16,7 @@ from rally.data.messages import shown
 from rally.data.read import DataError
 from rally.data.rows import TaskSet
 from rally.data.sampler import batch_indices, generator
+from rally.importing import ImportFailed, import_path
 from rally.types import Episode
 
 _FURTHER = 1  # apart from the random numbers of batches
@@ -131,23 +128,6 @@ def load_sampler_class(path: str, name: str) -> type[RowSampler]:
 
 def _import(path: str) -> ModuleType:
     try:
-        return _import_file(Path(path).resolve()) if path.endswith(".py") else _import_module(path)
-    except Exception as error:  # foreign code: whatever its import raises is the user's to read
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"data.sampler.class_path={path} cannot be imported ({reason}); correct it") from error
-
-
-def _import_module(path: str) -> ModuleType:
-    return importlib.import_module(path.removeprefix("pkg://"))
-
-
-def _import_file(path: Path) -> ModuleType:
-    # A file may import its neighbours, as it may when run by hand; last in the list, so that it shadows nothing.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"rally_sampler_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a name that ends in .py always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses and typing look their module up there
-    spec.loader.exec_module(module)
-    return module
+        return import_path(path, "sampler")
+    except ImportFailed as failed:
+        raise DataError(f"data.sampler.class_path={path} cannot be imported ({failed}); correct it") from failed

@@ -9,16 +9,13 @@ takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rally.importing import ImportFailed, import_path
 from rally.rewards import functions, sources
 from rally.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction
 from rally.rewards.result import RewardError
@@ -72,25 +69,10 @@ def _custom_function(path: str, name: str) -> RewardFunction:
 
 
 def _import(path: str) -> ModuleType:
-    dotted = path.removeprefix("pkg://")
-    is_file = dotted == path and (path.endswith(".py") or os.sep in path)
+    is_file = not path.startswith("pkg://") and (path.endswith(".py") or "/" in path)
     if is_file and not Path(path).is_file():
         raise RewardError(f"there is no file {Path(path).absolute()}; correct custom_reward_function.path")
     try:
-        return _import_file(Path(path).resolve()) if is_file else importlib.import_module(dotted)
-    except Exception as error:  # foreign code: whatever its import raises is the user's to read
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardError(f"custom_reward_function.path={path} cannot be imported ({reason}); correct it") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    # A file may import its neighbours, as it may when run by hand; last in the list, so that it shadows nothing.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"rally_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError("its name does not end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses and typing look their module up there
-    spec.loader.exec_module(module)
-    return module
+        return import_path(path, "reward")
+    except ImportFailed as failed:
+        raise RewardError(f"custom_reward_function.path={path} cannot be imported ({failed}); correct it") from failed

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from rally.tools.gate import Gate
 from rally.tools.limits import CallLimits
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
 from rally.types import ToolResponse
@@ -40,6 +41,14 @@ class BaseTool(Generic[ArgsT]):
     args_schema: ClassVar[type[BaseModel] | None] = None
     limits: CallLimits = CallLimits()
     """What the tool bears; the YAML's `limits` has the last word."""
+    own_timeout: float | None = None
+    """Seconds that the tool's own config gives a call; its deadline is never sooner, unless `limits` say so."""
+    shared_gate: Gate | None = None
+    """What the calls of several tools pass together, before the deadline of each begins."""
+    example: ClassVar[Mapping[str, Any] | None] = None
+    """Arguments of a call that must go well, which `rally doctor` makes; None: it makes some up from the schema."""
+    destructive: bool = False
+    """Whether a call may destroy something, so that none is made only to see whether the tool works."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
         self.config = dict(config or {})

@@ -6,10 +6,11 @@ decimal, else with 12 significant digits. What may be written is said in `expres
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import Context, Decimal
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from rally.tools.base import BaseTool, at_once
 from rally.tools.expression import evaluate
@@ -47,6 +48,8 @@ def _rounded(value: Fraction) -> str:
 
 class Calculator(BaseTool[Any]):
     """The built-in `calculator`: one argument, `expression`."""
+
+    example: ClassVar[Mapping[str, Any] | None] = {"expression": "6*7"}
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         return {

@@ -35,7 +35,8 @@ class ToolCaller:
         """Whether an instance is nothing but its id: there is nothing to open, to score or to release."""
         self.at_once = self.stateless and hasattr(tool.execute, "at_once")
         limits = tool.limits
-        self.gate = Gate(limits) if limits.max_concurrency or limits.rate_limit else None
+        own = Gate(limits) if limits.max_concurrency or limits.rate_limit else None
+        self.gates = tuple(gate for gate in (own, tool.shared_gate) if gate is not None)
         if limits.cache and not self.stateless:
             raise ToolConfigError(
                 f"tool {tool.name!r} keeps something for each episode (it has create, calc_reward or release), so its "

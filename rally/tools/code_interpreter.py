@@ -11,12 +11,13 @@ the metric `code_failed` counts it. With `stateful: true` variables live until t
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rally.sandbox import Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
+from rally.sandbox import Isolation, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.code_server import CodeServer
@@ -42,7 +43,7 @@ class CodeInterpreterConfig(BaseModel):
     default_language: str = "python"
     memory_limit_mb: int = Field(1024, ge=1)
     stateful: bool = False
-    isolation: Literal["auto", "bubblewrap", "landlock", "unprotected"] = "auto"
+    isolation: Isolation = "auto"
 
     @property
     def url(self) -> str | None:
@@ -54,6 +55,8 @@ class CodeInterpreterConfig(BaseModel):
 
 
 class CodeInterpreter(BaseTool[Any]):
+    example: ClassVar[Mapping[str, Any] | None] = {"code": "print(6 * 7)"}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(self.name, self.config)
@@ -65,6 +68,7 @@ class CodeInterpreter(BaseTool[Any]):
         else:
             self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation))
             at_once = min(at_once, self._runner.at_once)  # who waits must not wait inside, where its deadline runs
+        self.own_timeout = self.settings.default_timeout if "default_timeout" in self.config else None
         self.limits = CallLimits(max_concurrency=at_once)
 
     def get_openai_tool_schema(self) -> dict[str, Any]:

@@ -6,7 +6,8 @@ does not pay. The ground truth is the row's `create_kwargs.ground_truth`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from rally.scoring import gsm8k
@@ -18,6 +19,8 @@ NO_GAIN = -0.05
 
 
 class Gsm8kTool(BaseTool[Any]):
+    example: ClassVar[Mapping[str, Any] | None] = {"answer": "72"}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._truth: dict[str, Any] = {}

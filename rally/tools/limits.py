@@ -72,16 +72,28 @@ class CallLimits(BaseModel):
             raise ValueError("max_queue needs max_concurrency or rate_limit, else nothing ever waits")
         return self
 
+    def _idle(self) -> str | None:
+        """A limit that says something and has no effect."""
+        for name, needs in (("min_concurrency", "adaptive_concurrency"), ("cache_size", "cache")):
+            if getattr(self, name) != type(self).model_fields[name].default and not getattr(self, needs):
+                return f"{name} has no effect without {needs}: true; set that, or leave it out"
+        return None
+
     def overridden(self, given: Any, where: str) -> CallLimits:
         """These limits with what a YAML's `limits` says in their place."""
         if not isinstance(given, dict):
             raise ToolConfigError(f"{where}: limits must be a mapping, not {type(given).__name__}")
+        if {"num_workers", "max_concurrency"} <= given.keys():
+            raise ToolConfigError(f"{where}: limits.num_workers and limits.max_concurrency are one limit; keep one")
         named = {"max_concurrency" if key == "num_workers" else str(key): value for key, value in given.items()}
         unknown = sorted(named.keys() - CallLimits.model_fields.keys())
         if unknown:
             known = ", ".join(CallLimits.model_fields)
             raise ToolConfigError(f"{where}: limits has no key {unknown[0]!r}; its keys are {known}")
         try:
-            return CallLimits.model_validate({**self.model_dump(), **named})
+            limits = CallLimits.model_validate({**self.model_dump(), **named})
         except ValidationError as error:
             raise ToolConfigError(f"{where}: limits: {from_pydantic(error)}") from None
+        if idle := limits._idle():
+            raise ToolConfigError(f"{where}: limits.{idle}")
+        return limits

@@ -28,7 +28,7 @@ from rally.tools.calculator import Calculator
 from rally.tools.code_interpreter import CodeInterpreter
 from rally.tools.function import FunctionTool
 from rally.tools.gsm8k import Gsm8kTool
-from rally.tools.importing import import_class, import_file
+from rally.tools.importing import import_class, import_tool_file
 from rally.tools.mcp_config import is_mcp
 from rally.tools.plain import PlainTool
 from rally.tools.schema import ToolConfigError
@@ -81,7 +81,7 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
 
 def load_function_tools(path: str | Path) -> list[BaseTool[Any]]:
     """The functions under `@function_tool` in a Python file, in the order they stand there."""
-    module = import_file(Path(path).expanduser())
+    module = import_tool_file(Path(path).expanduser())
     tools = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, FunctionTool)))
     if not tools:
         raise ToolConfigError(f"{path} defines no tool; put @function_tool above a function")

@@ -40,33 +40,34 @@ class McpTool(BaseTool[Any]):
         super().__init__(settings.model_dump(exclude_none=True), _schema(lines.server, tool, prefix=settings.prefix))
         self._lines = lines
         self._called = tool.name
-        self._timeout = settings.timeout
-        self._gate = gate
+        self.own_timeout = settings.timeout
+        self.shared_gate = gate
+        hints = tool.annotations
+        self.destructive = bool(hints and hints.destructive_hint and not hints.read_only_hint)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
         """The row's execute_kwargs are arguments too, and win over what the model wrote."""
         try:
-            async with asyncio.timeout(self._timeout) as limit, self._gate.passage() as waited:
+            async with asyncio.timeout(self.own_timeout) as limit:
                 work = self._line(instance_id).call(self._called, {**parameters, **kwargs})
                 result = await hub().ask(work)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ToolTimeout(f"{self.name} did not answer within {self._timeout or 0:g} seconds") from None
-        return self._told(result, waited)
+            raise ToolTimeout(f"{self.name} did not answer within {self.own_timeout or 0:g} seconds") from None
+        return self._told(result)
 
     def close(self) -> None:
         self._lines.close()
 
-    def _told(self, result: types.CallToolResult, waited: float) -> tuple[ToolResponse, None, dict[str, Any]]:
+    def _told(self, result: types.CallToolResult) -> tuple[ToolResponse, None, dict[str, Any]]:
         content = read_content(result)
         text = redact(content.response.text or "")
         if result.is_error:
             raise McpFailure(text.removeprefix("Error: ") or f"{self.name} failed and did not say why")
         metrics = {
-            "queue_seconds": waited,
             "images": len(content.response.image or ()),
             "not_shown": content.not_shown,
         }

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -72,12 +72,15 @@ class SearchSettings(BaseModel):
 class SearchTool(BaseTool[Any]):
     """Without a config, its schema alone."""
 
+    example: ClassVar[Mapping[str, Any] | None] = {"query": "the capital of France"}
+
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
         if config is None:
             return
         self._settings = SearchSettings.read(config)
         self._source = self._settings.source()
+        self.own_timeout = self._settings.default_timeout if {"default_timeout", "timeout"} & config.keys() else None
         self.limits = CallLimits(max_concurrency=self._settings.num_workers, rate_limit=self._settings.rate_limit)
         self._told: set[str] = set()
 

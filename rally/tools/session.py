@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,11 +28,7 @@ from rally.tools.gate import QueueFull
 from rally.tools.limits import ToolLimits
 from rally.tools.results import Answer, clean, shorten
 from rally.tools.schema import Schema, ToolConfigError
-from rally.types import RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
-
-TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
-"""What an episode counts beside its answered calls: those cut off by a deadline of the turn, episode or step; threads
-and creations that were given up; methods that failed."""
+from rally.types import TOOL_TROUBLE, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
 
 class Outcome(NamedTuple):
@@ -58,6 +54,10 @@ class ToolBox:
     @property
     def names(self) -> list[str]:
         return list(self._callers)
+
+    @property
+    def tools(self) -> list[BaseTool[Any]]:
+        return [caller.tool for caller in self._callers.values()]
 
     def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
         """What the model is shown, of all tools or of those named."""
@@ -100,7 +100,7 @@ class ToolSession:
     @property
     def trouble(self) -> dict[str, int]:
         """Of the counters, those that tell of something wrong beside the calls' statuses; empty when all is well."""
-        return {name: self._counters[name] for name in TROUBLE if self._counters[name]}
+        return {name: self._counters[name] for name in TOOL_TROUBLE if self._counters[name]}
 
     @property
     def holds_instances(self) -> bool:
@@ -180,15 +180,16 @@ class ToolSession:
         return outcome
 
     async def _gated(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
-        gate = caller.gate
-        if gate is None:
+        if not caller.gates:
             return await self._timed(caller, arguments)
         try:
-            async with gate.passage() as waited:
+            async with AsyncExitStack() as passed:
+                waited = [await passed.enter_async_context(gate.passage()) for gate in caller.gates]
                 outcome = await self._timed(caller, arguments)
                 late, failed = outcome.status is ToolStatus.TIMEOUT, outcome.status is ToolStatus.ERROR
-                gate.learn(outcome.seconds, late=late, failed=failed)
-            return outcome._replace(queued=waited)
+                for gate in caller.gates:
+                    gate.learn(outcome.seconds, late=late, failed=failed)
+            return outcome._replace(queued=sum(waited))
         except QueueFull as full:
             return _failed(ToolStatus.REJECTED, f"{caller.tool.name} is busy: {full}.")
 
@@ -212,7 +213,7 @@ class ToolSession:
         return Outcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, _without_secrets(answer))
 
     def _timeout(self, caller: ToolCaller) -> float:
-        return caller.tool.limits.timeout or self._limits.timeout
+        return caller.tool.limits.timeout or max(self._limits.timeout, caller.tool.own_timeout or 0.0)
 
     async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> Answer:
         instance_id = await self._instance(caller)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from rally.track.numbers import Metrics, percentiles, spread
 from rally.track.serialize import plain
-from rally.types import Episode, ToolCall, ToolResult, ToolStatus
+from rally.types import TOOL_TROUBLE, Episode, ToolCall, ToolResult, ToolStatus
 
-TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
 SLOW_SECONDS = 1.0  # an episode that waits less than this for its tools is not worth a word
 
 
@@ -36,7 +35,7 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
         "tool/redundant": sum(one.redundant for one in made),
     }
     metrics |= {f"tool/{status}": statuses[status] for status in ToolStatus}
-    for name in TROUBLE:
+    for name in TOOL_TROUBLE:
         metrics[f"tool/{name}"] = sum(e.extra.get("tool_trouble", {}).get(name, 0) for e in episodes)
     if made:
         metrics["tool/success_rate"] = statuses[ToolStatus.OK] / len(made)

@@ -137,7 +137,7 @@ class CheckpointStore:
     def _write(self, step: int, parts: Sequence[Part]) -> None:
         try:
             self._write_parts(self._place(step), parts)
-            _write_synced(self.folder / LATEST, str(step))
+            self._point_at(step)
             self._drop_old(step)
         except OSError as problem:
             raise CheckpointError(
@@ -178,7 +178,16 @@ class CheckpointStore:
             place = path.with_name(f"superseded_{path.name}")
             shutil.rmtree(place, ignore_errors=True)
             places.append(path.rename(place))
+        if places:
+            self._point_at(max((_step_of(p) for p in self._saved() if damage(p) is None), default=None))
         return places
+
+    def _point_at(self, step: int | None) -> None:
+        """Let the file that other programs read name the newest checkpoint; without one there is no such file."""
+        if step is None:
+            (self.folder / LATEST).unlink(missing_ok=True)
+        else:
+            _write_synced(self.folder / LATEST, str(step))
 
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""

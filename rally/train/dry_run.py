@@ -13,6 +13,7 @@ from rally.engines.embedded.memory import plan_memory
 from rally.track import RunConsole
 from rally.track.text import visible
 from rally.train import data_parts, parts
+from rally.train.costs import shown_bytes, size_of, training_costs
 from rally.train.run import Inputs, read_inputs, total_steps_of
 from rally.types import Task
 
@@ -65,23 +66,10 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
 
 def _show_memory(config: Config, console: RunConsole) -> None:
     model = parts.model_of(config)
-    full = model.dtype == torch.float32  # otherwise the optimizer holds float32 masters beside its two moments
-    count = sum(p.numel() for p in model.parameters())
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or parts.reward_kl_coef(config)
-    critic = weights + (12 if full else 16) * count if config.needs_critic and not config.critic.model.path else 0
-    console.table(
-        "memory plan",
-        [
-            ["weights", _size(weights)],
-            ["gradients, float32", _size(4 * count)],
-            ["optimizer, float32", _size((8 if full else 12) * count)],
-            ["reference policy", _size(weights if wanted else 0)],
-            *([["critic with its optimizer, in all", _size(critic)]] if critic else []),
-            *_engine_rows(config, model),
-            ["device", str(model.device)],
-        ],
-    )
+    width = torch.empty((), dtype=model.dtype).element_size()
+    costs = training_costs(config, model.config, size_of(model), width)
+    rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
+    console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
 
 
 def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
@@ -90,15 +78,6 @@ def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
     settings = parts.engine_settings_of(config)
     plan = plan_memory(model, settings)
     return [
-        ["KV cache", f"{_size(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
-        ["one step of the engine", _size(plan.step_bytes)],
+        ["KV cache", f"{shown_bytes(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
+        ["one step of the engine", shown_bytes(plan.step_bytes)],
     ]
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

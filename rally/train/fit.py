@@ -43,7 +43,7 @@ from rally.train.guards import keeping_diverged
 from rally.train.interrupt import Interrupt
 from rally.train.kl_control import KlControl
 from rally.train.parts import ValidationPass
-from rally.train.policy import Policy, step_seed
+from rally.train.policy import Policy, due, step_seed
 from rally.train.rates import memory_used, token_times
 from rally.train.recorder import Recorder
 from rally.train.reference import Reference
@@ -122,12 +122,12 @@ class Trainer:
             metrics = saving | await self.train_step(step)
             saving = {}
             final = step == self.settings.total_steps
-            if self.val_tasks and (final or _due(step, self.settings.test_freq)):
+            if self.val_tasks and (final or due(step, self.settings.test_freq)):
                 last = await self.validate(step)
                 metrics |= last
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             self.done = step
-            saved = final or self.interrupt.requested or _due(step, self.settings.save_freq)
+            saved = final or self.interrupt.requested or due(step, self.settings.save_freq)
             if saved:
                 saving = self._save(step)
             if saved and self.interrupt.requested:
@@ -297,9 +297,9 @@ class Trainer:
         metrics: dict[str, float] = {}
         clock = PhaseClock(self.folder, step)
         with clock("testing"):
-            shown: list[Episode] = []
-            for number, one in enumerate(self.validation):
-                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True)
+            passes: list[list[Episode]] = []
+            for one in self.validation:
+                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True, suffix=one.suffix)
                 size = (self.settings.val_batch_size or len(self.val_tasks)) * one.n
                 episodes: list[Episode] = []
                 label = f"validation {one.suffix}".strip()
@@ -311,10 +311,9 @@ class Trainer:
                         )
                         episodes += result.everything
                 metrics |= validation_metrics(episodes, one.n, one.suffix)
-                if number == 0:
-                    self._record(step, episodes, validate=True)
-                    shown = episodes
-        self._show(shown)
+                passes.append(episodes)
+            self._record(step, [episode for episodes in passes for episode in episodes], validate=True)
+        self._show(passes[0])
         return metrics | clock.metrics()
 
     def _show(self, episodes: Sequence[Episode]) -> None:
@@ -367,10 +366,6 @@ class Trainer:
 
 def _source(episode: Episode) -> dict[str, Any]:
     return {"id": episode.id, "group": episode.group, "task": episode.task.id, "reward": episode.reward}
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def run(trainer: Trainer) -> dict[str, float]:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rally.track.lines import write_atomic
 from rally.train.packing import Row
 from rally.types import RallyError
 
@@ -87,14 +88,16 @@ def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mappi
     path = folder / f"step_{step:06d}.safetensors"
     rows = [row for part in error.tried for row in part.rows]
     tensors = batch_tensors(error.tried)
-    save_file(tensors, path)
+    aside = path.with_name(f".{path.name}.part")
+    save_file(tensors, aside)
+    aside.replace(path)
     told = {
         "step": step,
         "problem": error.problem,
         "sources": {number: dict(sources[number]) for number in dict.fromkeys(row.episode for row in rows)},
         "not_finite": {name: int((~x.isfinite()).sum()) for name, x in tensors.items() if x.is_floating_point()},
     }
-    path.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    write_atomic(path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
     return path
 
 

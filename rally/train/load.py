@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -81,6 +83,20 @@ def _in_own_memory(model: Any) -> Any:
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return model
+
+
+def load_model_config(
+    path: str, *, trust_remote_code: bool = False, overrides: dict[str, Any] | None = None
+) -> PreTrainedConfig:
+    """What a model is, without its weights."""
+    where, gguf = _locate(path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            where, trust_remote_code=trust_remote_code, **gguf, **(overrides or {})
+        )
+    except (OSError, ValueError, ImportError) as problem:
+        raise LoadError(_sentence("configuration of the model", path, problem)) from problem
+    return config
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

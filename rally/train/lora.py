@@ -69,6 +69,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
     model.eval()
 
 
+def lora_rank(settings: LoraSettings) -> int:
+    """The rank of the adapters: as said, or as the folder they come from says."""
+    return settings.rank or int(_stored(Path(settings.start))["r"] if settings.start else 0)
+
+
 def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 

@@ -15,8 +15,9 @@ from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.actor import OptimConfig
-from rally.config.model import LoraKeys
-from rally.config.trainer import GradientGuards
+from rally.config.model import LoraKeys, ModelConfig
+from rally.config.sft import SftModel, SftOptim
+from rally.config.trainer import GradientGuards, RunConfig
 from rally.engines.embedded import EngineSettings
 from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
@@ -36,18 +37,23 @@ from rally.types import SamplingParams
 
 def model_of(config: Config, path: str | None = None) -> PreTrainedModel:
     """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
-    model, lora = config.model, lora_of(config.model, config.trainer.seed)
+    return trained_model(config.model, str(config.model.path), config.trainer, path)
+
+
+def trained_model(model: ModelConfig | SftModel, base: str, trainer: RunConfig, path: str | None) -> PreTrainedModel:
+    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it."""
+    lora = lora_of(model, trainer.seed)
     if path:
         check_resumable(Path(path), lora)
     found = load_model(
-        str(model.path) if lora or not path else path,
-        device=pick_device(config.trainer.device),
+        base if lora or not path else path,
+        device=pick_device(trainer.device),
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
     )
     if lora:
-        add_adapters(found, lora, str(model.path), path)
+        add_adapters(found, lora, base, path)
     return found
 
 
@@ -290,7 +296,7 @@ def optimizer_settings_of(config: Config) -> OptimizerSettings:
     return optimizer_settings(config.actor.optim, config.actor.grad_clip, gradient_limits_of(config.trainer.guards))
 
 
-def optimizer_settings(optim: OptimConfig, grad_clip: float, limits: GradientLimits) -> OptimizerSettings:
+def optimizer_settings(optim: OptimConfig | SftOptim, grad_clip: float, limits: GradientLimits) -> OptimizerSettings:
     return OptimizerSettings(
         lr=optim.lr,
         betas=optim.betas,

@@ -146,6 +146,11 @@ def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
     return collect
 
 
+def due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done after this one; -1 is never."""
+    return every > 0 and step % every == 0
+
+
 def step_seed(seed: int, step: int) -> int:
     """What dropout draws from in one step: a resumed run draws what the first one would have drawn."""
     return episode_seed(seed, step, 0, 0)

@@ -108,15 +108,18 @@ class Rollout:
         *,
         first: int = 0,
         baseline: bool = False,
+        suffix: str = "",
     ) -> list[Job]:
         """`n` jobs per task, and a greedy one if it has a baseline; `first` is the place of the first task. Seeds
-        depend on (seed, step, place, sample) alone; validation keeps its own over steps."""
+        depend on (seed, step, place, sample) alone; validation keeps its own over steps. `suffix` is that of a further
+        validation pass: its episodes and groups have names of their own."""
         kind = "v" if validate else "t"
+        apart = f"-{suffix}" if suffix else ""
         return [
             Job(
                 task=task,
-                episode_id=f"{kind}{step:06d}-{place:05d}-{'greedy' if k == n else k}",
-                group=f"{kind}{step:06d}-{place:05d}",
+                episode_id=f"{kind}{step:06d}-{place:05d}{apart}-{'greedy' if k == n else k}",
+                group=f"{kind}{step:06d}-{place:05d}{apart}",
                 seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
                 step=step,
                 validate=validate,

@@ -22,11 +22,10 @@ from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.guards import keeping_diverged
 from rally.train.interrupt import Interrupt, resume_command, stopped
-from rally.train.load import load_model, load_tokenizer, pick_device
-from rally.train.lora import add_adapters, check_resumable
+from rally.train.load import load_tokenizer
 from rally.train.packing import Row
-from rally.train.parts import gradient_limits_of, lora_of
-from rally.train.policy import OptimizerSettings, Policy, step_seed
+from rally.train.parts import gradient_limits_of, optimizer_settings, trained_model
+from rally.train.policy import Policy, due, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
@@ -218,33 +217,12 @@ def read_rows(
 
 
 def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
-    lora = lora_of(config.model, config.trainer.seed)
-    if start:
-        check_resumable(start.actor, lora)
-    model = load_model(
-        str(start.actor if start and not lora else config.model_path),
-        device=pick_device(config.trainer.device),
-        dtype=config.model.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        overrides=dict(config.model.override_config),
-    )
-    if lora:
-        add_adapters(model, lora, str(config.model_path), str(start.actor) if start else None)
+    model = trained_model(config.model, str(config.model_path), config.trainer, str(start.actor) if start else None)
     attention.install(model)
-    optim = config.optim
+    limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(
         model,
-        OptimizerSettings(
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            grad_clip=optim.clip_grad,
-            schedule=optim.lr_scheduler,
-            warmup_steps=optim.lr_warmup_steps,
-            warmup_ratio=optim.lr_warmup_steps_ratio,
-            min_lr_ratio=optim.min_lr_ratio,
-            limits=gradient_limits_of(config.trainer.guards),
-        ),
+        optimizer_settings(config.optim, config.optim.clip_grad, limits),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
     )
@@ -269,10 +247,10 @@ def _train(run: SftRun, steps: range) -> _Trained:
             with keeping_diverged(config.run_dir, step, run.train.sources):
                 last = _timed_step(run, step, batch)
             final = step == steps.stop - 1
-            if run.val.rows and (final or (trainer.test_freq > 0 and step % trainer.test_freq == 0)):
+            if run.val.rows and (final or due(step, trainer.test_freq)):
                 last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
             run.sinks.log(step, last)
-            saved = final or run.interrupt.requested or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
+            saved = final or run.interrupt.requested or due(step, trainer.save_freq)
             if saved:
                 run.store.save(step, run.policy, run.tokenizer)
             phase.advance()

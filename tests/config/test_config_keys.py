@@ -212,7 +212,12 @@ def test_every_rule_refuses_each_of_its_keys_by_name(schema: type[Root], rules: 
     "line",
     [
         f"{A}.strategy=fsdp2",
-        f"{A}.kl_loss_type=k3",
+        f"{A}={{use_kl_loss: true, kl_loss_type: k3, kl_loss_coef: 0.01}}",
+        f"{A}={{use_kl_loss: false, kl_loss_type: low_var_kl, kl_loss_coef: 0.0, data_loader_seed: 42}}",
+        f"{A}.optim={{lr_scheduler_type: constant, min_lr_ratio: 0.0, num_cycles: 0.5}}",
+        f"{A}.checkpoint={{save_contents: [model, optimizer, extra, hf_model], "
+        "load_contents: [model, optimizer, extra, hf_model]}",
+        "reward_model.reward_kwargs.overlong_buffer_cfg={enable: false, len: 512, penalty_factor: 1.0, log: false}",
         f"{A}.fsdp_config.param_offload=false",
         "algorithm.norm_adv_by_std_in_grpo=false",
         "algorithm.use_kl_in_reward=False",

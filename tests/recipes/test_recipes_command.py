@@ -34,6 +34,10 @@ def test_a_recipe_without_its_data_says_how_to_get_it(tmp_path: Path, monkeypatc
     ):
         with pytest.raises(RallyError, match=made_by):
             rally(*words)
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "data" / "gsm8k" / "train.parquet").touch()
+    with pytest.raises(RallyError, match=r"data/gsm8k/test\.parquet does not exist; make it with: rally data gsm8k"):
+        rally("train", "--recipe", "gsm8k_tool")
     with pytest.raises(RallyError, match="both name a configuration"):
         rally("train", "my.yaml", "--recipe", "triage")
 

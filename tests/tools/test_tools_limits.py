@@ -21,6 +21,7 @@ from rally.tools import (
     load_tools,
     run_process,
 )
+from rally.tools.gate import Gate
 from rally.types import Task, ToolCall, ToolResponse, ToolStatus
 
 TASK = Task(id="t", data_source="test", prompt=({"role": "user", "content": "hi"},))
@@ -264,3 +265,46 @@ async def test_a_flood_is_not_kept_in_memory() -> None:
     tool = limited(function_tool(name="tool")(lambda: "x" * 1_000_001), cache=True)
     session = opened(tool)
     assert [(await session.run([ToolCall(name="tool")]))[0].cached for _ in range(2)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"num_workers": 2, "max_concurrency": 2}, "limits.num_workers and limits.max_concurrency are one limit"),
+        ({"min_concurrency": 2, "max_concurrency": 4}, "min_concurrency has no effect without adaptive_concurrency"),
+        ({"cache_size": 8}, "cache_size has no effect without cache: true"),
+    ],
+)
+def test_a_limit_without_effect_is_told(limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(ToolConfigError, match=words):
+        load_tools({"tools": [{"name": "calculator", "limits": limits}]})
+
+
+async def test_a_deadline_of_the_tools_own_config_is_honoured_also_above_that_of_all_tools() -> None:
+    slow, patient = Counting({"seconds": 0.3}), Counting({"seconds": 0.3})
+    patient.own_timeout = 5.0
+    [late] = await opened(slow, timeout=0.1).run(calls(1))
+    [answered] = await opened(patient, timeout=0.1).run(calls(1))
+    assert (late.status, answered.status) == (ToolStatus.TIMEOUT, ToolStatus.OK)
+    [limited_anyway] = await opened(limited(patient, timeout=0.1), timeout=9.0).run(calls(1))
+    assert limited_anyway.status is ToolStatus.TIMEOUT
+
+
+def test_what_users_write_as_default_timeout_is_that_deadline() -> None:
+    service = {"retrieval_service_url": "http://127.0.0.1:9/retrieve"}
+    for name, config in (("search", service), ("code_interpreter", {"isolation": "unprotected"})):
+        unsaid, said = (
+            load_tools({"tools": [{"name": name, "config": config | more}]})[0]
+            for more in ({}, {"default_timeout": 90})
+        )
+        assert (unsaid.own_timeout, said.own_timeout) == (None, 90)
+
+
+async def test_waiting_at_a_gate_that_tools_share_is_not_counted_against_a_deadline() -> None:
+    first, second = Counting({"seconds": 0.2}, SCHEMA), Counting({"seconds": 0.2}, SCHEMA | {"name": "other"})
+    first.shared_gate = second.shared_gate = Gate(CallLimits(max_concurrency=1))
+    session = opened(first, second, timeout=0.35)
+    asked = [*calls(1, 2), ToolCall(name="other", arguments={"x": 3})]
+    results = await session.run(asked)
+    assert [result.status for result in results] == [ToolStatus.OK] * 3
+    assert max(result.queued for result in results) > 0.35 > max(result.seconds for result in results)

@@ -254,3 +254,6 @@ def test_a_run_set_back_does_not_find_its_later_checkpoints(
     assert {p.name for p in store.supersede_after(2)} == {"superseded_global_step_4", "superseded_global_step_6"}
     found = store.latest()
     assert found is not None and found.step == 2
+    assert (store.folder / LATEST).read_text() == "2", "other programs read it too"
+    store.supersede_after(0)
+    assert store.latest() is None and not (store.folder / LATEST).exists()

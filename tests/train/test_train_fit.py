@@ -173,9 +173,9 @@ def test_a_step_does_not_depend_on_random_numbers_drawn_before_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, as some families have it: else a resumed run would draw others than the first one."""
-    hidden = forward.packed_hidden
+    hidden = forward.hidden_states
     monkeypatch.setattr(
-        forward, "packed_hidden", lambda model, *rest: F.dropout(hidden(model, *rest), 0.2, model.training)
+        forward, "hidden_states", lambda model, *rest: F.dropout(hidden(model, *rest), 0.2, model.training)
     )
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -240,7 +240,10 @@ def test_a_sampled_validation_keeps_greedy_beside_it(home: Path, tmp_path: Path)
     core = f"val-core/{arithmetic.DATA_SOURCE}/reward"
     assert {f"{core}/mean@3", f"{core}/best@3/mean", f"{core}/mean@1/greedy"} <= metrics.keys()
     assert metrics[f"{core}/best@3/mean"] > metrics[f"{core}/mean@3"]
-    assert len(RunFolder(outcome.folder).read_episodes(0, validate=True)) == 12
+    recorded = RunFolder(outcome.folder).read_episodes(0, validate=True)
+    greedy = [episode for episode in recorded if episode.group.endswith("-greedy")]
+    assert (len(recorded), len(greedy)) == (4 * 3 + 4, 4) and len({episode.id for episode in recorded}) == 16
+    assert sum(e.reward or 0 for e in greedy) / 4 == pytest.approx(metrics[f"{core}/mean@1/greedy"])
 
 
 def test_validation_runs_all_rows_at_once_unless_told_otherwise(

@@ -77,6 +77,8 @@ def test_the_batch_is_kept_and_the_weights_are_not_changed(tmp_path: Path, facto
     assert same(before, weights(policy.model))
     assert torch.equal(moments, policy.optimizer.state_dict()["state"][0]["exp_avg"])
     check_saved(tmp_path / "diverged" / "step_000009.safetensors")
+    names = {path.name for path in (tmp_path / "diverged").iterdir()}
+    assert names == {"step_000009.safetensors", "step_000009.json"}, "nothing half-written is left"
 
 
 def check_saved(path: Path) -> None:

@@ -146,7 +146,7 @@ class Reached:
         self.hidden_TC.append(hidden_TC.requires_grad_())
         self.packed.append(packed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward, "packed_hidden", lambda *_: hidden_TC)
+            patch.setattr(forward, "hidden_states", lambda *_: hidden_TC)
             return token_logprobs(model, packed, *rest, **options)
 
     def by_token(self) -> dict[float, Tensor]:

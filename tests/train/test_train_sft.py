@@ -181,9 +181,9 @@ def final_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(params=[0.0, 0.2], ids=["plain", "dropout"])
 def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that draws random numbers while it trains, as some families do."""
-    hidden = forward.packed_hidden
+    hidden = forward.hidden_states
     monkeypatch.setattr(
-        forward, "packed_hidden", lambda model, *rest: F.dropout(hidden(model, *rest), request.param, model.training)
+        forward, "hidden_states", lambda model, *rest: F.dropout(hidden(model, *rest), request.param, model.training)
     )
 
 

@@ -6,7 +6,7 @@ import sys
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
@@ -31,7 +31,8 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
     stay cached. A CPU's memory is everyone's, so there it is at most twice what can run at once."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
-    per_token, step = kv_bytes_per_token(model), step_bytes(model, settings)
+    config, width = model.config, _width(model)
+    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width)
     allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
@@ -44,26 +45,40 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
-    config = model.config.get_text_config()
+    return shape_of(model.config)
+
+
+def shape_of(config: PreTrainedConfig) -> KVShape:
+    """The same of a model whose weights nobody has loaded."""
+    config = config.get_text_config()
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return KVShape(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size)
 
 
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    layers, heads, size = kv_shape(model)
-    return 2 * layers * heads * size * _width(model)
+def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
+    """`width`: bytes of a number."""
+    layers, heads, size = shape_of(config)
+    return 2 * layers * heads * size * width
 
 
-def step_bytes(model: PreTrainedModel, settings: EngineSettings) -> int:
+def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int) -> int:
     """Activations of one layer for a full step (the residual, its norm, queries, keys and values, both halves of the
     MLP and their product), and the float32 logits of every running request, twice."""
-    config = model.config.get_text_config()
-    _, kv_heads, size = kv_shape(model)
-    mlp = getattr(config, "intermediate_size", 4 * config.hidden_size)
-    wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp
+    config = config.get_text_config()
+    _, kv_heads, size = shape_of(config)
+    wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp_size(config)
     logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
-    return int(settings.max_num_batched_tokens * wide * _width(model) + logits)
+    return int(settings.max_num_batched_tokens * wide * width + logits)
+
+
+def mlp_size(config: PreTrainedConfig) -> int:
+    """The width of a layer's MLP as one token meets it."""
+    config = config.get_text_config()
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts and getattr(config, "moe_intermediate_size", None):
+        return int(experts * config.moe_intermediate_size)
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
 def free_bytes(device: torch.device) -> int:

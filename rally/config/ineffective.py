@@ -1,0 +1,79 @@
+"""A key whose value nothing would read is told, so that nobody waits for its effect; default values always pass.
+
+Users bring whole command lines of the ecosystem, defaults written out. So a value is refused only if it differs from
+the default, ours or, where that is another, the ecosystem's, and does not itself say "none".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from rally.config.base import look_up
+from rally.config.errors import shown
+from rally.config.schema import Config
+from rally.config.sft import SftConfig
+
+A = "actor_rollout_ref.actor"
+
+
+class Idle(NamedTuple):
+    """A key without effect, why, and the values that pass beside its default."""
+
+    key: str
+    why: str
+    also: tuple[Any, ...] = ()
+
+
+def ineffective(config: Config) -> Iterator[str]:
+    optimizers = [f"{A}.optim", *(["critic.optim"] if config.needs_critic else [])]
+    schedules = (idle for section in optimizers for idle in _schedule(config, section, "lr_scheduler_type"))
+    yield from _told(config, (*_loss(config), *_reward(config), *schedules))
+    yield from _loaded(config, f"{A}.checkpoint")
+    if config.needs_critic and "hf_model" in config.critic.checkpoint.save_contents:
+        yield "critic.checkpoint.save_contents=hf_model has no effect: a critic is no language model; leave it out."
+
+
+def sft_ineffective(config: SftConfig) -> Iterator[str]:
+    yield from _told(config, _schedule(config, "optim", "lr_scheduler"))
+    yield from _loaded(config, "trainer.checkpoint")
+
+
+def _loss(config: Config) -> Iterator[Idle]:
+    if not config.actor.use_kl_loss:
+        why = f"without {A}.use_kl_loss=true; set that, or leave it out"
+        yield from (Idle(f"{A}.kl_loss_coef", why, (0.0,)), Idle(f"{A}.kl_loss_type", why))
+    if not config.actor.shuffle:
+        yield Idle(f"{A}.data_loader_seed", f"without {A}.shuffle=true; set that, or leave it out", (42,))
+
+
+def _reward(config: Config) -> Iterator[Idle]:
+    given = "reward_model.reward_kwargs"
+    if not config.reward_model.reward_kwargs.overlong_buffer_cfg.enable:
+        why = f"without {given}.overlong_buffer_cfg.enable=true; set that, or leave it out"
+        for name in ("max_resp_len", *(f"overlong_buffer_cfg.{part}" for part in ("len", "penalty_factor", "log"))):
+            yield Idle(f"{given}.{name}", why)
+
+
+def _schedule(config: Config | SftConfig, section: str, name: str) -> Iterator[Idle]:
+    optim = look_up(config, section)
+    why = f"with {section}.{name}={optim.lr_scheduler_type}; leave it out, or set {name}=cosine"
+    if optim.lr_scheduler_type == "constant":
+        yield Idle(f"{section}.min_lr_ratio", why)
+    if optim.lr_scheduler_type != "cosine":
+        yield Idle(f"{section}.num_cycles", why)
+
+
+def _told(config: Config | SftConfig, keys: Iterable[Idle]) -> Iterator[str]:
+    defaults = type(config)()
+    for key, why, also in keys:
+        value = look_up(config, key)
+        if value != look_up(defaults, key) and value not in also:
+            yield f"{key}={shown(value)} has no effect {why}."
+
+
+def _loaded(config: Config | SftConfig, section: str) -> Iterator[str]:
+    """The ecosystem's default is to load what was saved, and so may name hf_model; by itself it asks for something."""
+    loaded, saved = (look_up(config, f"{section}.{name}_contents") for name in ("load", "save"))
+    if "hf_model" in loaded and loaded != saved:
+        yield f"{section}.load_contents=hf_model has no effect: resuming reads the other parts alone; leave it out."

@@ -1,0 +1,74 @@
+// The same task at two steps, or in two runs: turn beside turn, with what changed marked.
+
+import { episode, rows } from "./api.js";
+import { diff } from "./diff.js";
+import { h, number, rewardChip, stopChip } from "./dom.js";
+
+const MOST = 500;
+
+function turnsOf(one) {
+  return one.turns.map((turn) => ({ role: turn.role, text: turn.text || turn.tool_results.map((r) => r.response.text ?? "").join("\n") }));
+}
+
+function pair(left, right) {
+  const parts = diff(left?.text ?? "", right?.text ?? "");
+  const cell = (turn, kind) => h("div", { class: "cell " + (turn?.role ?? "none") }, turn && h("small", null, turn.role === "assistant" ? "policy" : turn.role),
+    turn && h("pre", { class: "text", dir: "auto" }, parts.filter(([what]) => what === "same" || what === kind).map(([what, text]) => (what === "same" ? text : h("mark", { class: what }, text)))));
+  return [cell(left, "gone"), cell(right, "new")];
+}
+
+function label(option) {
+  return `${option.runName}step ${option.step}${option.validate ? " val" : ""} · reward ${number(option.reward)} · ${option.id}`;
+}
+
+export function compareView(root, app) {
+  const param = (name) => app.place.params.get(name);
+  let closed = false;
+
+  // Every episode of the task, of all runs, in order of steps.
+  async function candidates(task) {
+    const several = app.state.runs.length > 1;
+    const found = await Promise.all(app.state.runs.map(async (run, n) => {
+      const answer = await rows(n, { task, sort: "step", desc: "0", limit: MOST });
+      return answer.rows.map((row) => ({ ...row, run: n, key: n + ":" + row.id, runName: several ? run.name + " · " : "" }));
+    }));
+    return found.flat();
+  }
+
+  async function someTask() {
+    const answer = await rows(app.run(), { kind: "val", limit: 1 });
+    return (answer.rows[0] ?? (await rows(app.run(), { limit: 1 })).rows[0])?.task;
+  }
+
+  function picker(name, options, chosen) {
+    return h("select", { "aria-label": name === "a" ? "left episode" : "right episode", onchange: (e) => app.go("compare", { task: param("task") ?? options[0].task, a: param("a"), b: param("b"), [name]: e.target.value }) },
+      options.map((option) => h("option", { value: option.key, selected: option.key === chosen.key }, label(option))));
+  }
+
+  async function draw() {
+    const task = param("task") ?? (await someTask());
+    const options = task ? await candidates(task) : [];
+    if (closed) return;
+    if (!options.length) return root.replaceChildren(h("p", { class: "empty" }, "No episodes are recorded yet."));
+    const find = (key) => options.find((option) => option.key === key);
+    // From an episode one looks at where the task came out last; if this is it, at where it began.
+    const left = find(param("a")) ?? options[0];
+    const right = find(param("b")) ?? (left === options.at(-1) ? options[0] : options.at(-1));
+    const [a, b] = await Promise.all([left, right].map((option) => episode(option.run, option.id)));
+    if (closed) return;
+    const [ta, tb] = [turnsOf(a), turnsOf(b)];
+    const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
+    const top = (name, option, one) => h("header", null, picker(name, options, option),
+      h("div", null, rewardChip(one.reward), stopChip(one.stop_reason), h("a", { href: app.link("episode", { run: option.run, id: one.id }) }, "open")));
+    root.replaceChildren(
+      h("div", { class: "top" }, h("h1", null, h("code", null, task)), h("span", { class: "soft" }, `${options.length} episodes of this task`),
+        h("span", { class: "grow" }), h("a", { href: app.link("episodes", { task }) }, "list them")),
+      h("p", { class: "asked card", dir: "auto" }, left.question, a.task.ground_truth !== null && h("span", { class: "soft" }, "  expected: ", typeof a.task.ground_truth === "string" ? a.task.ground_truth : JSON.stringify(a.task.ground_truth))),
+      h("div", { class: "diff card" }, top("a", left, a), top("b", right, b), cells),
+      options.length === 1 && h("p", { class: "note" }, "Only one episode of this task is recorded, so there is nothing to compare it with yet."));
+  }
+
+  const fail = (problem) => root.replaceChildren(h("p", { class: "empty" }, problem.message));
+  draw().catch(fail);
+  return { update: () => { draw().catch(fail); return true; }, close: () => { closed = true; } };
+}

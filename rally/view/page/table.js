@@ -1,0 +1,144 @@
+// The table of episodes. Only the rows in sight exist; a page is asked for by the key of the row before it.
+
+import { get, rows } from "./api.js";
+import { h, number, oneLine, rewardChip, seconds, stopChip } from "./dom.js";
+import { filterBar, FILTERS, told } from "./filters.js";
+
+const ROW = 34, PAGE = 100, TYPING = 180;
+const COLUMNS = [
+  ["reward", "reward", (row) => rewardChip(row.reward)],
+  ["step", "step", (row) => [number(row.step), row.validate ? h("small", { class: "val" }, "val") : null]],
+  ["id", "episode", (row) => h("code", null, oneLine(row.id))],
+  ["question", "question", (row) => h("span", { dir: "auto" }, oneLine(row.question))],
+  ["answer", "last answer", (row) => h("span", { dir: "auto" }, oneLine(row.answer))],
+  ["stop", "stop", (row) => stopChip(row.stop)],
+  ["turns", "turns", (row) => row.turns],
+  ["calls", "calls", (row) => row.calls],
+  ["errors", "failed", (row) => (row.errors ? h("b", { class: "bad" }, row.errors) : "0")],
+  ["sampled", "sampled", (row) => number(row.sampled)],
+  ["seconds", "time", (row) => seconds(row.seconds)],
+];
+
+export function tableView(root, app) {
+  let pages = new Map(), keys = new Map(), total = 0, chosen = 0, asked = 0, closed = false, facets = null;
+  const bar = h("div");
+  const head = h("div", { class: "tr th", role: "row" });
+  const body = h("div", { class: "rows", role: "rowgroup" });
+  const scroll = h("div", { class: "scroll", onscroll: () => requestAnimationFrame(draw) }, head, body);
+  root.append(bar, h("div", { class: "card table", role: "table", "aria-label": "episodes" }, scroll));
+
+  const param = (name) => app.place.params.get(name);
+  const query = () => Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, param(name)]).filter(([, v]) => v));
+  const sort = () => [param("sort") ?? "step", (param("desc") ?? "1") !== "0"];
+
+  function drawHead() {
+    const [by, down] = sort();
+    head.replaceChildren(...COLUMNS.map(([name, label]) => h("button", { type: "button", role: "columnheader", class: "td " + name,
+      "aria-sort": by === name ? (down ? "descending" : "ascending") : "none",
+      onclick: () => change({ sort: name, desc: by === name && down ? "0" : "1" }, true) }, label, by === name ? (down ? " ↓" : " ↑") : "")));
+  }
+
+  function drawRow(n) {
+    const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
+    const cells = COLUMNS.map(([name, , cell]) => h("div", { class: "td " + name, role: "cell" }, row ? cell(row) : "·"));
+    return h("a", { class: "tr" + (n === chosen ? " chosen" : ""), role: "row", href: row ? link(row, n) : null, data: { n }, style: { top: n * ROW + "px" } }, cells);
+  }
+
+  const link = (row, n) => app.link("episode", { id: row.id, ...query(), at: n });
+
+  function draw() {
+    if (closed) return;
+    const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 6);
+    const last = Math.min(total, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 6);
+    body.style.height = total * ROW + "px";
+    body.replaceChildren(...Array.from({ length: Math.max(0, last - first) }, (_, n) => drawRow(first + n)));
+    for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) want(page);
+    if (!total) body.replaceChildren(h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."));
+  }
+
+  // From the nearest page whose key is known; only a jump of the scroll bar skips rows.
+  async function want(page) {
+    if (pages.has(page)) return;
+    pages.set(page, undefined);
+    const mark = asked;
+    const from = Math.max(0, ...[...keys.keys()].filter((known) => known <= page));
+    const answer = await rows(app.run(), { ...query(), limit: PAGE, skip: (page - from) * PAGE, ...(keys.has(from) ? { after: keys.get(from) } : {}) });
+    if (mark !== asked || closed) return;
+    pages.set(page, answer.rows);
+    if (answer.next) keys.set(page + 1, answer.next);
+    draw();
+  }
+
+  async function load(keep) {
+    const mark = ++asked;
+    const output = bar.querySelector("output");
+    try {
+      const answer = await rows(app.run(), { ...query(), limit: PAGE, count: 1 });
+      if (mark !== asked || closed) return;
+      pages = new Map([[0, answer.rows]]);
+      keys = new Map(answer.next ? [[1, answer.next]] : []);
+      total = answer.count;
+      root.dataset.total = total;
+      if (!keep) { chosen = 0; scroll.scrollTop = 0; }
+      output.replaceChildren(told(total, app.state.runs[app.run()]?.episodes ?? total));
+      output.classList.remove("bad");
+      draw();
+    } catch (problem) {
+      output.replaceChildren(problem.message);
+      output.classList.add("bad");
+    }
+  }
+
+  let typing = 0;
+  function change(changes, redraw) {
+    app.adjust(changes);
+    if (redraw) drawBar();
+    drawHead();
+    clearTimeout(typing);
+    typing = setTimeout(() => load(false), redraw ? 0 : TYPING);
+  }
+
+  function drawBar() {
+    const focused = bar.contains(document.activeElement) ? document.activeElement.name : null;
+    bar.replaceChildren(filterBar(app, facets, change));
+    if (focused) bar.querySelector(`[name="${focused}"]`)?.focus();
+  }
+
+  function choose(n) {
+    chosen = Math.max(0, Math.min(total - 1, n));
+    const top = chosen * ROW;
+    if (top < scroll.scrollTop) scroll.scrollTop = top;
+    else if (top + 2 * ROW > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = top + 2 * ROW - scroll.clientHeight;
+    draw();
+    return true;
+  }
+
+  function key(name) {
+    const page = Math.floor(scroll.clientHeight / ROW) - 2;
+    const moves = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1, PageDown: page, PageUp: -page };
+    if (name in moves) return choose(chosen + moves[name]);
+    if (name === "Home" || name === "End") return choose(name === "Home" ? 0 : total - 1);
+    const row = pages.get(Math.floor(chosen / PAGE))?.[chosen % PAGE];
+    if (name === "Enter" && row) { location.hash = link(row, chosen); return true; }
+    return false;
+  }
+
+  async function refresh(keep) {
+    const fresh = await get(`runs/${app.run()}/facets`);
+    if (closed) return;
+    const news = JSON.stringify(fresh.stops.map((s) => s[0])) !== JSON.stringify(facets?.stops.map((s) => s[0]));
+    facets = fresh;
+    if (news || !keep) drawBar();
+    await load(keep);
+  }
+
+  let revision = app.state.runs[app.run()]?.revision;
+  drawHead();
+  refresh(false).then(() => { if (param("at")) choose(Number(param("at"))); });
+  addEventListener("resize", draw);
+  return {
+    refresh: () => { const now = app.state.runs[app.run()]?.revision; if (now !== revision) { revision = now; refresh(true); } },
+    key,
+    close: () => { closed = true; removeEventListener("resize", draw); },
+  };
+}

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -32,7 +33,7 @@ from rally.config import Config, load_config
 from rally.track import RunConsole
 from rally.train.run import train
 
-SECONDS = ("timing_s/", "timing_per_token_ms/", "perf/", "tool/latency_s/")  # what differs from run to run by nature
+SECONDS = re.compile(r"(timing_s|timing_per_token_ms|perf)/|engine/idle_share|.*_s/p\d+$")  # differ from run to run
 SAVE_EVERY = 3
 POLL = 0.001
 PATIENCE = 900.0
@@ -202,7 +203,7 @@ def differences(one: Path, other: Path, steps: int) -> list[str]:
 
 def metric_rows(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(SECONDS)} for row in rows]
+    return [{name: value for name, value in row.items() if not SECONDS.match(name)} for row in rows]
 
 
 def equal(one: Any, other: Any) -> bool:

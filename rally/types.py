@@ -108,7 +108,8 @@ class WeightSpan:
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """What an engine sampled. `logprobs` are under softmax(logits / temperature), unfiltered: the policy the
-    trainer trains (temperature 1 when greedy). `sampling_logprobs` are after top-p/top-k/min-p as well."""
+    trainer trains (temperature 1 when greedy). `sampling_logprobs` are after top-p/top-k/min-p as well. All seconds are
+    from the request on: `queued_seconds` until the engine began with it, 0 where an engine does not say."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -118,6 +119,7 @@ class Generation:
     spans: tuple[WeightSpan, ...] = ()
     seconds: float = 0.0
     first_token_seconds: float = 0.0
+    queued_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.logprobs), "one logprob per sampled token"
@@ -221,7 +223,11 @@ class ToolResult:
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """One turn of the exchange. Assistant turns own response tokens [start, end) of a segment; so do tool and
-    user turns, as observed tokens."""
+    user turns, as observed tokens.
+
+    It took `seconds`, from `started` seconds after the episode began (`Episode.timings["started"]`, Unix time). Of
+    these, counted from its beginning, the engine began after `queued` and the first token was there after
+    `first_token`; 0 where the engine does not say."""
 
     role: Literal["assistant", "tool", "user"]
     text: str
@@ -235,6 +241,8 @@ class Turn:
     cached_tokens: int = 0
     started: float = 0.0
     seconds: float = 0.0
+    queued: float = 0.0
+    first_token: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

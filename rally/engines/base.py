@@ -41,6 +41,11 @@ class Engine(Protocol):
 class TrainingEngine(Engine, Protocol):
     """An engine that follows a policy while it is trained."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """For how long, so far, anything was being sampled."""
+        ...
+
     def begin_at(self, version: int) -> None:
         """The weights are version `version` of a run that goes on here; before `start`."""
         ...

@@ -2,7 +2,8 @@
 
     POST /generate  {"prompt_ids": [int, ...], "sampling": {name: value, ...}, "session": text or null}
       -> {"ids": [...], "logprobs": [...], "sampling_logprobs": [...], "finish": "stop" | "length" | "abort",
-          "spans": [[version, start, end], ...], "cached_tokens": n, "seconds": s, "first_token_seconds": s}
+          "spans": [[version, start, end], ...], "cached_tokens": n, "seconds": s, "first_token_seconds": s,
+          "queued_seconds": s}
     GET  /health    200 while it can sample
 
 `sampling` has the fields of `SamplingParams`, those that are at their defaults left out. A refusal is
@@ -124,6 +125,7 @@ def generation_from_wire(answer: Mapping[str, Any]) -> Generation:
         spans=tuple(WeightSpan(*map(int, span)) for span in spans),
         seconds=float(answer["seconds"]),
         first_token_seconds=float(answer["first_token_seconds"]),
+        queued_seconds=float(answer["queued_seconds"]),
     )
 
 

@@ -86,13 +86,15 @@ class Router:
         if params.seed is None:
             params = replace(params, seed=self._random.getrandbits(SEED_BITS))
         self._watch_over()
-        ticket = self._board.ask(session, time.monotonic())
+        asked = time.monotonic()
+        ticket = self._board.ask(session, asked)
         try:
             while True:
                 await self._turn(ticket)
+                waited = time.monotonic() - asked
                 generation = await self._try(ticket, prompt_ids, params)
                 if generation is not None:
-                    return generation
+                    return _after(waited, generation)
         finally:
             self._turns.pop(ticket, None)
             self._board.leave(ticket)
@@ -250,6 +252,17 @@ class Router:
         for ticket, limit in self._limits.items():
             if ticket.server == name:
                 limit.reschedule(now)
+
+
+def _after(waited: float, generation: Generation) -> Generation:
+    """The generation as it looks to whoever waited for a place at its server."""
+    first = generation.first_token_seconds
+    return replace(
+        generation,
+        seconds=generation.seconds + waited,
+        queued_seconds=generation.queued_seconds + waited,
+        first_token_seconds=first + waited if first else 0.0,
+    )
 
 
 COUNTS = {

@@ -149,6 +149,7 @@ class LoopContext:
     settings: LoopSettings
     interactions: Interactions = field(default_factory=Interactions)
     check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
+    began: float = field(default_factory=time.perf_counter)  # the episode
     ends_at: float | None = None  # when the step's time is up, by time.perf_counter
 
     def turn_seconds(self, began: float) -> float | None:

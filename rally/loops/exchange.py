@@ -40,11 +40,20 @@ class Exchange:
     response_length: int
     prompt_messages: int
     whole_prompt: bool = True  # False when data.truncation cut it
+    began: float = 0.0  # by time.perf_counter; turns count from there
     turns: list[Turn] = field(default_factory=list)
     _observed_from: int = 0
 
     @classmethod
-    def start(cls, codec: ChatCodec, task: Task, settings: LoopSettings, max_model_len: int) -> Exchange:
+    def start(
+        cls,
+        codec: ChatCodec,
+        task: Task,
+        settings: LoopSettings,
+        max_model_len: int,
+        began: float | None = None,
+    ) -> Exchange:
+        """An exchange that has its prompt. `began`, by time.perf_counter, is what its turns count from."""
         full = codec.encode_prompt(task.prompt)
         ids = cut_prompt(full, settings.prompt_length, settings.truncation)
         return cls(
@@ -55,6 +64,7 @@ class Exchange:
             settings.response_length,
             prompt_messages=len(task.prompt),
             whole_prompt=ids == full,
+            began=time.perf_counter() if began is None else began,
         )
 
     @property
@@ -105,8 +115,10 @@ class Exchange:
                 tool_calls=parsed.tool_calls,
                 finish=generation.finish,
                 cached_tokens=generation.cached_tokens,
-                started=started,
+                started=started - self.began,
                 seconds=time.perf_counter() - started,
+                queued=generation.queued_seconds,
+                first_token=generation.first_token_seconds,
             )
         )
         return parsed
@@ -139,7 +151,7 @@ class Exchange:
                 end=len(segment.response_ids),
                 tool_results=tuple(results),
                 reward=sum(rewards) if rewards else None,
-                started=started,
+                started=started - self.began,
                 seconds=time.perf_counter() - started,
             )
         )
@@ -156,7 +168,7 @@ class Exchange:
                 start=at,
                 end=at,
                 reward=score,
-                started=started,
+                started=started - self.began,
                 seconds=time.perf_counter() - started,
             )
         )

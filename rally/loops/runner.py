@@ -97,10 +97,11 @@ class Runner:
         if job.baseline:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
-            began = time.perf_counter()
+            started, began = time.time(), time.perf_counter()
             try:
-                output, server = await self._attempt(job, sampling, ends_at)
-                return self._finished(job, output, server, time.perf_counter() - began, attempt)
+                output, server = await self._attempt(job, sampling, began, ends_at)
+                timings = {"started": started, "total": time.perf_counter() - began}
+                return self._finished(job, output, server, timings, attempt)
             except Exception as failure:  # noqa: BLE001 - user code; the failure becomes a counted, named episode
                 error = f"{type(failure).__name__}: {failure}"
             if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left to do better
@@ -115,11 +116,12 @@ class Runner:
             validate=job.validate,
             seed=job.seed,
             baseline=job.baseline,
+            timings={"started": started, "total": time.perf_counter() - began},
             extra={"attempts": attempt + 1},
         )
 
     async def _attempt(
-        self, job: Job, sampling: SamplingParams, ends_at: float | None
+        self, job: Job, sampling: SamplingParams, began: float, ends_at: float | None
     ) -> tuple[AgentLoopOutput, EpisodeServer]:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
@@ -134,6 +136,7 @@ class Runner:
             interactions=self.interactions,
             settings=self.settings,
             check_tokens=job.check_tokens,
+            began=began,
             ends_at=ends_at,
         )
         loop = spec.cls.build(context, spec.options)
@@ -156,10 +159,10 @@ class Runner:
         return None if soonest is None else soonest * 1.5 + 1.0
 
     def _finished(
-        self, job: Job, output: AgentLoopOutput, server: EpisodeServer, seconds: float, attempt: int
+        self, job: Job, output: AgentLoopOutput, server: EpisodeServer, timings: dict[str, float], attempt: int
     ) -> Episode:
         extra = dict(output.extra_fields)
-        timings = {"generate": server.seconds, **extra.pop("timings", {}), "total": seconds}
+        timings = {"generate": server.seconds, **extra.pop("timings", {}), **timings}
         if attempt:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:

@@ -17,7 +17,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
     """Asks once and stops."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
+        most = self.server.engine.max_model_len
+        exchange = Exchange.start(self.codec, self.task, self.settings, most, self.context.began)
         reason = StopReason.CONTEXT
         if exchange.room > 0:
             started = time.perf_counter()

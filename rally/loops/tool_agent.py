@@ -27,7 +27,8 @@ class ToolAgentLoop(AgentLoopBase):
     """Tools by configuration, a user by row; every stop condition of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        self.exchange = Exchange.start(self.codec, self.task, self.settings, self.server.engine.max_model_len)
+        most = self.server.engine.max_model_len
+        self.exchange = Exchange.start(self.codec, self.task, self.settings, most, self.context.began)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)
         self.user_info: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from rally.track.console import Phase, RunConsole
 from rally.track.conversation import conversation_text
 from rally.track.curve import CurveFiles, write_curve
-from rally.track.folder import MetricsRow, RunFolder
+from rally.track.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder
 from rally.track.metrics import rollout_metrics
 from rally.track.serialize import Opaque, episode_from_json, episode_to_json
 from rally.track.sinks import MetricSink, build_sinks
@@ -12,11 +12,13 @@ from rally.track.tools import slow_tool
 from rally.track.validation import validation_metrics
 
 __all__ = [
+    "AdvantageSpan",
     "CurveFiles",
     "MetricSink",
     "MetricsRow",
     "Opaque",
     "Phase",
+    "PhaseRow",
     "RunConsole",
     "RunFolder",
     "build_sinks",

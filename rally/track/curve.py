@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.track.curve_page import page
-from rally.track.folder import MetricsRow, RunFolder, write_atomic
+from rally.track.folder import MetricsRow, RunFolder
+from rally.track.lines import write_atomic
 from rally.track.metrics import NUM_TURNS, REWARD, TOOL_CALLS, TOOL_SUCCESS, VALIDATION, validation_series
 from rally.track.plot import COLORS, Panel, Series, bounds
 from rally.track.text import one_line

@@ -1,25 +1,26 @@
 """Everything that happens in a run is written to its folder once, as it happens, and survives a kill at any moment.
 
-    config.yaml  versions.json  metrics.jsonl  episodes/train_000001.jsonl  episodes/val_000010.jsonl  rewound-1/
+    config.yaml  versions.json  metrics.jsonl  timeline.jsonl  episodes/train_000001.jsonl  episodes/val_000010.jsonl
+    advantages/train_000001.jsonl  rewound-1/
 
-Metrics are appended line by line; every other file is written beside its name and renamed into place. When a step
-is written again (validation after a resume) the last writing counts.
+Metrics and the timeline are appended line by line; every other file is written beside its name and renamed into place.
+When a step is written again (validation after a resume) the last writing counts.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.redact import redact
+from rally.track.lines import StepLines, json_lines, write_atomic
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
 
@@ -27,7 +28,7 @@ NONFINITE = "track/nonfinite"
 """How many values of a metrics line were nan or infinite; such values are written as null and read as nan."""
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
-_log = logging.getLogger(__name__)
+_SETS = ("episodes", "advantages")  # folders with a file per step
 
 
 class MetricsRow(NamedTuple):
@@ -37,12 +38,25 @@ class MetricsRow(NamedTuple):
     metrics: dict[str, float]
 
 
-def write_atomic(path: Path, text: str | Iterable[str]) -> None:
-    """The file has all of its old content or all of its new content, never a part."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines([text] if isinstance(text, str) else text)
-    os.replace(part, path)
+class PhaseRow(NamedTuple):
+    """A stretch of a step, in Unix seconds. A phase that another interrupted has a row for each of its parts."""
+
+    step: int
+    phase: str
+    start: float
+    end: float
+
+
+class AdvantageSpan(NamedTuple):
+    """The response tokens [start, end) of a segment, all sampled, and the advantage that each of them was given."""
+
+    value: float
+    start: int
+    end: int
+
+
+Advantages = Mapping[str, Sequence[Sequence[AdvantageSpan]]]
+"""By episode id, the spans of each segment."""
 
 
 class RunFolder:
@@ -51,14 +65,17 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics_path = self.path / "metrics.jsonl"
+        self.timeline_path = self.path / "timeline.jsonl"
         self.episodes_path = self.path / "episodes"
+        self._metrics, self._timeline = StepLines(self.metrics_path), StepLines(self.timeline_path)
 
     def create(self) -> RunFolder:
         """Make the folder, or reopen it after a crash: a torn last line and half-written files are removed."""
         self.episodes_path.mkdir(parents=True, exist_ok=True)
-        for part in (*self.path.glob(".*.part"), *self.episodes_path.glob(".*.part")):
+        for part in (*self.path.glob(".*.part"), *(p for name in _SETS for p in self.path.glob(f"{name}/.*.part"))):
             part.unlink()
-        self._repair_metrics()
+        self._metrics.repair()
+        self._timeline.repair()
         return self
 
     def save_config(self, text: str) -> None:
@@ -79,22 +96,29 @@ class RunFolder:
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         if bad := sum(not math.isfinite(value) for value in values.values()):
             line[NONFINITE] = bad
-        with self.metrics_path.open("a", encoding="utf-8", newline="\n") as file:
-            file.writelines(_lines([line]))
+        self._metrics.append(line)
 
     def read_metrics(self) -> list[MetricsRow]:
         """One row per step, in order. A line still being written is left out; a running folder can be read."""
         if not self.path.is_dir():
             raise RallyError(f"there is no run folder at {self.path}; give the folder that the run was started with")
         steps: dict[int, dict[str, float]] = {}
-        for row in self._metric_rows():
+        for row in self._metrics.rows():
             step = row.pop("step")
             steps.setdefault(step, {}).update({k: math.nan if v is None else v for k, v in row.items()})
         return [MetricsRow(step, steps[step]) for step in sorted(steps)]
 
+    def log_phase(self, step: int, phase: str, start: float, end: float) -> None:
+        """Say when a phase of a step began and ended, in Unix seconds."""
+        self._timeline.append({"step": step, "phase": phase, "start": start, "end": end})
+
+    def read_timeline(self) -> list[PhaseRow]:
+        """Every phase in the order in which they ended; a running folder can be read."""
+        return [PhaseRow(row["step"], row["phase"], row["start"], row["end"]) for row in self._timeline.rows()]
+
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
-        write_atomic(self._episode_file(step, validate), map(redact, _lines(episodes_to_json(episodes))))
+        write_atomic(self._episode_file(step, validate), map(redact, json_lines(episodes_to_json(episodes))))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
         """Exactly what `log_episodes` was given, known secrets aside."""
@@ -109,7 +133,21 @@ class RunFolder:
     def episode_steps(self, validate: bool = False) -> list[int]:
         """The steps whose episodes are stored."""
         kind = "val" if validate else "train"
-        return sorted(int(p.stem.rpartition("_")[2]) for p in self.episodes_path.glob(f"{kind}_*.jsonl"))
+        return sorted(_step_of(p) for p in self.episodes_path.glob(f"{kind}_*.jsonl"))
+
+    def log_advantages(self, step: int, advantages: Advantages) -> None:
+        """What each sampled token of the episodes trained on was given; what is not finite is written as null."""
+        path = self._advantage_file(step)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json_lines(_advantages_to_json(id, spans) for id, spans in advantages.items()))
+
+    def read_advantages(self, step: int) -> dict[str, tuple[tuple[AdvantageSpan, ...], ...]]:
+        """By episode id, the spans of each segment; nothing where nothing was trained on, or not recorded."""
+        path = self._advantage_file(step)
+        if not path.exists():
+            return {}
+        with path.open(encoding="utf-8", newline="\n") as file:
+            return {row["id"]: _advantages_from_json(row["segments"]) for row in map(json.loads, file)}
 
     def rewind(self, step: int) -> Path | None:
         """Set everything after `step` aside, so that a run resumed from there counts nothing twice.
@@ -117,16 +155,18 @@ class RunFolder:
         Returns the folder `rewound-<n>` that now holds it, or None when there was nothing later. The main metrics
         file changes last: a kill in between leaves a copy too many aside and loses nothing.
         """
-        rows = self._metric_rows()
-        later = [row for row in rows if row["step"] > step]
-        files = [self._episode_file(s, v) for v in (False, True) for s in self.episode_steps(v) if s > step]
-        if not later and not files:
+        files = [p for name in _SETS for p in self.path.glob(f"{name}/[tv]*_*.jsonl") if _step_of(p) > step]
+        written = {lines: lines.rows() for lines in (self._timeline, self._metrics)}
+        if not files and not any(row["step"] > step for rows in written.values() for row in rows):
             return None
         aside = self._new_aside()
-        write_atomic(aside / "metrics.jsonl", _lines(later))
         for file in files:
-            os.replace(file, aside / "episodes" / file.name)
-        write_atomic(self.metrics_path, _lines(row for row in rows if row["step"] <= step))
+            place = aside / file.parent.name
+            place.mkdir(exist_ok=True)
+            os.replace(file, place / file.name)
+        for lines, rows in written.items():
+            StepLines(aside / lines.path.name).replace(row for row in rows if row["step"] > step)
+            lines.replace(row for row in rows if row["step"] <= step)
         return aside
 
     def _new_aside(self) -> Path:
@@ -138,45 +178,24 @@ class RunFolder:
     def _episode_file(self, step: int, validate: bool) -> Path:
         return self.episodes_path / f"{'val' if validate else 'train'}_{step:06d}.jsonl"
 
-    def _metric_rows(self) -> list[dict[str, Any]]:
-        """The finished lines: what follows the last newline is not one yet."""
-        if not self.metrics_path.exists():
-            return []
-        rows = []
-        for n, line in enumerate(self.metrics_path.read_bytes().split(b"\n")[:-1], start=1):
-            row = _parse_row(line)
-            if row is None:
-                raise RallyError(f"line {n} of {self.metrics_path} is not a metrics line; remove that line to go on")
-            rows.append(row)
-        return rows
-
-    def _repair_metrics(self) -> None:
-        if not self.metrics_path.exists():
-            return
-        content = self.metrics_path.read_bytes()
-        whole, _, torn = content.rpartition(b"\n")
-        if not torn:
-            return
-        if _parse_row(torn) is not None:  # only the newline was lost
-            keep = content + b"\n"
-        else:
-            keep = whole + b"\n" if whole else b""
-            _log.warning("dropped the torn last line of %s (%d bytes)", self.metrics_path, len(torn))
-        write_atomic(self.metrics_path, keep.decode())
+    def _advantage_file(self, step: int) -> Path:
+        return self.path / "advantages" / f"train_{step:06d}.jsonl"
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+def _step_of(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """One JSON object a line; a nan that slipped through is our bug and raises."""
-    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-    return (encoder.encode(row) + "\n" for row in rows)
+def _advantages_to_json(id: str, segments: Sequence[Sequence[AdvantageSpan]]) -> dict[str, Any]:
+    spans = [[[s.value if math.isfinite(s.value) else None, s.start, s.end] for s in spans] for spans in segments]
+    return {"id": id, "segments": spans}
+
+
+def _advantages_from_json(segments: Sequence[Sequence[Any]]) -> tuple[tuple[AdvantageSpan, ...], ...]:
+    return tuple(
+        tuple(AdvantageSpan(math.nan if value is None else value, start, end) for value, start, end in spans)
+        for spans in segments
+    )
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rally.track.numbers import Metrics, mean, spread
+from rally.track.numbers import Metrics, mean, percentiles, spread
 from rally.track.tools import tool_metrics
 from rally.types import Episode, StopReason
 
@@ -37,7 +37,7 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
         metrics |= spread(f"timing_s/agent_loop/{name}", [e.timings[key] for e in episodes if key in e.timings])
-    return metrics | _prefix_cache(episodes)
+    return metrics | _engine_waits(episodes) | _prefix_cache(episodes)
 
 
 def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -> Metrics:
@@ -65,6 +65,14 @@ def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:
     metrics = spread("interaction/turns", [len(turns) for turns in users])
     metrics |= spread("interaction/turn_score", turn_scores) | spread("interaction/score", scores)
     return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in told)}
+
+
+def _engine_waits(episodes: Iterable[Episode]) -> Metrics:
+    """How long turns waited for the engine to begin, and for their first token, where the engine says so."""
+    turns = [turn for episode in episodes for turn in episode.turns if turn.role == "assistant"]
+    waits = percentiles("engine/queue_s", [turn.queued for turn in turns]) if any(t.queued for t in turns) else {}
+    first = [turn.first_token for turn in turns if turn.first_token]
+    return waits | percentiles("engine/first_token_s", first)
 
 
 def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:

@@ -24,3 +24,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def percentiles(name: str, values: Sequence[float]) -> Metrics:
+    """The middle and the slow end."""
+    ordered = sorted(values)
+    return {f"{name}/p{p}": percentile(ordered, p) for p in (50, 95)} if ordered else {}

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rally.track.numbers import Metrics, percentile, spread
+from rally.track.numbers import Metrics, percentiles, spread
 from rally.track.serialize import plain
 from rally.types import Episode, ToolCall, ToolResult, ToolStatus
 
@@ -40,7 +40,8 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
         metrics[f"tool/{name}"] = sum(e.extra.get("tool_trouble", {}).get(name, 0) for e in episodes)
     if made:
         metrics["tool/success_rate"] = statuses[ToolStatus.OK] / len(made)
-        metrics |= _percentiles("tool/latency_s", [one.result.seconds for one in made])
+        metrics |= percentiles("tool/latency_s", [one.result.seconds for one in made])
+        metrics |= percentiles("tool/queue_s", [one.result.queued for one in made])
     for name, calls in _by_tool(made).items():
         metrics |= {f"tool/{name}/{key}": value for key, value in _of_one_tool(calls).items()}
     return metrics
@@ -101,10 +102,5 @@ def _of_one_tool(made: Sequence[Made]) -> Metrics:
         "cached": sum(result.cached for result in results),
         "redundant": sum(one.redundant for one in made),
     }
-    metrics |= _percentiles("latency_s", [result.seconds for result in reached])
-    return metrics | _percentiles("queue_s", [result.queued for result in reached])
-
-
-def _percentiles(name: str, values: Sequence[float]) -> Metrics:
-    ordered = sorted(values)
-    return {f"{name}/p{p}": percentile(ordered, p) for p in (50, 95)} if ordered else {}
+    metrics |= percentiles("latency_s", [result.seconds for result in reached])
+    return metrics | percentiles("queue_s", [result.queued for result in reached])

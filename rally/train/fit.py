@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +31,10 @@ from rally.track import (
     slow_tool,
     validation_metrics,
 )
+from rally.train.advantages import advantage_spans
 from rally.train.batch import TrainBatch, build_batch, rows_of
 from rally.train.checkpoint import COUNTERS, CheckpointStore
+from rally.train.clock import PhaseClock, Timed
 from rally.train.critic import Critic
 from rally.train.dynamic import FilterSettings, LiveGroups
 from rally.train.guards import keeping_diverged
@@ -114,30 +115,36 @@ class Trainer:
                 metrics |= last
             self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
             if final or _due(step, self.settings.save_freq):
-                with _timed(saving, "save_checkpoint"), self.console.phase("saving", 1) as phase:
-                    self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
-                    phase.advance()
+                saving = self._save(step)
         self.checkpoints.wait()
         return last
 
+    def _save(self, step: int) -> dict[str, float]:
+        clock = PhaseClock(self.folder, step)
+        with clock("save_checkpoint"), self.console.phase("saving", 1) as phase:
+            self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
+            phase.advance()
+        return clock.metrics()
+
     async def train_step(self, step: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        with _timed(metrics, "step"):
-            with _timed(metrics, "gen"):
-                result = await self._collect(step)
-            metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
-            metrics |= self._learned(step, result.scored)
-            self._record(step, result.everything, validate=False)
-            with _timed(metrics, "update_actor"):
-                updated = self._update(step, result.episodes)
-            metrics |= updated
-            metrics["timing_s/update_actor"] -= sum(v for k, v in updated.items() if k.startswith("timing_s/"))
+        clock = PhaseClock(self.folder, step)
+        began, busy = time.perf_counter(), self.engine.busy_seconds
+        with clock("gen"):
+            result = await self._collect(step, clock)
+        metrics = {"engine/idle_share": 1 - (self.engine.busy_seconds - busy) / (time.perf_counter() - began)}
+        metrics |= result.metrics() | rollout_metrics(result.sampled) | reward_metrics(result.scored)
+        metrics |= self._learned(step, result.scored)
+        self._record(step, result.everything, validate=False)
+        with clock("update_actor"):
+            metrics |= self._update(step, result.episodes, clock)
+        with clock("update_weights"):
             metrics |= await self.engine.publish()
+        metrics |= clock.metrics() | {"timing_s/step": time.perf_counter() - began}
         self._add_rates(metrics, step, result.everything)
         self._watch(metrics, result.everything)
         return metrics
 
-    async def _collect(self, step: int) -> RolloutResult:
+    async def _collect(self, step: int, timed: Timed) -> RolloutResult:
         settings, size = self.settings, self.settings.batch_size
         rows = draw(self.sampler, step, size, len(self.train_tasks))
         if settings.filter is not None:
@@ -153,7 +160,7 @@ class Trainer:
         jobs = jobs_at(0, size) if groups is None else groups.begin()
         total = len(jobs) if groups is None else None  # with refills nobody knows yet
         with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
-            result = await self.rollout.collect(jobs, self.sampling, on_done=phase.advance, refill=groups)
+            result = await self.rollout.collect(jobs, self.sampling, on_done=phase.advance, refill=groups, timed=timed)
         if groups is not None and groups.missing:
             self.console.warn_once("missing", f"step {step}: {groups.words}")
         return result
@@ -162,7 +169,7 @@ class Trainer:
         """The sampler's own numbers, once it has seen how the episodes went."""
         return {f"curriculum/{name}": value for name, value in (self.sampler.update(step, episodes) or {}).items()}
 
-    def _update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+    def _update(self, step: int, episodes: Sequence[Episode], timed: Timed) -> dict[str, float]:
         if not episodes:
             self.console.warn_once("empty", f"step {step}: no group is left to train on")
             with self.engine.updating():
@@ -174,9 +181,10 @@ class Trainer:
             self.engine.updating(),
             keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
         ):
-            penalties_M = self._reward_kl(episodes)
+            penalties_M = self._reward_kl(episodes, timed)
             metrics: dict[str, float] = {}
-            batch = self._batch(step, episodes, penalties_M, metrics, phase.advance)
+            batch = self._batch(step, episodes, penalties_M, metrics, phase.advance, timed)
+            self.folder.log_advantages(step, advantage_spans(episodes, batch.rows))
             if self._trains(step):
                 metrics |= update_policy(
                     self.policy,
@@ -185,6 +193,7 @@ class Trainer:
                     step=step,
                     reference=self.reference if self.update.kl_coef else None,
                     progress=phase.advance,
+                    timed=timed,
                 )
         advantages = batch.advantages_M
         if self.reward_kl is not None and penalties_M is not None and penalties_M.numel():
@@ -215,13 +224,14 @@ class Trainer:
         penalties_M: Tensor | None,
         metrics: dict[str, float],
         progress: Callable[[], None],
+        timed: Timed,
     ) -> TrainBatch:
         """The episodes with their advantages; a critic that gave them then learns what it should have expected."""
         if self.critic is None:
             return build_batch(episodes, self.settings.credit, penalties_M)
-        with _timed(metrics, "values"):
+        with timed("values"):
             judgement = self.critic.judge(episodes, self.settings.credit, penalties_M)
-        with _timed(metrics, "update_critic"):
+        with timed("update_critic"):
             metrics |= judgement.metrics | self.critic.update(judgement.critic, step=step, progress=progress)
         return judgement.policy
 
@@ -230,19 +240,20 @@ class Trainer:
         counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
         return [counters, *(one.part() for one in (self.critic, self.reward_kl) if one is not None)]
 
-    def _reward_kl(self, episodes: Sequence[Episode]) -> Tensor | None:
+    def _reward_kl(self, episodes: Sequence[Episode], timed: Timed) -> Tensor | None:
         """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""
         if self.reward_kl is None:
             return None
         assert self.reference is not None
         reference, update, rows = self.reference, self.update, rows_of(episodes)
-        logp_M = over_rows(
-            rows,
-            lambda packed: reference(packed, update.temperature),
-            self.policy.device,
-            update.max_tokens,
-            update.max_rows,
-        )
+        with timed("ref"):
+            logp_M = over_rows(
+                rows,
+                lambda packed: reference(packed, update.temperature),
+                self.policy.device,
+                update.max_tokens,
+                update.max_rows,
+            )
         return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
 
     async def validate(self, step: int) -> dict[str, float]:
@@ -250,7 +261,8 @@ class Trainer:
         if self.val_tasks is None:
             return {}
         metrics: dict[str, float] = {}
-        with _timed(metrics, "testing"):
+        clock = PhaseClock(self.folder, step)
+        with clock("testing"):
             shown: list[Episode] = []
             for number, one in enumerate(self.validation):
                 jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True)
@@ -267,7 +279,7 @@ class Trainer:
                     self._record(step, episodes, validate=True)
                     shown = episodes
         self._show(shown)
-        return metrics
+        return metrics | clock.metrics()
 
     def _show(self, episodes: Sequence[Episode]) -> None:
         for episode in [e for e in episodes if e.segments][: self.settings.show_validation]:
@@ -321,15 +333,6 @@ def _source(episode: Episode) -> dict[str, Any]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        metrics[f"timing_s/{name}"] = time.perf_counter() - began
 
 
 def run(trainer: Trainer) -> dict[str, float]:

@@ -15,6 +15,7 @@ from rally.data import episode_seed
 from rally.loops import Finish, Job, Runner
 from rally.rewards import Score, Scorer, Shaping
 from rally.train.batch import GREEDY
+from rally.train.clock import Timed, untimed
 from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
 
 OnError = Literal["retry", "drop_group", "zero", "raise"]
@@ -133,6 +134,7 @@ class Rollout:
         *,
         on_done: Callable[[], None] = lambda: None,
         refill: Refill | None = None,
+        timed: Timed = untimed,
     ) -> RolloutResult:
         async def finish(episode: Episode) -> Episode:
             scored = episode if self.in_batch else self.shaping.apply(await self._score(episode))
@@ -142,7 +144,7 @@ class Rollout:
         try:
             timeout = None if any(job.validate for job in jobs) else self.step_timeout
             if self.in_batch:
-                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout)
+                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout, timed)
             else:
                 more = None if refill is None else lambda episode: refill.after([episode])
                 episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout)
@@ -158,6 +160,7 @@ class Rollout:
         finish: Finish,
         refill: Refill | None,
         timeout: float | None,
+        timed: Timed,
     ) -> list[Episode]:
         """What is scored together is known together, so what replaces it begins together."""
         episodes: list[Episode] = []
@@ -165,7 +168,8 @@ class Rollout:
         while jobs:
             left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
             ended = await self.runner.run(jobs, sampling, finish=finish, timeout=left)
-            scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
+            with timed("reward"):
+                scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
             jobs = [] if refill is None else refill.after(scored)
             episodes += scored
         return episodes
@@ -192,10 +196,10 @@ class Rollout:
 
 def _with(episode: Episode, score: Score) -> Episode:
     """The episode with its reward, or with the reason why it has none."""
-    if score.reward is None:
-        return replace(episode, extra={**episode.extra, "reward_error": score.error})
-    extra = {key: value for key, value in episode.extra.items() if key != "reward_error"}
     timings = {**episode.timings, "score": score.seconds}
+    if score.reward is None:
+        return replace(episode, timings=timings, extra={**episode.extra, "reward_error": score.error})
+    extra = {key: value for key, value in episode.extra.items() if key != "reward_error"}
     return replace(episode, reward=score.reward, reward_info=score.info, timings=timings, extra=extra)
 
 

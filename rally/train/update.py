@@ -16,6 +16,7 @@ from rally.algos import losses
 from rally.algos.correction import CorrectionSettings
 from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
 from rally.train.batch import TrainBatch
+from rally.train.clock import Timed, untimed
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
 from rally.train.forward import TokenLogprobs, token_logprobs
 from rally.train.guards import Tried
@@ -100,13 +101,15 @@ def update_policy(
     step: int = 0,
     reference: Reference | None = None,
     progress: Callable[[], None] = lambda: None,
+    timed: Timed = untimed,
 ) -> dict[str, float]:
     """Run all mini-batches of one training step and return its metrics."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
     told: dict[str, float] = {}
     if settings.correction.active:
-        batch, told = _corrected(policy, batch, settings)
+        with timed("old_log_prob"):
+            batch, told = _corrected(policy, batch, settings)
     with policy.training():
         for epoch in range(settings.epochs):
             order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)

@@ -97,7 +97,8 @@ async def test_many_callers_get_what_the_core_would_give_them(engine: EmbeddedEn
 
     got = await asyncio.gather(*(later(i, *request) for i, request in enumerate(asked)))
     assert all(same(g, w) for g, w in zip(got, by_core(asked), strict=True))
-    assert all(g.seconds >= g.first_token_seconds > 0 for g in got)
+    assert all(g.seconds >= g.first_token_seconds > g.queued_seconds > 0 for g in got)
+    assert 0 < engine.busy_seconds <= max(g.seconds for g in got) * len(got)
     await until(lambda: idle(engine))
 
 

@@ -84,6 +84,8 @@ def test_rollout_metrics_against_a_worked_example() -> None:
         "tool/release_errors": 0,
         "tool/latency_s/p50": 0.6,
         "tool/latency_s/p95": 0.96,
+        "tool/queue_s/p50": 0,
+        "tool/queue_s/p95": 0,
         "timing_s/agent_loop/generate_sequences/mean": 1.0,
         "timing_s/agent_loop/generate_sequences/max": 1.5,
         "timing_s/agent_loop/generate_sequences/min": 0.5,

@@ -131,8 +131,8 @@ class EngineCore:
     def version(self) -> int:
         return self.scheduler.version
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request; it fails here, in words, if it can never be served."""
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, arrived: float | None = None) -> Request:
+        """Queue a request, which `arrived` now or earlier; it fails here, in words, if it can never be served."""
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
@@ -151,7 +151,8 @@ class EngineCore:
                 f"{self.settings.max_model_len}; ask for at most {room} new tokens"
             )
         seed = params.seed if params.seed is not None else next(self._seeds)
-        request = Request.new(prompt_ids, params, seed % 2**64)  # the sampler hashes 64 bits
+        arrived = time.perf_counter() if arrived is None else arrived
+        request = Request.new(prompt_ids, params, seed % 2**64, arrived)  # the sampler hashes 64 bits
         self.scheduler.add(request)
         return request
 

@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.engines.busy import BusyClock
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.settings import EngineSettings
@@ -34,8 +36,15 @@ OnTokens = Callable[[Sampled], None]
 """Is told, in the caller's event loop, what was sampled since it was last told; the rest is in the Generation."""
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
-_Arrival = tuple[Sequence[int], SamplingParams, _Waiter, OnTokens | None]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
+
+
+class _Arrival(NamedTuple):
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    waiter: _Waiter
+    on_tokens: OnTokens | None
+    at: float
 
 
 class EmbeddedEngine:
@@ -63,6 +72,7 @@ class EmbeddedEngine:
         self._closed = False
         self._told: set[asyncio.AbstractEventLoop] = set()  # event loops with results they may not have gone through
         self._failure: BaseException | None = None
+        self._steps = BusyClock()
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
         self._thread.start()
 
@@ -73,6 +83,10 @@ class EmbeddedEngine:
     @property
     def max_model_len(self) -> int:
         return self.core.settings.max_model_len
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._steps.seconds
 
     @property
     def failure(self) -> BaseException | None:
@@ -94,7 +108,8 @@ class EmbeddedEngine:
                 raise EngineError(f"the engine has stopped because a step failed: {self._failure}") from self._failure
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
-            self._arrivals.append((list(map(operator.index, prompt_ids)), params, (loop, future), on_tokens))
+            ids = list(map(operator.index, prompt_ids))
+            self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter()))
             self._asking[future] = session or ""
             self._wake.notify()
         try:
@@ -164,9 +179,10 @@ class EmbeddedEngine:
                     self._take_arrivals()
                     if not self._everyone_asks():
                         continue
-                    began = time.perf_counter()
-                    finished = self.core.step()
-                    seconds = time.perf_counter() - began
+                    before = self._steps.seconds
+                    with self._steps.working():
+                        finished = self.core.step()
+                    seconds = self._steps.seconds - before
                     self._report()
                     self._deliver(finished)
             except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to those who wait
@@ -199,7 +215,7 @@ class EmbeddedEngine:
         spends its time in torch, outside the lock, and does not wait.
         """
         with self._wake:
-            loops = self._told | {loop for _, _, (loop, _), _ in self._arrivals}
+            loops = self._told | {arrival.waiter[0] for arrival in self._arrivals}
         self._told = set()
         for loop in loops:
             at_rest = threading.Event()
@@ -212,10 +228,10 @@ class EmbeddedEngine:
             arrivals, self._arrivals = self._arrivals, []
             departures, self._departures = self._departures, []
             if self._lockstep:
-                arrivals.sort(key=lambda arrival: self._asking.get(arrival[2][1], ""))
-        for prompt_ids, params, (loop, future), on_tokens in arrivals:
+                arrivals.sort(key=lambda arrival: self._asking.get(arrival.waiter[1], ""))
+        for prompt_ids, params, (loop, future), on_tokens, at in arrivals:
             try:
-                request = self.core.add(prompt_ids, params)
+                request = self.core.add(prompt_ids, params, at)
                 self._waiters[request] = (loop, future)
                 if on_tokens is not None:
                     self._listeners[request] = (on_tokens, 0)
@@ -256,7 +272,7 @@ class EmbeddedEngine:
         with self._wake:
             self._closed, self._failure = True, failure
             self._asking.clear()
-            waiting = [waiter for _, _, waiter, _ in self._arrivals] + list(self._waiters.values())
+            waiting = [arrival.waiter for arrival in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
             _tell(loop, [(future, failure)])
 

@@ -30,14 +30,14 @@ class Request:
     sampling_logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)
     cached_tokens: int = 0
-    admitted_once: bool = False
     finish: FinishReason | None = None
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = 0.0  # times by time.perf_counter
+    admitted: float = 0.0  # 0: not yet, as for the first token
     first_token: float = 0.0
 
     @classmethod
-    def new(cls, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        return cls(prompt_len=len(prompt_ids), ids=list(prompt_ids), params=params, seed=seed)
+    def new(cls, prompt_ids: Sequence[int], params: SamplingParams, seed: int, arrived: float) -> Request:
+        return cls(prompt_len=len(prompt_ids), ids=list(prompt_ids), params=params, seed=seed, arrived=arrived)
 
     @property
     def sampled(self) -> int:
@@ -69,4 +69,5 @@ class Request:
             spans=tuple(self.spans),
             seconds=now - self.arrived,
             first_token_seconds=(self.first_token or now) - self.arrived,
+            queued_seconds=(self.admitted or now) - self.arrived,
         )

@@ -6,6 +6,7 @@ is computed again later), and of several requests with the same prefix only one 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,9 +172,9 @@ class Scheduler:
             request.indexed, request.place = cached.tokens, cached.place
             request.pure_version = self.version
             self.slots.enter(request, cached.tokens, self.eos_ids)
-            if not request.admitted_once:
+            if not request.admitted:
                 request.cached_tokens = cached.tokens
-                request.admitted_once = True
+                request.admitted = time.perf_counter()
         self.pool.release(cached.pages)
         if not placed and cached.pages and not self.running:  # even the prefix it would have used must give way
             return self._place(request, Match([], 0))

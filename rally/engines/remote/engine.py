@@ -7,13 +7,13 @@ server of our own that dies is started again from the current weights, while req
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from rally.engines.base import EngineError
+from rally.engines.busy import BusyClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import ServerReplica
 from rally.engines.remote.own_server import OwnServer
@@ -64,6 +64,7 @@ class RemoteEngine:
         self.settings = settings
         self.restarts = 0
         self._version = 0
+        self._requests = BusyClock()
         self._failure: EngineError | None = None
         self._minding = asyncio.Lock()  # one at a time gives weights to servers: an update, or one that comes back
         self._watchers: list[asyncio.Task[None]] = []
@@ -75,6 +76,10 @@ class RemoteEngine:
     @property
     def max_model_len(self) -> int:
         return self.settings.max_model_len
+
+    @property
+    def busy_seconds(self) -> float:
+        return self._requests.seconds
 
     def begin_at(self, version: int) -> None:
         assert not self._watchers, "the engine is already at work"
@@ -91,10 +96,14 @@ class RemoteEngine:
     ) -> Generation:
         for _ in range(self.settings.max_restarts):
             try:
-                return await self.router.generate(prompt_ids, params, session=session)
+                return await self._ask(prompt_ids, params, session)
             except ReplicaGone as gone:
                 await self._help(gone)
-        return await self.router.generate(prompt_ids, params, session=session)
+        return await self._ask(prompt_ids, params, session)
+
+    async def _ask(self, prompt_ids: Sequence[int], params: SamplingParams, session: str | None) -> Generation:
+        with self._requests.working():
+            return await self.router.generate(prompt_ids, params, session=session)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -105,7 +114,6 @@ class RemoteEngine:
             self._version += 1
 
     async def publish(self) -> dict[str, float]:
-        began = time.perf_counter()
         async with self._minding:
             await self.weights.take(self._version)
             outcomes = await asyncio.gather(*(self._update(s) for s in self.servers), return_exceptions=True)
@@ -117,7 +125,6 @@ class RemoteEngine:
                 await self._help(outcome)
         heard = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
-            "timing_s/update_weights": time.perf_counter() - began,
             "engine/servers": float(sum(server.serving for server in self.servers)),
             "engine/restarts": float(self.restarts),
             **({"engine/canary_difference": max(heard)} if heard else {}),

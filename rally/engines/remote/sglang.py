@@ -62,6 +62,7 @@ class Sglang:
             spans=meta.get("weight_versions"),
             prompt_tokens=meta.get("prompt_tokens"),
             cached_tokens=meta.get("cached_tokens"),
+            queued_seconds=meta.get("queue_time"),  # told by servers with --enable-metrics
         )
 
     def abort(self, request_id: str) -> Call | None:

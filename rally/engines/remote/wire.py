@@ -116,6 +116,7 @@ def whole(
     spans: Any = None,
     prompt_tokens: Any = None,
     cached_tokens: Any = None,
+    queued_seconds: Any = None,
 ) -> Generation:
     """The generation, if everything about it fits together."""
     sampled = _ids(ids, request.params.max_tokens)
@@ -135,6 +136,7 @@ def whole(
         finish=reason,
         cached_tokens=cached_tokens if isinstance(cached_tokens, int) else 0,
         spans=_spans(spans, len(sampled), request),
+        queued_seconds=float(queued_seconds) if isinstance(queued_seconds, (int, float)) else 0.0,
     )
 
 

@@ -1,0 +1,80 @@
+"""A file of JSON lines grows while a run goes on, each line of one step, and a kill costs it at most its last line.
+
+What follows the last newline is a line still being written, and is no line yet.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rally.types import RallyError
+
+_log = logging.getLogger(__name__)
+
+
+def write_atomic(path: Path, text: str | Iterable[str]) -> None:
+    """The file has all of its old content or all of its new content, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines([text] if isinstance(text, str) else text)
+    os.replace(part, path)
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """One JSON object a line; a nan that slipped through is our bug and raises."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+    return (encoder.encode(row) + "\n" for row in rows)
+
+
+class StepLines:
+    """The lines of one file; each is an object with the number of its `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(json_lines([row]))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The finished lines, in order."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for n, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], start=1):
+            row = _parse(line)
+            if row is None:
+                raise RallyError(f"line {n} of {self.path} is not a line with a step; remove that line to go on")
+            rows.append(row)
+        return rows
+
+    def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        write_atomic(self.path, json_lines(rows))
+
+    def repair(self) -> None:
+        """Drop a torn last line, or end one that lost its newline alone."""
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        whole, _, torn = content.rpartition(b"\n")
+        if not torn:
+            return
+        if _parse(torn) is not None:
+            keep = content + b"\n"
+        else:
+            keep = whole + b"\n" if whole else b""
+            _log.warning("dropped the torn last line of %s (%d bytes)", self.path, len(torn))
+        write_atomic(self.path, keep.decode())
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

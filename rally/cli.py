@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__, recipe_cli, serve_cli
+from rally import __version__, recipe_cli, serve_cli, view_cli
 from rally.cli_console import quiet_console as _console
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
@@ -31,6 +31,7 @@ data_app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(serve_cli.app, name="serve")
 app.add_typer(recipe_cli.app)
+app.add_typer(view_cli.app)
 data_app.add_typer(recipe_cli.data_app)
 
 Words = Annotated[

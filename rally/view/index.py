@@ -111,10 +111,16 @@ class Index:
         self.episodes = run / "episodes"
         self.path = index_path(run)
         if not self._usable():
-            for suffix in ("", "-wal", "-shm"):
-                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-            with closing(self.connect()) as db:
-                db.executescript(_SCHEMA)
+            self._make()
+
+    def _make(self) -> None:
+        """It has its name only once it is whole."""
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        for path in (part, *(self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))):
+            path.unlink(missing_ok=True)
+        with closing(sqlite3.connect(part)) as db:
+            db.executescript(_SCHEMA)
+        os.replace(part, self.path)
 
     def _usable(self) -> bool:
         if not self.path.exists():

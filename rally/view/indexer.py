@@ -49,10 +49,14 @@ class Indexer:
                 pass
 
     def _follow(self) -> None:
-        with closing(self._index.connect()) as db:
-            while not self._stop.is_set():
-                if not self._read_some(db):
-                    self._stop.wait(EVERY)
+        try:
+            with closing(self._index.connect()) as db:
+                while not self._stop.is_set():
+                    if not self._read_some(db):
+                        self._stop.wait(EVERY)
+        except sqlite3.DatabaseError as problem:
+            told = f"The index {self._index.path} failed ({problem}); remove that file and start the viewer again."
+            self._progress["problems"] = [*self._progress["problems"], told]
 
     def _read_some(self, db: sqlite3.Connection) -> bool:
         """One piece of the newest file that is not read to its end; whether there may be more to read."""

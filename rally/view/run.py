@@ -50,7 +50,7 @@ class Run:
             self._phases.look()
             steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
             metrics = [len(self._metrics.rows), self._metrics.bad]
-        return {"name": self.name, "path": str(self.path), "step": steps, "metrics": metrics, **self.indexer.progress()}
+        return {"name": self.name, "step": steps, "metrics": metrics, **self.indexer.progress()}
 
     def metrics(self) -> Json:
         """Column by column: the steps, and for each name its values, null where there is none."""
@@ -109,9 +109,12 @@ class Run:
         if place is None:
             raise Missing(f"{self.name} has no episode {name}; perhaps it is not in the index yet")
         file, offset, length = place
-        with (self.index.episodes / file).open("rb") as lines:
-            lines.seek(offset)
-            recorded = json.loads(lines.read(length))
+        try:
+            with (self.index.episodes / file).open("rb") as lines:
+                lines.seek(offset)
+                recorded = json.loads(lines.read(length))
+        except (FileNotFoundError, ValueError):
+            raise Missing(f"{file} was just written anew or set aside; ask again in a second") from None
         advantages = self._advantages_of(file).get(name, [])
         segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
         rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}

@@ -3,7 +3,7 @@
 import { exported, get } from "./api.js";
 import { compareView } from "./compare.js";
 import { curvesView } from "./curves.js";
-import { count, h, hideTip } from "./dom.js";
+import { count, h, hideTip, put } from "./dom.js";
 import { episodeView } from "./episode.js";
 import { groupView } from "./group.js";
 import { tableView } from "./table.js";
@@ -63,7 +63,7 @@ function show() {
   if (current?.update && last.view === app.place.view && current.update(last.params)) return;
   current?.close?.();
   const root = document.getElementById("view");
-  root.replaceChildren();
+  put(root);
   root.className = app.place.view;
   current = VIEWS[app.place.view].make(root, app) ?? {};
   document.title = (VIEWS[app.place.view].name ?? app.place.params.get("id") ?? "Group") + " · Rally";
@@ -74,7 +74,7 @@ function drawBar() {
     h("a", { href: app.link(key), "aria-current": key === app.place.view ? "page" : null }, view.name));
   const pick = h("select", { "aria-label": "run", onchange: (e) => changeRun(e.target.value) },
     app.state.runs.map((run, n) => h("option", { value: n, selected: n === app.run() }, run.name)));
-  document.getElementById("bar").replaceChildren(
+  put(document.getElementById("bar"),
     h("a", { class: "brand", href: app.link("curves") }, "rally"),
     h("nav", { "aria-label": "views" }, tabs),
     h("span", { class: "grow" }),
@@ -99,7 +99,7 @@ function drawLive() {
   const share = run.bytes ? run.read / run.bytes : 1;
   const parts = [run.step === null ? null : "step " + run.step, count(run.episodes, "episode")];
   if (share < 1) parts.push("indexing " + Math.floor(share * 100) + " %");
-  live.replaceChildren(
+  put(live,
     share < 1 ? h("progress", { max: 1, value: share, "aria-label": "indexing" }) : null,
     exported ? h("span", { class: "chip" }, "exported") : h("i", { class: "dot", title: "follows the run" }),
     " " + parts.filter(Boolean).join(" · "),
@@ -115,7 +115,7 @@ function drawNotes() {
   if (app.state.lost) notes.push("The server does not answer any more; what you see is what it said last.");
   if (exported) notes.unshift(...exported.notes);
   const shown = notes.filter(Boolean).map((note) => h("p", { class: exported ? "about" : "" }, note));
-  document.getElementById("notes").replaceChildren(...shown);
+  put(document.getElementById("notes"), ...shown);
 }
 
 async function look() {
@@ -138,7 +138,7 @@ async function follow() {
 }
 
 function switchTheme() {
-  const dark = getComputedStyle(document.documentElement).getPropertyValue("--dark").trim() === "1";
+  const dark = (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   setTheme(dark ? "light" : "dark");
   try { localStorage.setItem("rally-theme", dark ? "light" : "dark"); } catch { /* a file may not remember */ }
 }
@@ -160,6 +160,7 @@ function toggleHelp() {
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
+  if (event.key === "Enter" && event.target.matches("a, button, summary")) return;
   if (event.target.matches("input, select, textarea")) {
     if (event.key === "Escape" || (event.key === "Enter" && event.target.type === "search")) event.target.blur();
     return;

@@ -1,6 +1,6 @@
 // One metric of several runs as lines over steps: a faint line of what was measured, a strong one of its smoothing.
 
-import { h, hideTip, number, showTip, svg } from "./dom.js";
+import { h, hideTip, number, put, showTip, svg } from "./dom.js";
 
 const WIDTH = 460, HEIGHT = 190, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
 const MOST_POINTS = 600; // more than pixels would only cost time
@@ -35,7 +35,7 @@ export function tickSize(span) {
 function bounds(series) {
   const values = series.flatMap((one) => one.points.map((point) => point[1]));
   let low = Math.min(...values), high = Math.max(...values);
-  if (low >= 0 && high <= 1 && high > 0.1) return [0, 1]; // a share: small wobbles look small
+  if (low >= 0 && high <= 1 && high >= 0.6) return [0, 1]; // a share: small wobbles look small
   if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
   const size = tickSize(high - low);
   return [Math.floor(low / size) * size, Math.ceil(high / size) * size];
@@ -69,7 +69,7 @@ export function chart(title, series, { weight, range, open, point }) {
   const x = (step) => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (WIDTH - LEFT - RIGHT);
   const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const lines = series.flatMap((one) => {
-    const strong = weight > 0 && one.points.length > 2 ? smooth(one.points, weight) : one.points;
+    const strong = weight > 0 && one.points.length > 12 ? smooth(one.points, weight) : one.points;
     const faint = strong !== one.points && svg("path", { class: "line faint " + one.color, d: path(thin(one.points), x, y) });
     const dots = one.points.length <= 12 && one.points.map(([s, v]) => svg("circle", { class: "spot " + one.color, cx: x(s), cy: y(v), r: 2.2 }));
     return [faint, svg("path", { class: "line " + one.color, d: path(thin(strong), x, y) }), dots];
@@ -85,7 +85,7 @@ export function chart(title, series, { weight, range, open, point }) {
   };
   const mark = (step) => {
     const hits = step === null ? [] : series.map((one) => [one, one.points.find((p) => p[0] === step)]).filter((hit) => hit[1]);
-    marks.replaceChildren(...(hits.length ? [svg("line", { class: "guide", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM })] : []),
+    put(marks, ...(hits.length ? [svg("line", { class: "guide", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM })] : []),
       ...hits.map(([one, p]) => svg("circle", { class: "spot hit " + one.color, cx: x(step), cy: y(p[1]), r: 3.6 })));
     return hits;
   };

@@ -1,8 +1,8 @@
 // The same task at two steps, or in two runs: turn beside turn, with what changed marked.
 
-import { episode, rows } from "./api.js";
+import { episode, get, rows } from "./api.js";
 import { diff } from "./diff.js";
-import { h, number, rewardChip, stopChip } from "./dom.js";
+import { h, number, put, rewardChip, stopChip } from "./dom.js";
 
 const MOST = 500;
 
@@ -35,9 +35,15 @@ export function compareView(root, app) {
     return found.flat();
   }
 
+  // A task that came out differently at the first and the last validation, if there is one.
   async function someTask() {
-    const answer = await rows(app.run(), { kind: "val", limit: 1 });
-    return (answer.rows[0] ?? (await rows(app.run(), { limit: 1 })).rows[0])?.task;
+    const run = app.run(), { steps } = await get(`runs/${run}/facets`);
+    const tested = steps.filter((row) => row[1]).map((row) => row[0]);
+    const [first, last] = await Promise.all([Math.min(...tested), Math.max(...tested)].map((step) =>
+      (tested.length ? rows(run, { kind: "val", step: String(step), sort: "id", desc: "0", limit: MOST }) : { rows: [] })));
+    const before = new Map(first.rows.map((row) => [row.task, row.reward]));
+    const changed = last.rows.find((row) => before.has(row.task) && before.get(row.task) < row.reward);
+    return (changed ?? last.rows[0] ?? (await rows(run, { limit: 1 })).rows[0])?.task;
   }
 
   function picker(name, options, chosen) {
@@ -49,18 +55,19 @@ export function compareView(root, app) {
     const task = param("task") ?? (await someTask());
     const options = task ? await candidates(task) : [];
     if (closed) return;
-    if (!options.length) return root.replaceChildren(h("p", { class: "empty" }, "No episodes are recorded yet."));
+    if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
     const find = (key) => options.find((option) => option.key === key);
-    // From an episode one looks at where the task came out last; if this is it, at where it began.
+    // From an episode one looks at where its run came to; if this is it, at where it began.
     const left = find(param("a")) ?? options[0];
-    const right = find(param("b")) ?? (left === options.at(-1) ? options[0] : options.at(-1));
+    const own = options.filter((option) => option.run === left.run);
+    const right = find(param("b")) ?? (left === own.at(-1) ? own[0] : own.at(-1));
     const [a, b] = await Promise.all([left, right].map((option) => episode(option.run, option.id)));
     if (closed) return;
     const [ta, tb] = [turnsOf(a), turnsOf(b)];
     const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
     const top = (name, option, one) => h("header", null, picker(name, options, option),
       h("div", null, rewardChip(one.reward), stopChip(one.stop_reason), h("a", { href: app.link("episode", { run: option.run, id: one.id }) }, "open")));
-    root.replaceChildren(
+    put(root,
       h("div", { class: "top" }, h("h1", null, h("code", null, task)), h("span", { class: "soft" }, `${options.length} episodes of this task`),
         h("span", { class: "grow" }), h("a", { href: app.link("episodes", { task }) }, "list them")),
       h("p", { class: "asked card", dir: "auto" }, left.question, a.task.ground_truth !== null && h("span", { class: "soft" }, "  expected: ", typeof a.task.ground_truth === "string" ? a.task.ground_truth : JSON.stringify(a.task.ground_truth))),
@@ -68,7 +75,7 @@ export function compareView(root, app) {
       options.length === 1 && h("p", { class: "note" }, "Only one episode of this task is recorded, so there is nothing to compare it with yet."));
   }
 
-  const fail = (problem) => root.replaceChildren(h("p", { class: "empty" }, problem.message));
+  const fail = (problem) => put(root, h("p", { class: "empty" }, problem.message));
   draw().catch(fail);
   return { update: () => { draw().catch(fail); return true; }, close: () => { closed = true; } };
 }

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { chart } from "./chart.js";
-import { count, h } from "./dom.js";
+import { count, h, put } from "./dom.js";
 
 const FIRST = [
   /^critic\/rewards\/mean$/, /^val-core\/.*\/mean@\d+$/, /^tool\/success_rate$/, /^num_turns\/mean$/,
@@ -24,7 +24,7 @@ function seriesOf(name, runs, data) {
 
 export function curvesView(root, app) {
   let data = [], charts = [], closed = false;
-  const weight = () => Number(app.place.params.get("smooth") ?? 0.5);
+  const weight = () => Number(app.place.params.get("smooth") ?? 0);
   const list = h("div", { class: "names" });
   const cards = h("div", { class: "cards" });
   const search = h("input", { type: "search", placeholder: "find a metric", "aria-label": "find a metric", oninput: drawNames });
@@ -52,7 +52,7 @@ export function curvesView(root, app) {
   function drawNames() {
     const wanted = search.value.toLowerCase(), on = new Set(chosen());
     const groups = Map.groupBy(names().filter((name) => name.toLowerCase().includes(wanted)), (name) => name.split("/")[0]);
-    list.replaceChildren(...[...groups].map(([group, members]) => h("details", { open: wanted !== "" || members.some((m) => on.has(m)) },
+    put(list, ...[...groups].map(([group, members]) => h("details", { open: wanted !== "" || members.some((m) => on.has(m)) },
       h("summary", null, group, h("small", null, members.length)),
       members.map((name) => h("label", null,
         h("input", { type: "checkbox", checked: on.has(name), onchange: () => toggle(name) }), name.slice(group.length + 1) || name)))));
@@ -69,9 +69,9 @@ export function curvesView(root, app) {
     const drawn = chosen().map((name) => [name, seriesOf(name, app.state.runs, data)]).filter(([, series]) => series.length);
     charts = drawn.map(([name, series]) => chart(name, series, options));
     const nothing = h("p", { class: "empty" }, steps.length ? "Choose metrics at the left." : "No step is finished yet; its metrics will appear here.");
-    cards.replaceChildren(...(charts.length ? charts.map((one) => one.card) : [nothing]));
+    put(cards, ...(charts.length ? charts.map((one) => one.card) : [nothing]));
     const several = app.state.runs.length > 1;
-    legend.replaceChildren(...(several ? app.state.runs.map((run, n) => h("span", { class: "c" + (n % 6) }, h("i"), run.name)) : []),
+    put(legend, ...(several ? app.state.runs.map((run, n) => h("span", { class: "c" + (n % 6) }, h("i"), run.name)) : []),
       h("small", null, steps.length ? count(new Set(steps).size, "step") + ", " + count(names().length, "metric") + "; a click on a curve opens that step" : ""));
   }
 

@@ -38,6 +38,12 @@ export function svg(tag, props, ...children) {
   return fill(document.createElementNS(SVG, tag), props, children);
 }
 
+// Show these instead of what was there.
+export function put(element, ...children) {
+  element.replaceChildren();
+  return fill(element, null, children);
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -49,6 +55,7 @@ export function number(value, digits = 3) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return (value * 1e6).toFixed(0) + " µs";
   if (value < 1) return (value * 1e3).toFixed(value < 0.01 ? 1 : 0) + " ms";
   return value < 120 ? value.toFixed(2) + " s" : (value / 60).toFixed(1) + " min";
@@ -91,5 +98,5 @@ export function stopChip(stop) {
 
 export function rewardChip(reward) {
   const tone = reward === null || reward === undefined ? "none" : reward > 0 ? "good" : reward < 0 ? "bad" : "zero";
-  return h("span", { class: "reward " + tone }, number(reward));
+  return h("span", { class: "score " + tone }, number(reward));
 }

@@ -1,7 +1,7 @@
 // One episode as a conversation: what was asked, sampled, called and answered, token by token.
 
 import { episode as fetchEpisode, rows } from "./api.js";
-import { h, number, rewardChip, seconds, stopChip } from "./dom.js";
+import { h, number, put, rewardChip, seconds, stopChip } from "./dom.js";
 import { colourBar, longText, repaint, scaleOf, segmentTokens, tokenBlock } from "./tokens.js";
 import { FILTERS } from "./filters.js";
 
@@ -40,7 +40,7 @@ function turnBlock(role, tokens, options, turn) {
 export function conversation(one, options) {
   const blocks = one.segments.flatMap((segment, n) => {
     const { prompt, response } = segmentTokens(segment);
-    const parts = [turnBlock("prompt", prompt, options)];
+    const parts = options.hidePrompt && n === 0 ? [] : [turnBlock("prompt", prompt, options)];
     let at = 0;
     for (const turn of one.turns.filter((turn) => turn.segment === n)) {
       if (turn.start > at) parts.push(turnBlock("between", response.slice(at, turn.start), options));
@@ -74,6 +74,10 @@ function side(one) {
     Object.keys(one.task.extra_info).length > 0 && section("Row", facts(one.task.extra_info), false));
 }
 
+export function promptBlock(one, options) {
+  return one.segments.length ? turnBlock("prompt", segmentTokens(one.segments[0]).prompt, options) : null;
+}
+
 export function heading(one, row) {
   return [rewardChip(one.reward), stopChip(one.stop_reason), one.baseline && h("span", { class: "chip" }, "greedy baseline"),
     h("span", { class: "soft" }, [one.validate ? "validation" : "training", "step " + one.step, row].filter(Boolean).join(" · "))];
@@ -88,7 +92,7 @@ export function episodeView(root, app) {
     const filters = Object.fromEntries([...FILTERS, "sort", "desc", "at"].map((name) => [name, app.place.params.get(name)]));
     scale = scaleOf([one]);
     bar = colourBar(app, scale, recolour);
-    root.replaceChildren(
+    put(root,
       h("div", { class: "top" },
         h("a", { href: app.link("episodes", filters), class: "back" }, "← episodes"),
         h("h1", null, h("code", null, one.id)), heading(one, `${one.turns.length + 1} turns · ${number(tokens)} response tokens`),
@@ -118,7 +122,7 @@ export function episodeView(root, app) {
   }
 
   fetchEpisode(app.run(), id).then((found) => { one = found; if (!closed) draw(); },
-    (problem) => root.replaceChildren(h("p", { class: "empty" }, problem.message)));
+    (problem) => put(root, h("p", { class: "empty" }, problem.message)));
   const keys = {
     j: () => move(1), k: () => move(-1), c: () => bar?.next(), g: () => one && app.go("group", { group: one.group }),
     Escape: () => app.go("episodes", Object.fromEntries([...FILTERS, "sort", "desc", "at"].map((name) => [name, app.place.params.get(name)]))),

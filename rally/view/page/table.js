@@ -1,7 +1,7 @@
 // The table of episodes. Only the rows in sight exist; a page is asked for by the key of the row before it.
 
 import { get, rows } from "./api.js";
-import { h, number, oneLine, rewardChip, seconds, stopChip } from "./dom.js";
+import { h, number, oneLine, put, rewardChip, seconds, stopChip } from "./dom.js";
 import { filterBar, FILTERS, told } from "./filters.js";
 
 const ROW = 34, PAGE = 100, TYPING = 180;
@@ -33,7 +33,7 @@ export function tableView(root, app) {
 
   function drawHead() {
     const [by, down] = sort();
-    head.replaceChildren(...COLUMNS.map(([name, label]) => h("button", { type: "button", role: "columnheader", class: "td " + name,
+    put(head, ...COLUMNS.map(([name, label]) => h("button", { type: "button", role: "columnheader", class: "td " + name,
       "aria-sort": by === name ? (down ? "descending" : "ascending") : "none",
       onclick: () => change({ sort: name, desc: by === name && down ? "0" : "1" }, true) }, label, by === name ? (down ? " ↓" : " ↑") : "")));
   }
@@ -51,9 +51,9 @@ export function tableView(root, app) {
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 6);
     const last = Math.min(total, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 6);
     body.style.height = total * ROW + "px";
-    body.replaceChildren(...Array.from({ length: Math.max(0, last - first) }, (_, n) => drawRow(first + n)));
+    put(body, ...Array.from({ length: Math.max(0, last - first) }, (_, n) => drawRow(first + n)));
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) want(page);
-    if (!total) body.replaceChildren(h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."));
+    if (!total) put(body, h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."));
   }
 
   // From the nearest page whose key is known; only a jump of the scroll bar skips rows.
@@ -80,11 +80,11 @@ export function tableView(root, app) {
       total = answer.count;
       root.dataset.total = total;
       if (!keep) { chosen = 0; scroll.scrollTop = 0; }
-      output.replaceChildren(told(total, app.state.runs[app.run()]?.episodes ?? total));
+      put(output, told(total, app.state.runs[app.run()]?.episodes ?? total));
       output.classList.remove("bad");
       draw();
     } catch (problem) {
-      output.replaceChildren(problem.message);
+      put(output, problem.message);
       output.classList.add("bad");
     }
   }
@@ -100,7 +100,7 @@ export function tableView(root, app) {
 
   function drawBar() {
     const focused = bar.contains(document.activeElement) ? document.activeElement.name : null;
-    bar.replaceChildren(filterBar(app, facets, change));
+    put(bar, filterBar(app, facets, change));
     if (focused) bar.querySelector(`[name="${focused}"]`)?.focus();
   }
 

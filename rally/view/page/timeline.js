@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { tickSize } from "./chart.js";
-import { choice, count, h, hideTip, number, seconds, showTip } from "./dom.js";
+import { choice, count, h, hideTip, number, put, seconds, showTip } from "./dom.js";
 
 const KINDS = { queue: "waiting for the engine", prefill: "reading the prompt", decode: "sampling", tool: "in a tool", user: "simulated user", score: "being scored" };
 const WORKING = new Set(["prefill", "decode"]);
@@ -61,7 +61,7 @@ export function timelineView(root, app) {
 
   function drawHead() {
     const row = facets.steps.find((one) => one[0] === step() && one[1] === validate());
-    head.replaceChildren(
+    put(head,
       h("button", { type: "button", onclick: () => move(-1), "aria-label": "step before" }, "‹"),
       h("label", null, "Step ", h("input", { type: "number", value: step(), min: 0, onchange: (e) => goto({ step: e.target.value }) })),
       h("button", { type: "button", onclick: () => move(1), "aria-label": "step after" }, "›"),
@@ -86,8 +86,8 @@ export function timelineView(root, app) {
     const g = geometry(), scale = devicePixelRatio || 1;
     canvas.width = g.width * scale; canvas.height = g.whole * scale;
     canvas.style.width = g.width + "px"; canvas.style.height = g.whole + "px";
-    const pen = canvas.getContext("2d"), css = getComputedStyle(document.documentElement);
-    const color = (name) => css.getPropertyValue("--" + name).trim();
+    const pen = canvas.getContext("2d"), css = getComputedStyle(canvas);
+    const color = (name) => { canvas.style.color = `var(--${name})`; return css.color; };
     pen.scale(scale, scale);
     pen.font = "11.5px " + css.getPropertyValue("--sans");
     pen.textBaseline = "middle";
@@ -98,7 +98,7 @@ export function timelineView(root, app) {
   }
 
   function drawAxis(pen, g, color) {
-    const span = ready.end - ready.start, size = tickSize(span);
+    const span = ready.end - ready.start, size = tickSize(span / 2);
     for (let at = 0; at <= span; at += size) {
       const x = Math.round(g.x(ready.start + at)) + 0.5;
       pen.strokeStyle = color("rule");
@@ -174,12 +174,12 @@ export function timelineView(root, app) {
     const run = app.run();
     facets = await get(`runs/${run}/facets`);
     if (closed) return;
-    if (!steps().length) return void words.replaceChildren("No episodes are recorded yet.");
+    if (!steps().length) return void put(words, "No episodes are recorded yet.");
     const data = await get(`runs/${run}/timeline/${step()}`);
     if (closed) return;
     drawHead();
     ready = prepare(data, validate());
-    words.replaceChildren(data.phases.length || ready.episodes.length ? summary(ready) : "This step recorded no times.");
+    put(words, data.phases.length || ready.episodes.length ? summary(ready) : "This step recorded no times.");
     canvas.dataset.episodes = ready.episodes.length;
     draw();
   }

@@ -30,6 +30,12 @@ export function segmentTokens(segment) {
   return { prompt, response };
 }
 
+// The advantage of an episode where all its tokens have the same.
+export function sharedAdvantage(one) {
+  const values = new Set(one.segments.flatMap((segment) => (segment.advantages ?? []).map(([value]) => value)));
+  return values.size === 1 ? [...values][0] : null;
+}
+
 export function scaleOf(episodes) {
   const spans = episodes.flatMap((one) => one.segments.flatMap((segment) => segment.advantages ?? []));
   return { advantages: spans.length > 0, best: Math.max(1e-9, ...spans.map(([value]) => Math.abs(value))) };
@@ -66,6 +72,7 @@ export function tokenBlock(tokens, mode, scale) {
     for (const token of tokens.slice(from, to)) {
       const element = h("span", null, token.text === undefined ? token.id + " " : token.text);
       if (/^<[|｜].*[|｜]>$/.test(token.text ?? "")) element.dataset.special = "";
+      if (/^\s*\n\s*$/.test(token.text ?? "")) element.dataset.newline = ""; // else nothing could be pointed at
       known.set(element, token);
       paint(element, token, mode, scale);
       block.append(element);

@@ -20,7 +20,9 @@ TOKEN = "RALLY_VIEW_TOKEN"
 
 Runs = Annotated[list[Path], typer.Argument(help="Run folders, finished or running.", metavar="RUN...")]
 Host = Annotated[str, typer.Option(help=f"Beyond this machine only with {TOKEN} set.")]
-Port = Annotated[int | None, typer.Option(help=f"Default {PORT}, or any free one.", min=1, max=65535, show_default=False)]
+Port = Annotated[
+    int | None, typer.Option(help=f"Default {PORT}, or any free one.", min=1, max=65535, show_default=False)
+]
 Export = Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")]
 Chosen = Annotated[str, typer.Option("--filter", help="Of an export: 'step=10..20&kind=val', as in the page's links.")]
 Limit = Annotated[int, typer.Option(help="Of an export: the most episodes of each run.", min=1)]

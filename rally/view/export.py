@@ -25,7 +25,8 @@ from rally.view.run import Run
 Json = dict[str, Any]
 START = "app.js"
 PAGE = 500  # rows asked for at a time
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILINE)
 _LINKS = re.compile(r"<link .*?>\n<script .*?</script>\n", re.DOTALL)
 
 
@@ -38,8 +39,8 @@ class Exported(NamedTuple):
 
 
 def write_export(runs: Sequence[Run], out: Path, asked: str = "", limit: int = 512) -> Exported:
-    """Write the page over these runs to `out`: every metric, and at most `limit` episodes of each run. `asked` is a filter
-    as in the page's links; by default the last training and the last validation step are chosen."""
+    """Write the page over these runs to `out`: every metric, and at most `limit` episodes of each run. `asked` is a
+    filter as in the page's links; by default the last training and the last validation step are chosen."""
     answers: Json = {}
     notes, inside = [], 0
     for number, run in enumerate(runs):
@@ -57,7 +58,9 @@ def bundle(data: Mapping[str, Any]) -> str:
     """The page as one text. The browser may run our script, known by its hash, and load nothing."""
     files = page_files()
     script, style = "".join(_modules(files, START, set())), files["style.css"]
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     # With every < written as an escape, no text of a model can end the element that holds it.
     inside = redact(json.dumps(data, allow_nan=False)).replace("<", "\\u003c")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
@@ -67,12 +70,21 @@ def bundle(data: Mapping[str, Any]) -> str:
 
 
 def _modules(files: Mapping[str, str], name: str, done: set[str]) -> Iterator[str]:
-    """The modules one after the other, each after those it imports; their names are one space, and all differ."""
+    """The modules one after the other, each after those it imports, each in a scope of its own."""
     done.add(name)
-    for other in _IMPORT.findall(files[name]):
+    for _, other in _IMPORT.findall(files[name]):
         if other not in done:
             yield from _modules(files, other, done)
-    yield re.sub(r"^export (?=function|const|async)", "", _IMPORT.sub("", files[name]), flags=re.MULTILINE)
+    body = _IMPORT.sub(
+        lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", files[name]
+    )
+    names = ", ".join(found[1] for found in _EXPORT.finditer(body))
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    yield f"const {_variable(name)} = (() => {{\n{body}return {{ {names} }};\n}})();\n"
+
+
+def _variable(name: str) -> str:
+    return "module_" + name.removesuffix(".js")
 
 
 def _hash(text: str) -> str:
@@ -97,7 +109,9 @@ def _parsed(asked: str) -> Query:
     try:
         pairs = dict(parse_qsl(asked, strict_parsing=True))
     except ValueError:
-        raise RallyError(f"the filter {asked!r} is not of the form step=10..20&kind=val, as in the page's links") from None
+        raise RallyError(
+            f"the filter {asked!r} is not of the form step=10..20&kind=val, as in the page's links"
+        ) from None
     return Query.parse(pairs)
 
 
@@ -140,4 +154,3 @@ def _note(run: Run, rows: Sequence[Json], asked: str) -> str:
         f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {whole:,} episodes "
         f"({what or 'none'}){left}."
     )
-

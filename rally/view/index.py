@@ -28,7 +28,9 @@ WAIT = 30.0  # seconds for another viewer's transaction
 
 _SCHEMA = f"""
 CREATE TABLE files(name TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, done INTEGER);
-CREATE TABLE episodes(n INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, offset INTEGER, length INTEGER, {", ".join(COLUMNS)});
+CREATE TABLE episodes(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, offset INTEGER, length INTEGER, {", ".join(COLUMNS)}
+);
 CREATE INDEX by_file ON episodes(file);
 CREATE INDEX by_id ON episodes(id);
 CREATE INDEX by_group ON episodes(grp);
@@ -99,7 +101,7 @@ def index_path(run: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise RallyError(
-            f"neither {run} nor {cache} can be written ({problem.strerror}); set XDG_CACHE_HOME to a folder for the index"
+            f"neither {run} nor {cache} can be written ({problem.strerror}); set XDG_CACHE_HOME to a folder for indexes"
         ) from None
     return cache / f"{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]}.sqlite"
 
@@ -182,7 +184,7 @@ class Index:
             text = spaced(searched(episode))
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise RallyError(
-                f"byte {place.offset} of {self.episodes / place.file} is not an episode ({problem!r}); move that file away"
+                f"byte {place.offset} of {self.episodes / place.file} is not an episode ({problem!r}); move it away"
             ) from None
         cursor = db.execute(_INSERT, (*place, *row))
         db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (cursor.lastrowid, text))

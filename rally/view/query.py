@@ -120,7 +120,7 @@ def _kind(kind: str) -> Condition:
 
 def _match(text: str) -> str:
     """Every word must be there, the last one perhaps only begun; "two words" in quotes stand side by side."""
-    words = [quoted or word for quoted, word in _WORD.findall(text)]
+    words = [quoted or word for quoted, word in _WORD.findall(text.replace("\0", " "))]
     phrases = ['"' + spaced(word).strip().replace('"', '""') + '"' for word in words if re.search(r"\w", word)]
     return " AND ".join(phrases) + ("*" if phrases and not text.endswith(('"', " ")) else "")
 

@@ -72,7 +72,9 @@ class Run:
             return {
                 "steps": [list(row) for row in steps],
                 "stops": db.execute("SELECT stop, count(*) FROM episodes GROUP BY stop ORDER BY 2 DESC").fetchall(),
-                "sources": db.execute("SELECT source, count(*) FROM episodes GROUP BY source ORDER BY 2 DESC").fetchall(),
+                "sources": db.execute(
+                    "SELECT source, count(*) FROM episodes GROUP BY source ORDER BY 2 DESC"
+                ).fetchall(),
             }
 
     def rows(self, asked: Mapping[str, str]) -> Json:

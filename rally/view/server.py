@@ -112,7 +112,9 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
         Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics())),
         Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
         Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
-        Route("/api/runs/{run:int}/timeline/{step:int}", _json(lambda r: _run(runs, r).timeline(r.path_params["step"]))),
+        Route(
+            "/api/runs/{run:int}/timeline/{step:int}", _json(lambda r: _run(runs, r).timeline(r.path_params["step"]))
+        ),
         Route("/api/runs/{run:int}/episode", _json(lambda r: _run(runs, r).episode(r.query_params.get("id", "")))),
     ]
     middleware = [Middleware(Door, token=token), Middleware(GZipMiddleware, minimum_size=4096, compresslevel=1)]
@@ -120,7 +122,7 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
 
 
 def _run(runs: Sequence[Run], request: Request) -> Run:
-    number = request.path_params["run"]
+    number: int = request.path_params["run"]
     if number >= len(runs):
         raise Missing(f"there is no run {number}; there are {len(runs)}")
     return runs[number]

@@ -20,7 +20,8 @@ Lane = tuple[str, float, float]
 
 
 class Summary(NamedTuple):
-    """The columns of the table. `started` is unix seconds, or None where the record cannot say; `lanes` count from it."""
+    """The columns of the table. `started` is when the first lane begins, in unix seconds, or None where the record has
+    no times (in records before `timings["started"]` it counts from an unknown moment); `lanes` count from it."""
 
     id: str
     step: int

@@ -34,7 +34,9 @@ def find_tokenizer(run: Path) -> Found:
             return Found(decode, "")
         tried.append(place)
     where = ", ".join(dict.fromkeys(tried)) or f"{run} (it names no model)"
-    return Found(None, f"No tokenizer was found at {where}, so tokens are shown as numbers beside the text of their turn.")
+    return Found(
+        None, f"No tokenizer was found at {where}, so tokens are shown as numbers beside the text of their turn."
+    )
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
@@ -88,7 +90,9 @@ def _load_by_transformers(place: str) -> Decode | None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer
 
-    folder, gguf = (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
+    folder, gguf = (
+        (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **gguf)
     except (OSError, ValueError, ImportError, KeyError):

@@ -9,7 +9,8 @@ export async function get(path, params) {
   const query = params ? "?" + new URLSearchParams(params) : "";
   if (exported) {
     const found = exported.answers[path + query];
-    if (found === undefined) throw new Error("This is not in the exported file; `rally view` over the run folder shows it.");
+    if (found === undefined)
+      throw new Error("This is not in the exported file; `rally view` over the run folder shows it.");
     return found;
   }
   const answer = await fetch("/api/" + path + query, { headers: { accept: "application/json" } });

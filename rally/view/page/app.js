@@ -36,7 +36,9 @@ const app = {
   place: { view: "curves", params: new URLSearchParams() },
   run: () => Math.min(Number(app.place.params.get("run") ?? 0) || 0, Math.max(0, app.state.runs.length - 1)),
   link: (view, params = {}) => "#/" + view + "?" + new URLSearchParams(clean({ run: app.run(), ...params })),
-  go: (view, params) => { location.hash = app.link(view, params); },
+  go: (view, params) => {
+    location.hash = app.link(view, params);
+  },
   // The same place with something changed, without a step in the history for each letter typed.
   adjust: (changes) => {
     const params = clean({ ...Object.fromEntries(app.place.params), ...changes });
@@ -47,7 +49,9 @@ const app = {
 let current = null;
 
 function clean(params) {
-  return Object.fromEntries(Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  return Object.fromEntries(
+    Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined),
+  );
 }
 
 function parsePlace() {
@@ -71,16 +75,25 @@ function show() {
 
 function drawBar() {
   const tabs = TABS.map(([key, view]) =>
-    h("a", { href: app.link(key), "aria-current": key === app.place.view ? "page" : null }, view.name));
-  const pick = h("select", { "aria-label": "run", onchange: (e) => changeRun(e.target.value) },
-    app.state.runs.map((run, n) => h("option", { value: n, selected: n === app.run() }, run.name)));
-  put(document.getElementById("bar"),
+    h("a", { href: app.link(key), "aria-current": key === app.place.view ? "page" : null }, view.name),
+  );
+  const pick = h(
+    "select",
+    { "aria-label": "run", onchange: (e) => changeRun(e.target.value) },
+    app.state.runs.map((run, n) => h("option", { value: n, selected: n === app.run() }, run.name)),
+  );
+  put(
+    document.getElementById("bar"),
     h("a", { class: "brand", href: app.link("curves") }, "rally"),
     h("nav", { "aria-label": "views" }, tabs),
     h("span", { class: "grow" }),
     h("span", { id: "live" }),
     app.state.runs.length > 1 ? pick : h("span", { class: "runname" }, app.state.runs[0]?.name ?? ""),
-    h("button", { type: "button", title: "dark or light (d)", "aria-label": "dark or light", onclick: switchTheme }, "◐"),
+    h(
+      "button",
+      { type: "button", title: "dark or light (d)", "aria-label": "dark or light", onclick: switchTheme },
+      "◐",
+    ),
     h("button", { type: "button", title: "keys (?)", "aria-label": "keys", onclick: toggleHelp }, "?"),
   );
   drawLive();
@@ -99,7 +112,8 @@ function drawLive() {
   const share = run.bytes ? run.read / run.bytes : 1;
   const parts = [run.step === null ? null : "step " + run.step, count(run.episodes, "episode")];
   if (share < 1) parts.push("indexing " + Math.floor(share * 100) + " %");
-  put(live,
+  put(
+    live,
     share < 1 ? h("progress", { max: 1, value: share, "aria-label": "indexing" }) : null,
     exported ? h("span", { class: "chip" }, "exported") : h("i", { class: "dot", title: "follows the run" }),
     " " + parts.filter(Boolean).join(" · "),
@@ -138,9 +152,15 @@ async function follow() {
 }
 
 function switchTheme() {
-  const dark = (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const dark =
+    (document.documentElement.dataset.theme ??
+      (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   setTheme(dark ? "light" : "dark");
-  try { localStorage.setItem("rally-theme", dark ? "light" : "dark"); } catch { /* a file may not remember */ }
+  try {
+    localStorage.setItem("rally-theme", dark ? "light" : "dark");
+  } catch {
+    /* a file may not remember */
+  }
 }
 
 function setTheme(theme) {
@@ -151,9 +171,23 @@ function setTheme(theme) {
 function toggleHelp() {
   const open = document.querySelector("dialog");
   if (open) return open.close();
-  const dialog = h("dialog", { "aria-label": "keys", onclose: (e) => e.target.remove(), onclick: (e) => e.target.close() },
+  const dialog = h(
+    "dialog",
+    { "aria-label": "keys", onclose: (e) => e.target.remove(), onclick: (e) => e.target.close() },
     h("h2", null, "Keys"),
-    h("dl", null, KEYS.map(([keys, what]) => [h("dt", null, keys.split(" ").map((k) => h("kbd", null, k))), h("dd", null, what)])));
+    h(
+      "dl",
+      null,
+      KEYS.map(([keys, what]) => [
+        h(
+          "dt",
+          null,
+          keys.split(" ").map((k) => h("kbd", null, k)),
+        ),
+        h("dd", null, what),
+      ]),
+    ),
+  );
   document.body.append(dialog);
   dialog.showModal();
 }
@@ -169,14 +203,22 @@ function onKey(event) {
   const search = document.querySelector("input[type=search]");
   if (current?.key?.(event.key)) event.preventDefault();
   else if (tab) location.hash = app.link(tab[0]);
-  else if (event.key === "/" && search) { event.preventDefault(); search.focus(); search.select(); }
-  else if (event.key === "?") toggleHelp();
+  else if (event.key === "/" && search) {
+    event.preventDefault();
+    search.focus();
+    search.select();
+  } else if (event.key === "?") toggleHelp();
   else if (event.key === "d") switchTheme();
   else if (event.key === "Escape") history.back();
 }
 
 async function begin() {
-  try { const kept = localStorage.getItem("rally-theme"); if (kept) setTheme(kept); } catch { /* the system's choice */ }
+  try {
+    const kept = localStorage.getItem("rally-theme");
+    if (kept) setTheme(kept);
+  } catch {
+    /* the system's choice */
+  }
   await look();
   show();
   addEventListener("hashchange", show);

@@ -8,16 +8,30 @@ export function splitWords(text) {
 
 // [["same" | "gone" | "new", text], ...], neighbours of one kind joined.
 export function diff(before, after) {
-  let a = splitWords(before), b = splitWords(after);
+  let a = splitWords(before),
+    b = splitWords(after);
   if (a.length * b.length > MOST_CELLS) [a, b] = [before.split(/(?<=\n)/), after.split(/(?<=\n)/)];
-  if (a.length * b.length > MOST_CELLS) return [["gone", before], ["new", after]];
+  if (a.length * b.length > MOST_CELLS)
+    return [
+      ["gone", before],
+      ["new", after],
+    ];
   const parts = [];
-  const put = (kind, text) => { if (parts.at(-1)?.[0] === kind) parts.at(-1)[1] += text; else parts.push([kind, text]); };
-  const longest = lengths(a, b), wide = b.length + 1;
-  let i = 0, j = 0;
+  const put = (kind, text) => {
+    if (parts.at(-1)?.[0] === kind) parts.at(-1)[1] += text;
+    else parts.push([kind, text]);
+  };
+  const longest = lengths(a, b),
+    wide = b.length + 1;
+  let i = 0,
+    j = 0;
   while (i < a.length || j < b.length) {
-    if (i < a.length && j < b.length && a[i] === b[j]) { put("same", a[i]); i += 1; j += 1; }
-    else if (j >= b.length || (i < a.length && longest[(i + 1) * wide + j] >= longest[i * wide + j + 1])) put("gone", a[i++]);
+    if (i < a.length && j < b.length && a[i] === b[j]) {
+      put("same", a[i]);
+      i += 1;
+      j += 1;
+    } else if (j >= b.length || (i < a.length && longest[(i + 1) * wide + j] >= longest[i * wide + j + 1]))
+      put("gone", a[i++]);
     else put("new", b[j++]);
   }
   return parts;
@@ -25,10 +39,14 @@ export function diff(before, after) {
 
 // Of the rests from word i of `a` and word j of `b`: how many words they have in common, in order.
 function lengths(a, b) {
-  const wide = b.length + 1, table = new Uint32Array((a.length + 1) * wide);
+  const wide = b.length + 1,
+    table = new Uint32Array((a.length + 1) * wide);
   for (let i = a.length - 1; i >= 0; i -= 1) {
     for (let j = b.length - 1; j >= 0; j -= 1) {
-      table[i * wide + j] = a[i] === b[j] ? table[(i + 1) * wide + j + 1] + 1 : Math.max(table[(i + 1) * wide + j], table[i * wide + j + 1]);
+      table[i * wide + j] =
+        a[i] === b[j]
+          ? table[(i + 1) * wide + j + 1] + 1
+          : Math.max(table[(i + 1) * wide + j], table[i * wide + j + 1]);
     }
   }
   return table;

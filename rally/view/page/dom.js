@@ -15,6 +15,14 @@ export function oneLine(text) {
   return visible(text).replaceAll("\n", "\\n").replaceAll("\t", "\\t");
 }
 
+// For names and labels, which are short unless somebody wants them not to be.
+export function clip(text, most = 200) {
+  const whole = oneLine(text);
+  return whole.length > most
+    ? whole.slice(0, most) + "… (" + whole.length.toLocaleString("en-US") + " characters)"
+    : whole;
+}
+
 function fill(element, props, children) {
   for (const [name, value] of Object.entries(props ?? {})) {
     if (value === undefined || value === null || value === false) continue;
@@ -87,7 +95,8 @@ export function hideTip() {
 // A switch of a few words, of which one is chosen.
 export function choice(label, options, chosen, pick) {
   const buttons = options.map(([value, name]) =>
-    h("button", { type: "button", "aria-pressed": String(value === chosen), onclick: () => pick(value) }, name));
+    h("button", { type: "button", "aria-pressed": String(value === chosen), onclick: () => pick(value) }, name),
+  );
   return h("div", { class: "choice", role: "group", "aria-label": label }, buttons);
 }
 

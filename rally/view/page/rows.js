@@ -15,7 +15,9 @@ function within(value, text) {
 
 function wordsOf(answers, run, row) {
   const whole = answers[`runs/${run}/episode?` + new URLSearchParams({ id: row.id })];
-  const texts = whole ? whole.turns.flatMap((turn) => [turn.text, ...turn.tool_results.map((r) => r.response.text)]) : [];
+  const texts = whole
+    ? whole.turns.flatMap((turn) => [turn.text, ...turn.tool_results.map((r) => r.response.text)])
+    : [];
   return [row.id, row.task, row.source, row.question, row.answer, ...texts].join("\n").toLowerCase();
 }
 

@@ -4,7 +4,9 @@ import { get, rows } from "./api.js";
 import { h, number, oneLine, put, rewardChip, seconds, stopChip } from "./dom.js";
 import { filterBar, FILTERS, told } from "./filters.js";
 
-const ROW = 34, PAGE = 100, TYPING = 180;
+const ROW = 34,
+  PAGE = 100,
+  TYPING = 180;
 const COLUMNS = [
   ["reward", "reward", (row) => rewardChip(row.reward)],
   ["step", "step", (row) => [number(row.step), row.validate ? h("small", { class: "val" }, "val") : null]],
@@ -20,7 +22,13 @@ const COLUMNS = [
 ];
 
 export function tableView(root, app) {
-  let pages = new Map(), keys = new Map(), total = 0, chosen = 0, asked = 0, closed = false, facets = null;
+  let pages = new Map(),
+    keys = new Map(),
+    total = 0,
+    chosen = 0,
+    asked = 0,
+    closed = false,
+    facets = null;
   const bar = h("div");
   const head = h("div", { class: "tr th", role: "row" });
   const body = h("div", { class: "rows", role: "rowgroup" });
@@ -28,20 +36,47 @@ export function tableView(root, app) {
   root.append(bar, h("div", { class: "card table", role: "table", "aria-label": "episodes" }, scroll));
 
   const param = (name) => app.place.params.get(name);
-  const query = () => Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, param(name)]).filter(([, v]) => v));
+  const query = () =>
+    Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, param(name)]).filter(([, v]) => v));
   const sort = () => [param("sort") ?? "step", (param("desc") ?? "1") !== "0"];
 
   function drawHead() {
     const [by, down] = sort();
-    put(head, ...COLUMNS.map(([name, label]) => h("button", { type: "button", role: "columnheader", class: "td " + name,
-      "aria-sort": by === name ? (down ? "descending" : "ascending") : "none",
-      onclick: () => change({ sort: name, desc: by === name && down ? "0" : "1" }, true) }, label, by === name ? (down ? " ↓" : " ↑") : "")));
+    put(
+      head,
+      ...COLUMNS.map(([name, label]) =>
+        h(
+          "button",
+          {
+            type: "button",
+            role: "columnheader",
+            class: "td " + name,
+            "aria-sort": by === name ? (down ? "descending" : "ascending") : "none",
+            onclick: () => change({ sort: name, desc: by === name && down ? "0" : "1" }, true),
+          },
+          label,
+          by === name ? (down ? " ↓" : " ↑") : "",
+        ),
+      ),
+    );
   }
 
   function drawRow(n) {
     const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
-    const cells = COLUMNS.map(([name, , cell]) => h("div", { class: "td " + name, role: "cell" }, row ? cell(row) : "·"));
-    return h("a", { class: "tr" + (n === chosen ? " chosen" : ""), role: "row", href: row ? link(row, n) : null, data: { n }, style: { top: n * ROW + "px" } }, cells);
+    const cells = COLUMNS.map(([name, , cell]) =>
+      h("div", { class: "td " + name, role: "cell" }, row ? cell(row) : "·"),
+    );
+    return h(
+      "a",
+      {
+        class: "tr" + (n === chosen ? " chosen" : ""),
+        role: "row",
+        href: row ? link(row, n) : null,
+        data: { n },
+        style: { top: n * ROW + "px" },
+      },
+      cells,
+    );
   }
 
   const link = (row, n) => app.link("episode", { id: row.id, ...query(), at: n });
@@ -53,7 +88,11 @@ export function tableView(root, app) {
     body.style.height = total * ROW + "px";
     put(body, ...Array.from({ length: Math.max(0, last - first) }, (_, n) => drawRow(first + n)));
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) want(page);
-    if (!total) put(body, h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."));
+    if (!total)
+      put(
+        body,
+        h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."),
+      );
   }
 
   // From the nearest page whose key is known; only a jump of the scroll bar skips rows.
@@ -62,7 +101,12 @@ export function tableView(root, app) {
     pages.set(page, undefined);
     const mark = asked;
     const from = Math.max(0, ...[...keys.keys()].filter((known) => known <= page));
-    const answer = await rows(app.run(), { ...query(), limit: PAGE, skip: (page - from) * PAGE, ...(keys.has(from) ? { after: keys.get(from) } : {}) });
+    const answer = await rows(app.run(), {
+      ...query(),
+      limit: PAGE,
+      skip: (page - from) * PAGE,
+      ...(keys.has(from) ? { after: keys.get(from) } : {}),
+    });
     if (mark !== asked || closed) return;
     pages.set(page, answer.rows);
     if (answer.next) keys.set(page + 1, answer.next);
@@ -79,7 +123,10 @@ export function tableView(root, app) {
       keys = new Map(answer.next ? [[1, answer.next]] : []);
       total = answer.count;
       root.dataset.total = total;
-      if (!keep) { chosen = 0; scroll.scrollTop = 0; }
+      if (!keep) {
+        chosen = 0;
+        scroll.scrollTop = 0;
+      }
       put(output, told(total, app.state.runs[app.run()]?.episodes ?? total));
       output.classList.remove("bad");
       draw();
@@ -108,7 +155,8 @@ export function tableView(root, app) {
     chosen = Math.max(0, Math.min(total - 1, n));
     const top = chosen * ROW;
     if (top < scroll.scrollTop) scroll.scrollTop = top;
-    else if (top + 2 * ROW > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = top + 2 * ROW - scroll.clientHeight;
+    else if (top + 2 * ROW > scroll.scrollTop + scroll.clientHeight)
+      scroll.scrollTop = top + 2 * ROW - scroll.clientHeight;
     draw();
     return true;
   }
@@ -119,7 +167,10 @@ export function tableView(root, app) {
     if (name in moves) return choose(chosen + moves[name]);
     if (name === "Home" || name === "End") return choose(name === "Home" ? 0 : total - 1);
     const row = pages.get(Math.floor(chosen / PAGE))?.[chosen % PAGE];
-    if (name === "Enter" && row) { location.hash = link(row, chosen); return true; }
+    if (name === "Enter" && row) {
+      location.hash = link(row, chosen);
+      return true;
+    }
     return false;
   }
 
@@ -134,11 +185,22 @@ export function tableView(root, app) {
 
   let revision = app.state.runs[app.run()]?.revision;
   drawHead();
-  refresh(false).then(() => { if (param("at")) choose(Number(param("at"))); });
+  refresh(false).then(() => {
+    if (param("at")) choose(Number(param("at")));
+  });
   addEventListener("resize", draw);
   return {
-    refresh: () => { const now = app.state.runs[app.run()]?.revision; if (now !== revision) { revision = now; refresh(true); } },
+    refresh: () => {
+      const now = app.state.runs[app.run()]?.revision;
+      if (now !== revision) {
+        revision = now;
+        refresh(true);
+      }
+    },
     key,
-    close: () => { closed = true; removeEventListener("resize", draw); },
+    close: () => {
+      closed = true;
+      removeEventListener("resize", draw);
+    },
   };
 }

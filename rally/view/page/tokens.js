@@ -4,7 +4,12 @@ import { choice, h, hideTip, number, oneLine, showTip } from "./dom.js";
 
 const CUT = 2000; // tokens of a block that are shown before somebody asks for more
 const CUT_TEXT = 20000; // characters of a text
-export const MODES = [["mask", "mask"], ["logprob", "logprob"], ["advantage", "advantage"], ["version", "weights"]];
+export const MODES = [
+  ["mask", "mask"],
+  ["logprob", "logprob"],
+  ["advantage", "advantage"],
+  ["version", "weights"],
+];
 
 function spread(spans, length) {
   const values = new Array(length).fill(null);
@@ -21,7 +26,10 @@ export function segmentTokens(segment) {
   const response = segment.response_ids.map((id, n) => {
     const sampled = segment.response_mask[n] === 1;
     return {
-      id, text: segment.response_text?.[n], at: prompt.length + n, kind: sampled ? "sampled" : "observed",
+      id,
+      text: segment.response_text?.[n],
+      at: prompt.length + n,
+      kind: sampled ? "sampled" : "observed",
       logprob: sampled ? segment.response_logprobs[n] : null,
       advantage: sampled && advantages ? advantages[n] : null,
       version: sampled ? versions[n] : null,
@@ -51,16 +59,24 @@ function paint(element, token, mode, scale) {
     element.style.setProperty("--a", Math.round(Math.min(1, share) * 80) + "%");
   };
   if (mode === "logprob") shade("cold", typeof token.logprob === "number" ? -token.logprob / 3 : 1);
-  if (mode === "advantage" && token.advantage !== null) shade(token.advantage >= 0 ? "plus" : "minus", Math.abs(token.advantage) / scale.best);
+  if (mode === "advantage" && token.advantage !== null)
+    shade(token.advantage >= 0 ? "plus" : "minus", Math.abs(token.advantage) / scale.best);
 }
 
 function tip(event, token) {
-  const lines = [["id", String(token.id)], ["position", String(token.at)]];
-  if (typeof token.logprob === "number") lines.push(["logprob", token.logprob.toFixed(4) + "  (" + (100 * Math.exp(token.logprob)).toPrecision(3) + " %)"]);
+  const lines = [
+    ["id", String(token.id)],
+    ["position", String(token.at)],
+  ];
+  if (typeof token.logprob === "number")
+    lines.push(["logprob", token.logprob.toFixed(4) + "  (" + (100 * Math.exp(token.logprob)).toPrecision(3) + " %)"]);
   else if (token.logprob !== null && token.logprob !== undefined) lines.push(["logprob", String(token.logprob)]);
   if (token.advantage !== null && token.advantage !== undefined) lines.push(["advantage", number(token.advantage, 4)]);
   if (token.version !== null && token.version !== undefined) lines.push(["weight version", String(token.version)]);
-  const text = token.text === undefined ? "token " + token.id : oneLine(JSON.stringify(token.text).slice(1, -1)) || "(part of the next character)";
+  const text =
+    token.text === undefined
+      ? "token " + token.id
+      : oneLine(JSON.stringify(token.text).slice(1, -1)) || "(part of the next character)";
   showTip(event, text, [["", token.kind], ...lines]);
 }
 
@@ -77,20 +93,33 @@ export function tokenBlock(tokens, mode, scale) {
       paint(element, token, mode, scale);
       block.append(element);
     }
-    if (to < tokens.length) block.append(more(tokens.length - to, "token", (button) => { button.remove(); add(to, tokens.length); }));
+    if (to < tokens.length)
+      block.append(
+        more(tokens.length - to, "token", (button) => {
+          button.remove();
+          add(to, tokens.length);
+        }),
+      );
   };
   add(0, CUT);
-  block.addEventListener("pointerover", (event) => { const token = known.get(event.target); if (token) tip(event, token); });
+  block.addEventListener("pointerover", (event) => {
+    const token = known.get(event.target);
+    if (token) tip(event, token);
+  });
   block.addEventListener("pointerout", hideTip);
   return block;
 }
 
 export function repaint(root, mode, scale) {
-  for (const element of root.querySelectorAll(".t")) paint(element, known.get(element), mode, scale);
+  for (const element of root.querySelectorAll(".tokens .t")) paint(element, known.get(element), mode, scale);
 }
 
 function more(left, what, act) {
-  const button = h("button", { type: "button", class: "more", onclick: () => act(button) }, `show ${left.toLocaleString("en-US")} more ${what}s`);
+  const button = h(
+    "button",
+    { type: "button", class: "more", onclick: () => act(button) },
+    `show ${left.toLocaleString("en-US")} more ${what}s`,
+  );
   return button;
 }
 
@@ -99,7 +128,12 @@ export function longText(text, className = "text") {
   const whole = text ?? "";
   const block = h("pre", { class: className, dir: "auto" }, whole.slice(0, CUT_TEXT));
   if (whole.length > CUT_TEXT) {
-    block.append(more(whole.length - CUT_TEXT, "character", (button) => { button.remove(); block.append(h("span", null, whole.slice(CUT_TEXT))); }));
+    block.append(
+      more(whole.length - CUT_TEXT, "character", (button) => {
+        button.remove();
+        block.append(h("span", null, whole.slice(CUT_TEXT)));
+      }),
+    );
   }
   return block;
 }
@@ -108,15 +142,33 @@ export function colourBar(app, scale, changed) {
   const modes = MODES.filter(([mode]) => mode !== "advantage" || scale.advantages);
   const asked = app.place.params.get("color");
   const mode = modes.some(([name]) => name === asked) ? asked : "mask";
-  const pick = (next) => { app.adjust({ color: next }); changed(next); };
+  const pick = (next) => {
+    app.adjust({ color: next });
+    changed(next);
+  };
   const keys = {
-    mask: [["t sampled", "sampled: trained on"], ["t observed", "put there by a tool, a user or the template"]],
-    logprob: [["t cold a5", "likely"], ["t cold a40", "p = 0.22"], ["t cold a80", "p ≤ 0.05"]],
-    advantage: [["t minus a80", number(-scale.best)], ["t plus a80", "+" + number(scale.best)]],
+    mask: [
+      ["t sampled", "sampled: trained on"],
+      ["t observed", "put there by a tool, a user or the template"],
+    ],
+    logprob: [
+      ["t cold a5", "likely"],
+      ["t cold a40", "p = 0.22"],
+      ["t cold a80", "p ≤ 0.05"],
+    ],
+    advantage: [
+      ["t minus a80", number(-scale.best)],
+      ["t plus a80", "+" + number(scale.best)],
+    ],
     version: [["t v v0", "one colour for each weight version"]],
   };
-  const element = h("div", { class: "toolbar colours" }, h("span", { class: "soft" }, "colour tokens by"),
-    choice("colour tokens by", modes, mode, pick), keys[mode].map(([name, what]) => h("span", { class: "key" }, h("span", { class: name }, what))));
+  const element = h(
+    "div",
+    { class: "toolbar colours" },
+    h("span", { class: "soft" }, "colour tokens by"),
+    choice("colour tokens by", modes, mode, pick),
+    keys[mode].map(([name, what]) => h("span", { class: "key" }, h("span", { class: name }, what))),
+  );
   const next = () => pick(modes[(modes.findIndex(([name]) => name === mode) + 1) % modes.length][0]);
   return { element, mode, next };
 }

@@ -26,24 +26,19 @@ FORMAT = 1  # PRAGMA user_version; an index of another format is made anew
 PIECE = 256  # episodes a transaction
 WAIT = 30.0  # seconds for another viewer's transaction
 
+# One for each order of the table, and one that answers by itself what there is to choose from.
+_SORTED = (
+    "file", "id", "grp", "task", "source", "step", "validate", "ifnull(reward, -9e999)", "stop", "turns", "calls",
+    "errors", "sampled", "tokens", "seconds", "step, validate, reward",
+)  # fmt: skip
+_INDEXES = "\n".join(f"CREATE INDEX sorted_{n} ON episodes({columns});" for n, columns in enumerate(_SORTED))
 _SCHEMA = f"""
 CREATE TABLE files(name TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, done INTEGER);
 CREATE TABLE episodes(
   n INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, offset INTEGER, length INTEGER, {", ".join(COLUMNS)}
 );
-CREATE INDEX by_file ON episodes(file);
-CREATE INDEX by_id ON episodes(id);
-CREATE INDEX by_group ON episodes(grp);
-CREATE INDEX by_task ON episodes(task);
-CREATE INDEX by_step ON episodes(step);
-CREATE INDEX by_reward ON episodes(ifnull(reward, -9e999));
-CREATE INDEX by_turns ON episodes(turns);
-CREATE INDEX by_calls ON episodes(calls);
-CREATE INDEX by_errors ON episodes(errors);
-CREATE INDEX by_sampled ON episodes(sampled);
-CREATE INDEX by_tokens ON episodes(tokens);
-CREATE INDEX by_seconds ON episodes(seconds);
-CREATE INDEX by_stop ON episodes(stop);
+CREATE TABLE lanes(n INTEGER PRIMARY KEY, lanes TEXT);
+{_INDEXES}
 CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0, tokenize="unicode61 remove_diacritics 2");
 PRAGMA user_version = {FORMAT};
 """
@@ -148,6 +143,7 @@ class Index:
             with db:
                 db.execute("BEGIN IMMEDIATE")
                 # Their words stay behind: row numbers are never given twice, so no search finds a row by them.
+                db.execute("DELETE FROM lanes WHERE n IN (SELECT n FROM episodes WHERE file = ?)", (name,))
                 db.execute("DELETE FROM episodes WHERE file = ?", (name,))
                 db.execute("DELETE FROM files WHERE name = ?", (name,))
         return bool(stale)
@@ -186,5 +182,6 @@ class Index:
             raise RallyError(
                 f"byte {place.offset} of {self.episodes / place.file} is not an episode ({problem!r}); move it away"
             ) from None
-        cursor = db.execute(_INSERT, (*place, *row))
-        db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (cursor.lastrowid, text))
+        n = db.execute(_INSERT, (*place, *row[: len(COLUMNS)])).lastrowid
+        db.execute("INSERT INTO lanes VALUES (?, ?)", (n, row.lanes))
+        db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (n, text))

@@ -96,7 +96,7 @@ class Run:
             phases = [[p["phase"], p["start"], p["end"]] for p in self._phases.rows if p["step"] == step]
         with closing(self.index.connect()) as db:
             found = db.execute(
-                "SELECT id, validate, reward, stop, started, lanes FROM episodes "
+                "SELECT id, validate, reward, stop, started, lanes FROM episodes JOIN lanes USING (n) "
                 "WHERE step = ? AND started IS NOT NULL ORDER BY started, n",
                 (step,),
             ).fetchall()

@@ -44,7 +44,8 @@ class Summary(NamedTuple):
     lanes: str
 
 
-COLUMNS = Summary._fields
+COLUMNS = Summary._fields[:-1]
+"""Of the table; lanes are kept apart, because they would be most of what a search through the rows has to read."""
 
 
 def shown(value: Any) -> Any:
@@ -108,6 +109,8 @@ def searched(episode: Json) -> str:
 
 def text_of(value: Any) -> str:
     """The words in a recorded value: a text as it is, the texts of content parts, anything else as JSON."""
+    if isinstance(value, str) and value.isascii():
+        return value
     value = shown(value)
     if isinstance(value, list):
         return "\n".join(text_of(part) for part in value)

@@ -49,7 +49,7 @@ function turnBlock(role, tokens, options, turn) {
     ? [
         turn.seconds ? seconds(turn.seconds) : null,
         turn.finish && turn.finish !== "stop" ? "finish " + turn.finish : null,
-        turn.cached_tokens ? number(turn.cached_tokens) + " tokens from the cache" : null,
+        turn.cached_tokens ? number(turn.cached_tokens) + " cached" : null,
         turn.reward === null || turn.reward === undefined ? null : "reward " + number(turn.reward),
       ]
     : [];
@@ -161,16 +161,14 @@ export function promptBlock(one, options) {
   return one.segments.length ? turnBlock("prompt", segmentTokens(one.segments[0]).prompt, options) : null;
 }
 
-export function heading(one, row) {
+export const whichStep = (one) => (one.validate ? "validation" : "training") + " · step " + one.step;
+
+export function heading(one, ...words) {
   return [
     rewardChip(one.reward),
     stopChip(one.stop_reason),
     one.baseline && h("span", { class: "chip" }, "greedy baseline"),
-    h(
-      "span",
-      { class: "soft" },
-      [one.validate ? "validation" : "training", "step " + one.step, row].filter(Boolean).join(" · "),
-    ),
+    h("span", { class: "soft" }, words.filter(Boolean).join(" · ")),
   ];
 }
 
@@ -195,7 +193,7 @@ export function episodeView(root, app) {
         { class: "top" },
         h("a", { href: app.link("episodes", filters), class: "back" }, "← episodes"),
         h("h1", null, h("code", null, clip(one.id))),
-        heading(one, `${one.turns.length + 1} turns · ${number(tokens)} response tokens`),
+        heading(one, whichStep(one), `${one.turns.length + 1} turns · ${number(tokens)} response tokens`),
         h("span", { class: "grow" }),
         h("a", { href: app.link("group", { group: one.group }) }, "group"),
         h(

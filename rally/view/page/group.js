@@ -2,7 +2,7 @@
 
 import { episode, rows } from "./api.js";
 import { clip, count, h, number, put } from "./dom.js";
-import { conversation, heading, promptBlock } from "./episode.js";
+import { conversation, heading, promptBlock, whichStep } from "./episode.js";
 import { colourBar, repaint, scaleOf, sharedAdvantage } from "./tokens.js";
 
 const MOST = 64;
@@ -57,7 +57,11 @@ export function groupView(root, app) {
         h(
           "span",
           { class: "soft" },
-          count(all.length, "episode") + left + (rewards.length ? " · " + spread(rewards) : ""),
+          whichStep(all[0]) +
+            " · " +
+            count(all.length, "episode") +
+            left +
+            (rewards.length ? " · " + spread(rewards) : ""),
         ),
         h("span", { class: "grow" }),
         h("a", { href: app.link("compare", { task: all[0].task.id }) }, "same task, other steps"),

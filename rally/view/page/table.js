@@ -32,7 +32,9 @@ export function tableView(root, app) {
   const bar = h("div");
   const head = h("div", { class: "tr th", role: "row" });
   const body = h("div", { class: "rows", role: "rowgroup" });
-  const scroll = h("div", { class: "scroll", onscroll: () => requestAnimationFrame(draw) }, head, body);
+  const nothing = h("p", { class: "empty", hidden: true });
+  const drawn = new Map(); // number of a row -> its element, and the row it shows
+  const scroll = h("div", { class: "scroll", onscroll: () => requestAnimationFrame(draw) }, head, body, nothing);
   root.append(bar, h("div", { class: "card table", role: "table", "aria-label": "episodes" }, scroll));
 
   const param = (name) => app.place.params.get(name);
@@ -61,38 +63,43 @@ export function tableView(root, app) {
     );
   }
 
-  function drawRow(n) {
+  function makeRow(n) {
     const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
     const cells = COLUMNS.map(([name, , cell]) =>
       h("div", { class: "td " + name, role: "cell" }, row ? cell(row) : "·"),
     );
-    return h(
-      "a",
-      {
-        class: "tr" + (n === chosen ? " chosen" : ""),
-        role: "row",
-        href: row ? link(row, n) : null,
-        data: { n },
-        style: { top: n * ROW + "px" },
-      },
-      cells,
-    );
+    const props = { class: "tr", role: "row", href: row ? link(row, n) : null, style: { top: n * ROW + "px" } };
+    return { element: h("a", props, cells), row };
   }
 
   const link = (row, n) => app.link("episode", { id: row.id, ...query(), at: n });
+
+  // Rows that stay in sight stay as they are; only those that came are made.
+  function drawRow(n) {
+    const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
+    if (drawn.get(n)?.row !== row || !drawn.has(n)) {
+      drawn.get(n)?.element.remove();
+      drawn.set(n, makeRow(n));
+      body.append(drawn.get(n).element);
+    }
+    drawn.get(n).element.classList.toggle("chosen", n === chosen);
+  }
 
   function draw() {
     if (closed) return;
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 6);
     const last = Math.min(total, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 6);
     body.style.height = total * ROW + "px";
-    put(body, ...Array.from({ length: Math.max(0, last - first) }, (_, n) => drawRow(first + n)));
+    nothing.hidden = total > 0;
+    nothing.textContent = facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet.";
+    for (const [n, { element }] of drawn) {
+      if (n < first || n >= last) {
+        element.remove();
+        drawn.delete(n);
+      }
+    }
+    for (let n = first; n < last; n += 1) drawRow(n);
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) want(page);
-    if (!total)
-      put(
-        body,
-        h("p", { class: "empty" }, facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet."),
-      );
   }
 
   // From the nearest page whose key is known; only a jump of the scroll bar skips rows.

@@ -40,7 +40,8 @@ export function load(lanes) {
   return spans;
 }
 
-function prepare(data, validate) {
+// `zoom` names a phase: then only the time of that phase is shown.
+function prepare(data, validate, zoom) {
   const own = data.episodes.filter((one) => one.validate === validate);
   let shift = 0;
   const rollout = data.phases.find(([phase]) => phase === (validate ? "testing" : "gen"));
@@ -51,7 +52,10 @@ function prepare(data, validate) {
     spans: one.lanes.map(([kind, a, b]) => [kind, a + one.started + shift, b + one.started + shift]),
   }));
   const all = episodes.flatMap((one) => one.spans);
-  const times = [...data.phases.flatMap((p) => [p[1], p[2]]), ...all.flatMap((s) => [s[1], s[2]])];
+  const near = data.phases.filter(([phase]) => phase === zoom);
+  const times = near.length
+    ? near.flatMap((p) => [p[1], p[2]])
+    : [...data.phases.flatMap((p) => [p[1], p[2]]), ...all.flatMap((s) => [s[1], s[2]])];
   const start = times.reduce((a, b) => Math.min(a, b), Infinity),
     end = times.reduce((a, b) => Math.max(a, b), -Infinity);
   episodes.sort((a, b) => a.started - b.started || a.spans.at(-1)[2] - b.spans.at(-1)[2]);
@@ -151,11 +155,27 @@ export function timelineView(root, app) {
     pen.scale(scale, scale);
     pen.font = "11.5px " + css.getPropertyValue("--sans");
     pen.textBaseline = "middle";
+    drawNames(pen, g, color);
+    pen.beginPath();
+    pen.rect(LEFT, 0, g.width - LEFT, g.whole);
+    pen.clip();
     drawAxis(pen, g, color);
     drawPhases(pen, g, color);
-    if (ready.episodes.length) drawStrip(pen, g, color);
+    drawStrip(pen, g, color);
     drawLanes(pen, g, color);
   }
+
+  function drawNames(pen, g, color) {
+    const middle = AXIS + g.phases + STRIP / 2;
+    pen.fillStyle = color("soft");
+    if (g.phases) pen.fillText("phases", 4, AXIS + 10);
+    if (!ready.episodes.length) return;
+    pen.fillText("on the engine", 4, middle - 6);
+    pen.fillText("at most " + mostBusy(), 4, middle + 9);
+    pen.fillText("episodes", 4, g.top + 8);
+  }
+
+  const mostBusy = () => ready.busy.reduce((most, span) => Math.max(most, span[2]), 1);
 
   function drawAxis(pen, g, color) {
     const span = ready.end - ready.start,
@@ -173,10 +193,6 @@ export function timelineView(root, app) {
   }
 
   function drawPhases(pen, g, color) {
-    if (g.phases) {
-      pen.fillStyle = color("soft");
-      pen.fillText("phases", 4, AXIS + 10);
-    }
     ready.phases.forEach(([phase, from, to], n) => {
       const x = g.x(from),
         wide = Math.max(1, g.x(to) - x);
@@ -189,10 +205,7 @@ export function timelineView(root, app) {
 
   function drawStrip(pen, g, color) {
     const bottom = AXIS + g.phases + STRIP,
-      most = Math.max(1, ...ready.busy.map((span) => span[2]));
-    pen.fillStyle = color("soft");
-    pen.fillText("on the engine", 4, bottom - STRIP / 2 - 6);
-    pen.fillText("at most " + most, 4, bottom - STRIP / 2 + 9);
+      most = mostBusy();
     for (const [from, to, n] of ready.busy) {
       const x = g.x(from),
         wide = Math.max(0.5, g.x(to) - x),
@@ -205,8 +218,6 @@ export function timelineView(root, app) {
 
   function drawLanes(pen, g, color) {
     const colors = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, color("k-" + kind)]));
-    pen.fillStyle = color("soft");
-    if (ready.episodes.length) pen.fillText("episodes", 4, g.top + 8);
     ready.episodes.forEach((one, n) => {
       const y = g.top + n * g.height,
         tall = g.height > 4 ? g.height - 1.5 : g.height > 2 ? g.height - 0.6 : g.height;
@@ -232,8 +243,12 @@ export function timelineView(root, app) {
 
   function onMove(event) {
     const { phase, episode, busy } = hit(event);
-    canvas.style.cursor = episode ? "pointer" : "";
-    if (phase) return showTip(event, clip(phase[0]), [["took", seconds(phase[2] - phase[1])]]);
+    canvas.style.cursor = episode || phase ? "pointer" : "";
+    if (phase)
+      return showTip(event, clip(phase[0]), [
+        ["took", seconds(phase[2] - phase[1])],
+        ["a click", "only this phase, or all"],
+      ]);
     if (busy)
       return showTip(event, busy[2] ? count(busy[2], "episode") + " on the engine" : "engine idle", [
         ["for", seconds(busy[1] - busy[0])],
@@ -250,7 +265,9 @@ export function timelineView(root, app) {
   canvas.addEventListener("pointermove", onMove);
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("click", (event) => {
-    const { episode } = hit(event);
+    const { phase, episode } = hit(event);
+    const near = app.place.params.get("phase");
+    if (phase) goto({ val: app.place.params.get("val"), phase: near === phase[0] ? "" : phase[0] });
     if (episode) app.go("episode", { id: episode.id });
   });
   addEventListener("resize", draw);
@@ -263,7 +280,7 @@ export function timelineView(root, app) {
     const data = await get(`runs/${run}/timeline/${step()}`);
     if (closed) return;
     drawHead();
-    ready = prepare(data, validate());
+    ready = prepare(data, validate(), app.place.params.get("phase"));
     put(words, data.phases.length || ready.episodes.length ? summary(ready) : "This step recorded no times.");
     canvas.dataset.episodes = ready.episodes.length;
     draw();

@@ -3,6 +3,7 @@
 import { choice, h, hideTip, number, oneLine, showTip } from "./dom.js";
 
 const CUT = 2000; // tokens of a block that are shown before somebody asks for more
+const STRONGEST = 55; // % of colour behind a token; with more its text could not be read
 const CUT_TEXT = 20000; // characters of a text
 export const MODES = [
   ["mask", "mask"],
@@ -56,7 +57,7 @@ function paint(element, token, mode, scale) {
   if (mode === "version" && token.version !== null) element.className = "t v v" + (((token.version % 6) + 6) % 6);
   const shade = (kind, share) => {
     element.className = "t " + kind;
-    element.style.setProperty("--a", Math.round(Math.min(1, share) * 80) + "%");
+    element.style.setProperty("--a", Math.round(Math.min(1, share) * STRONGEST) + "%");
   };
   if (mode === "logprob") shade("cold", typeof token.logprob === "number" ? -token.logprob / 3 : 1);
   if (mode === "advantage" && token.advantage !== null)
@@ -152,13 +153,13 @@ export function colourBar(app, scale, changed) {
       ["t observed", "put there by a tool, a user or the template"],
     ],
     logprob: [
-      ["t cold a5", "likely"],
-      ["t cold a40", "p = 0.22"],
-      ["t cold a80", "p ≤ 0.05"],
+      ["t cold a3", "likely"],
+      ["t cold a27", "p = 0.22"],
+      ["t cold a55", "p ≤ 0.05"],
     ],
     advantage: [
-      ["t minus a80", number(-scale.best)],
-      ["t plus a80", "+" + number(scale.best)],
+      ["t minus a55", number(-scale.best)],
+      ["t plus a55", "+" + number(scale.best)],
     ],
     version: [["t v v0", "one colour for each weight version"]],
   };

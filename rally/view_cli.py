@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -64,9 +67,15 @@ def view(
         return create_app(opened, token)
 
     console.note(f"looking at {', '.join(map(str, runs))}: {link} (Ctrl-C ends it)")
-    if not no_browser:
+    if not no_browser and _has_screen():
         threading.Timer(1.0, webbrowser.open, [link]).start()
-    serve(create, host, port)
+    with suppress(KeyboardInterrupt):  # how one leaves
+        serve(create, host, port)
+
+
+def _has_screen() -> bool:
+    """Over ssh a browser of the terminal would open, and nobody wants that."""
+    return not sys.platform.startswith("linux") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _free_port(host: str) -> int:

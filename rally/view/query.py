@@ -79,13 +79,14 @@ class Query:
 
     def page(self, db: sqlite3.Connection, after: str | None = None, skip: int = 0, limit: int = PAGE) -> Page:
         """The rows that follow the key `after`, without the first `skip` of them."""
+        limit = min(limit, MOST_ROWS)
         key, order = SORTS[self.sort], "DESC" if self.descending else "ASC"
         place = () if after is None else (_after(key, after, "<" if self.descending else ">"),)
         where, values = self._where(*place)
         rows = db.execute(
             f"SELECT {', '.join(SHOWN)}, {key} AS sort_key, n FROM episodes {where} "
             f"ORDER BY sort_key {order}, n {order} LIMIT ? OFFSET ?",
-            (*values, min(limit, MOST_ROWS), skip),
+            (*values, limit, skip),
         ).fetchall()
         last = rows[-1][-2:] if len(rows) == limit else None
         return Page([dict(zip(SHOWN, row, strict=False)) for row in rows], last and _key(*last))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -52,18 +52,18 @@ class Run:
             metrics = [len(self._metrics.rows), self._metrics.bad]
         return {"name": self.name, "step": steps, "metrics": metrics, **self.indexer.progress()}
 
-    def metrics(self) -> Json:
-        """Column by column: the steps, and for each name its values, null where there is none."""
+    def metrics(self, wanted: Collection[str] | None = None) -> Json:
+        """The steps, all names, and for those wanted (by default all) their values, null where there is none."""
         with self._lock:
             self._metrics.look()
             merged: dict[int, Json] = {}
             for row in self._metrics.rows:
                 merged.setdefault(row["step"], {}).update(row)
-            bad = self._metrics.bad
         steps = sorted(merged)
         names = sorted({name for row in merged.values() for name in row} - {"step"})
-        values = {name: [merged[step].get(name) for step in steps] for name in names}
-        return {"steps": steps, "values": values, "bad": bad}
+        chosen = names if wanted is None else [name for name in names if name in wanted]
+        values = {name: [merged[step].get(name) for step in steps] for name in chosen}
+        return {"steps": steps, "names": names, "values": values}
 
     def facets(self) -> Json:
         """What there is to choose from: steps with their episodes, stop reasons, data sources."""

@@ -54,7 +54,8 @@ class Door:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         answer = self._refusal(scope) or self._app
@@ -109,7 +110,7 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
         Route("/", static),
         Route("/page/{name}", static),
         Route("/api/state", _json(state)),
-        Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics())),
+        Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),
         Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
         Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
         Route(

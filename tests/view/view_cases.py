@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -136,20 +135,22 @@ def write_run(path: Path, steps: int = 2) -> Path:
 
 
 def nasty_episode(text: str) -> Episode:
-    """Every text that an episode holds is this one."""
-    codec = ChatCodec(tiny_tokenizer())
-    call = ToolCall(name=text, arguments={text[:300]: text}, id=text, raw=text)
-    result = ToolResult(call=call, status=ToolStatus.OK, response=ToolResponse(text=text), metrics={text[:300]: text})
-    base = make_episode(codec, 3, 0, 0)
-    turns = tuple(
-        replace(turn, text=text, tool_results=(result,) if turn.role == "tool" else ()) for turn in base.turns
-    )
-    task = Task(id=text[:300], data_source=text[:300], prompt=({"role": "user", "content": text},), ground_truth=text)
-    info: dict[str, Any] = {text[:300]: text}
+    """Every text that an episode holds is this one, or its beginning where texts are usually short."""
+    short, base = text[:300], make_episode(ChatCodec(tiny_tokenizer()), 3, 0, 0)
+    call = ToolCall(name=short, arguments={short: short}, id=short, raw=short)
+    result = ToolResult(call=call, status=ToolStatus.OK, response=ToolResponse(text=text), metrics={short: short})
+    turns = (replace(turn, text=text, tool_results=(result,) if turn.role == "tool" else ()) for turn in base.turns)
     return replace(
-        base, id=text[:300], group=text[:300], task=task, turns=turns, reward_info=info, extra=info, error=text,
+        base,
+        id=short,
+        group=short,
+        task=Task(id=short, data_source=short, prompt=({"role": "user", "content": text},), ground_truth=text),
+        turns=tuple(turns),
+        reward_info={short: short},
+        extra={short: short},
+        error=short,
         stop_reason=StopReason.ERROR,
-    )  # fmt: skip
+    )
 
 
 @contextmanager

@@ -24,6 +24,15 @@ export async function rows(run, query) {
   return get(`runs/${run}/rows`, query);
 }
 
+// Only the metrics that are drawn travel; a long run has millions of numbers.
+export async function metrics(run, names) {
+  if (exported) return exported.answers[`runs/${run}/metrics`];
+  return get(
+    `runs/${run}/metrics`,
+    names.map((name) => ["name", name]),
+  );
+}
+
 export function episode(run, id) {
   return get(`runs/${run}/episode`, { id });
 }

@@ -2,6 +2,7 @@
 
 import { episode, get, rows } from "./api.js";
 import { diff } from "./diff.js";
+import { told } from "./filters.js";
 import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
 
 const MOST = 500; // episodes of a task
@@ -53,9 +54,11 @@ export function compareView(root, app) {
   // Every episode of the task, of all runs, in order of steps.
   async function candidates(task) {
     const several = app.state.runs.length > 1;
+    let recorded = 0;
     const found = await Promise.all(
       app.state.runs.map(async (run, n) => {
-        const answer = await rows(n, { task, sort: "step", desc: "0", limit: MOST });
+        const answer = await rows(n, { task, sort: "step", desc: "0", limit: MOST, count: 1 });
+        recorded += answer.count;
         return answer.rows.map((row) => ({
           ...row,
           run: n,
@@ -64,7 +67,7 @@ export function compareView(root, app) {
         }));
       }),
     );
-    return found.flat();
+    return { options: found.flat(), recorded };
   }
 
   // A task that came out differently at the first and the last validation, if there is one.
@@ -103,7 +106,7 @@ export function compareView(root, app) {
 
   async function draw() {
     const task = param("task") ?? (await someTask());
-    const options = task ? await candidates(task) : [];
+    const { options, recorded } = task ? await candidates(task) : { options: [] };
     if (closed) return;
     if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
     const find = (key) => options.find((option) => option.key === key);
@@ -134,7 +137,7 @@ export function compareView(root, app) {
         "div",
         { class: "top" },
         h("h1", null, h("code", null, clip(task))),
-        h("span", { class: "soft" }, `${options.length} episodes of this task`),
+        h("span", { class: "soft" }, told(options.length, recorded) + " of this task"),
         h("span", { class: "grow" }),
         h("a", { href: app.link("episodes", { task }) }, "list them"),
       ),

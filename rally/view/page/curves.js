@@ -1,6 +1,6 @@
 // Reward and any other metric over training steps, all runs in one drawing.
 
-import { get } from "./api.js";
+import { metrics } from "./api.js";
 import { chart } from "./chart.js";
 import { count, h, put } from "./dom.js";
 
@@ -65,7 +65,7 @@ export function curvesView(root, app) {
     h("div", { class: "stage" }, legend, cards),
   );
 
-  const names = () => [...new Set(data.flatMap((one) => Object.keys(one.values)))].sort();
+  const names = () => [...new Set(data.flatMap((one) => one.names))].sort();
   const chosen = () => {
     const asked = app.place.params.get("m");
     return asked === null ? chosenAtFirst(names()) : asked.split("|").filter(Boolean);
@@ -76,7 +76,7 @@ export function curvesView(root, app) {
     const next = now.includes(name) ? now.filter((one) => one !== name) : [name, ...now];
     app.adjust({ m: next.join("|") || "|" });
     drawNames();
-    drawCards();
+    refresh();
   }
 
   function drawNames() {
@@ -142,10 +142,13 @@ export function curvesView(root, app) {
     );
   }
 
+  const load = () => Promise.all(app.state.runs.map((_, n) => metrics(n, chosen())));
+
   async function refresh() {
-    const fresh = await Promise.all(app.state.runs.map((_, n) => get(`runs/${n}/metrics`)));
+    if (!data.length) data = await load(); // the first answer tells the names, of which some are then chosen
+    const known = list.childElementCount && names().join();
+    const fresh = await load();
     if (closed) return;
-    const known = names().join();
     data = fresh;
     if (names().join() !== known) drawNames();
     drawCards();

@@ -1,7 +1,7 @@
 """The pictures of docs/viewer.md show a real run: each is what Chromium draws of the folder given here.
 
     rally demo --out runs/demo
-    python docs/make_viewer_images.py runs/demo
+    python -m benchmarks.viewer_images runs/demo
 
 Needs Chromium (`make chromium`) and Pillow, which makes the files small.
 """
@@ -21,7 +21,7 @@ from benchmarks.browser import Browser
 from rally.view.run import Run, open_runs
 from rally.view.server import create_app
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "docs/images"
 SIZE = (1360, 860)
 COLORS = 255
 TIP = "!document.getElementById('tip').hidden"

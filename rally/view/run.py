@@ -15,7 +15,7 @@ from rally.types import RallyError
 from rally.view.index import Index
 from rally.view.indexer import Indexer
 from rally.view.lines import JsonLines
-from rally.view.query import PAGE, Query
+from rally.view.query import PAGE, Query, QueryError
 from rally.view.summary import shown
 from rally.view.tokens import Found, find_tokenizer, pieces
 
@@ -83,7 +83,7 @@ class Run:
         try:
             skip, limit = int(asked.get("skip", 0)), int(asked.get("limit", PAGE))
         except ValueError:
-            raise Missing("skip and limit are whole numbers") from None
+            raise QueryError("skip and limit are whole numbers") from None
         with closing(self.index.connect()) as db:
             page = query.page(db, asked.get("after"), max(0, skip), max(1, limit))
             count = query.count(db) if asked.get("count") else None

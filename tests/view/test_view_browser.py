@@ -256,9 +256,9 @@ def test_texts_that_would_act_are_inert(browser: Browser, tmp_path: Path, export
 
 def test_a_long_text_is_cut_with_a_word_and_shown_when_asked_for(browser: Browser, tmp_path: Path) -> None:
     folder = RunFolder(write_run(tmp_path / "run"))
-    folder.log_episodes(3, [nasty_episode("y" * 1_000_000)])
+    folder.log_episodes(3, [nasty_episode("yyyyyyyyy " * 100_000)])
     with served(folder.path) as url:
-        go(browser, url + f"#/episode?id={'y' * 300}", ".turn .more")
+        go(browser, url + "#/episode?id=" + quote("yyyyyyyyy " * 30), ".turn .more")
         assert browser.text(".turn .more") == "show 980,000 more characters"
         browser.evaluate("document.querySelector('.turn .more').click()")
         browser.wait("[...document.querySelectorAll('.turn pre')].some(p => p.textContent.length === 1000000)")

@@ -30,7 +30,7 @@ def go(browser: Browser, url: str, ready: str) -> None:
 
 
 def wait_rows(browser: Browser, count: int) -> list[str]:
-    browser.wait(f"document.querySelector('main').dataset.total === '{count}'")
+    browser.wait(f"document.querySelector('.scroll')?.dataset.total === '{count}'")
     browser.wait(f"{ROWS}.every(id => id !== '·')")
     return list(browser.evaluate(ROWS))
 
@@ -148,7 +148,7 @@ def test_a_table_of_many_rows_is_scrolled_to_its_end(browser: Browser, tmp_path:
     with served(folder.path) as url:
         go(browser, url + "#/episodes?sort=id&desc=0", ".rows a[href]")
         names = sorted(f"t000001-00007-{n}" for n in range(1500))
-        browser.wait("document.querySelector('main').dataset.total === '1500'")
+        browser.wait("document.querySelector('.scroll')?.dataset.total === '1500'")
         browser.press("End")
         browser.wait(f"{ROWS}.at(-1) === '{names[-1]}'")
         assert browser.evaluate("document.querySelectorAll('.rows .tr').length") < 60
@@ -188,7 +188,7 @@ def _totals(browser: Browser, training: subprocess.Popen[bytes], out: Path) -> s
     seen: set[int] = set()
     waiting: dict[int, float] = {}
     while training.poll() is None:
-        shown = int(browser.evaluate("document.querySelector('main').dataset.total ?? '0'"))
+        shown = int(browser.evaluate("document.querySelector('.scroll')?.dataset.total ?? '0'"))
         seen.add(shown)
         written = sum(file.read_text().count("\n") for file in (out / "episodes").glob("[tv]*.jsonl"))
         waiting.setdefault(written, time.monotonic())

@@ -23,6 +23,7 @@ const COLUMNS = [
 
 export function tableView(root, app) {
   let pages = new Map(),
+    fresh = new Set(), // pages that were asked for since the table last changed
     keys = new Map(),
     total = 0,
     chosen = 0,
@@ -104,8 +105,8 @@ export function tableView(root, app) {
 
   // From the nearest page whose key is known; only a jump of the scroll bar skips rows.
   async function want(page) {
-    if (pages.has(page)) return;
-    pages.set(page, undefined);
+    if (fresh.has(page)) return;
+    fresh.add(page);
     const mark = asked;
     const from = Math.max(0, ...[...keys.keys()].filter((known) => known <= page));
     const answer = await rows(app.run(), {
@@ -126,10 +127,11 @@ export function tableView(root, app) {
     try {
       const answer = await rows(app.run(), { ...query(), limit: PAGE, count: 1 });
       if (mark !== asked || closed) return;
-      pages = new Map([[0, answer.rows]]);
+      pages = new Map([...(keep ? pages : []), [0, answer.rows]]); // old rows stay in sight until new ones come
+      fresh = new Set([0]);
       keys = new Map(answer.next ? [[1, answer.next]] : []);
       total = answer.count;
-      root.dataset.total = total;
+      scroll.dataset.total = total;
       if (!keep) {
         chosen = 0;
         scroll.scrollTop = 0;

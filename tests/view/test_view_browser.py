@@ -19,6 +19,7 @@ from rally.track import RunFolder
 from rally.view.export import write_export
 from rally.view.run import open_runs
 
+PATIENCE = 8.0  # seconds more than promised, for a machine that does other things as well
 ROWS = "[...document.querySelectorAll('.rows .tr')].map(r => r.querySelector('.id').innerText)"
 
 
@@ -192,7 +193,8 @@ def _totals(browser: Browser, training: subprocess.Popen[bytes], out: Path) -> s
         seen.add(shown)
         written = sum(file.read_text().count("\n") for file in (out / "episodes").glob("[tv]*.jsonl"))
         waiting.setdefault(written, time.monotonic())
-        late = [count for count, since in waiting.items() if count > shown and time.monotonic() - since > 2.0 + 4.0]
+        ago = time.monotonic() - 2.0 - PATIENCE
+        late = [count for count, since in waiting.items() if count > shown and since < ago]
         assert not late, f"{late} episodes were written and are not shown"
         time.sleep(0.05)
     return seen
@@ -282,4 +284,4 @@ def test_live_metrics_are_followed(browser: Browser, tmp_path: Path) -> None:
         write_step(RunFolder(path), ChatCodec(tiny_tokenizer()), 3)
         since = time.monotonic()
         browser.wait("document.getElementById('live').innerText.includes('step 3 · 42 episodes')")
-        assert time.monotonic() - since < 2.0 + 4.0, "2 s, and patience for a machine that does other things as well"
+        assert time.monotonic() - since < 2.0 + PATIENCE

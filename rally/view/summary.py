@@ -88,7 +88,7 @@ def summarize(episode: Json) -> Summary:
         errors=sum(result["status"] != "ok" for result in results),
         sampled=sum(sum(segment["response_mask"]) for segment in segments),
         tokens=sum(len(segment["response_ids"]) for segment in segments),
-        seconds=_finite(episode["timings"].get("total")) or 0.0,
+        seconds=_seconds(episode["timings"], "total"),
         question=_first_words(_question(episode["task"])),
         answer=_first_words(next((text_of(t["text"]) for t in reversed(turns) if t["role"] == "assistant"), "")),
         started=begin if lanes else None,
@@ -135,17 +135,20 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _seconds(times: Mapping[str, Any], name: str) -> float:
+    """0 where an older record has none."""
+    return _finite(times.get(name)) or 0.0
+
+
 def _lanes(episode: Json) -> Iterator[Lane]:
     """Turn by turn; the score comes last, when everything was said."""
-    timings = episode["timings"]
-    end = _finite(timings.get("started")) or 0.0
-    base = end
+    began = end = _seconds(episode["timings"], "started")
     for turn in episode["turns"]:
-        if turn["seconds"] > 0:
-            start = base + turn["started"]
-            end = start + turn["seconds"]
+        if (took := _seconds(turn, "seconds")) > 0:
+            start = began + _seconds(turn, "started")
+            end = start + took
             yield from _turn_lanes(turn, start, end)
-    if (score := _finite(timings.get("score"))) and episode["turns"]:
+    if (score := _seconds(episode["timings"], "score")) > 0 and episode["turns"]:
         yield "score", end, end + score
 
 
@@ -153,8 +156,8 @@ def _turn_lanes(turn: Mapping[str, Any], start: float, end: float) -> Iterator[L
     if turn["role"] != "assistant":
         yield turn["role"], start, end
         return
-    begun = min(end, start + turn.get("queued", 0.0))
-    first = min(end, max(begun, start + turn.get("first_token", 0.0)))
+    begun = min(end, start + _seconds(turn, "queued"))
+    first = min(end, max(begun, start + _seconds(turn, "first_token")))
     for kind, since, until in (("queue", start, begun), ("prefill", begun, first), ("decode", first, end)):
         if until > since:
             yield kind, since, until

@@ -1,11 +1,14 @@
 """One small run on disk and one browser, made once for all tests of this room."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from view_cases import served, write_run
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are scripts beside the package
 
 from benchmarks.browser import Browser, find_chromium
 

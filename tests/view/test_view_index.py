@@ -1,6 +1,7 @@
 """The index says what the files say, whatever happened to them since it was made."""
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Callable
@@ -10,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from track.track_episodes import episodes
 from view_cases import make_episode, write_run, write_step
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import RunFolder
-from rally.types import RallyError, Turn
+from rally.track.serialize import episode_to_json
+from rally.types import Episode, RallyError, Turn
 from rally.view import index as index_module
 from rally.view.index import Index, list_files
 from rally.view.query import Query
 from rally.view.run import Run, open_runs
+from rally.view.summary import searched, shown, summarize
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,19 @@ def test_words_phrases_and_beginnings_are_found(tmp_path: Path, codec: ChatCodec
     assert found("强化学习") == found("化学") == [2] and found("习学") == []
     assert found("naive cafe") == [3]
     assert found("t000001-00003-0") == [3]
+
+
+@settings(max_examples=50)
+@given(episodes())
+def test_whatever_was_recorded_has_a_row_and_can_be_shown(episode: Episode) -> None:
+    recorded = json.loads(json.dumps(episode_to_json(episode)))
+    row = summarize(recorded)
+    assert (row.step, row.stop, row.turns) == (episode.step, episode.stop_reason, episode.num_turns)
+    assert row.tokens == sum(len(segment.response_ids) for segment in episode.segments)
+    assert row.reward == (episode.reward if math.isfinite(episode.reward or 0.0) else None)
+    with closing(sqlite3.connect(":memory:")) as db:
+        assert db.execute("SELECT ?, ?", (searched(recorded), row.question)).fetchone()[1] == row.question
+    json.dumps([shown(value) for value in recorded.values()], allow_nan=False)
 
 
 @given(st.text(max_size=20) | st.sampled_from(['"', "***", 'AND NOT "x', "NEAR(a b)", "a\x00b", 'x" OR "']))

@@ -27,16 +27,13 @@ class Found(NamedTuple):
 
 def find_tokenizer(run: Path) -> Found:
     """From where the configuration says, or from a checkpoint of the run."""
-    tried = []
-    for place in _places(run):
+    named = _named(run / "config.yaml")
+    for place in _places(run, named):
         decode = _load(place)
         if decode is not None:
             return Found(decode, "")
-        tried.append(place)
-    where = ", ".join(dict.fromkeys(tried)) or f"{run} (it names no model)"
-    return Found(
-        None, f"No tokenizer was found at {where}, so tokens are shown as numbers beside the text of their turn."
-    )
+    where = f"at {' or '.join(named)}" if named else "because the run names no model"
+    return Found(None, f"No tokenizer was found {where}; tokens are shown as numbers beside the text of their turn.")
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
@@ -56,24 +53,25 @@ def _in_context(decode: Decode, ids: Sequence[int]) -> Iterator[str]:
         anchor, read = read, end
 
 
-def _places(run: Path) -> Iterator[str]:
-    model = _model_section(run / "config.yaml")
-    for key in ("tokenizer_path", "path"):
-        if isinstance(value := model.get(key), str) and value:
-            yield from (str(p) for p in (run / value, run.parent / value) if p.exists() and not Path(value).exists())
-            yield value
+def _places(run: Path, named: Sequence[str]) -> Iterator[str]:
+    for value in named:
+        yield from (str(p) for p in (run / value, run.parent / value) if p.exists() and not Path(value).exists())
+        yield value
     checkpoints = sorted((run / "checkpoints").glob("global_step_*/actor"), key=lambda p: p.stat().st_mtime)
     yield from map(str, reversed(checkpoints))
 
 
-def _model_section(path: Path) -> dict[str, Any]:
+def _named(path: Path) -> list[str]:
+    """What the configuration calls the tokenizer, and the model it may come with."""
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
-        return {}
+        return []
     for name in ("actor_rollout_ref", "model"):
         tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, dict) else {}
+    model = tree if isinstance(tree, dict) else {}
+    values = (model.get(key) for key in ("tokenizer_path", "path"))
+    return [value for value in values if isinstance(value, str) and value]
 
 
 def _load(place: str) -> Decode | None:

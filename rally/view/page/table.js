@@ -121,11 +121,17 @@ export function tableView(root, app) {
     draw();
   }
 
-  async function load(keep) {
-    const mark = ++asked;
+  const ask = () => rows(app.run(), { ...query(), limit: PAGE, count: 1 });
+
+  function say(words, bad) {
     const output = bar.querySelector("output");
+    put(output, words).classList.toggle("bad", bad);
+  }
+
+  async function load(keep, asking = ask()) {
+    const mark = ++asked;
     try {
-      const answer = await rows(app.run(), { ...query(), limit: PAGE, count: 1 });
+      const answer = await asking;
       if (mark !== asked || closed) return;
       pages = new Map([...(keep ? pages : []), [0, answer.rows]]); // old rows stay in sight until new ones come
       fresh = new Set([0]);
@@ -136,12 +142,10 @@ export function tableView(root, app) {
         chosen = 0;
         scroll.scrollTop = 0;
       }
-      put(output, told(total, app.state.runs[app.run()]?.episodes ?? total));
-      output.classList.remove("bad");
+      say(told(total, app.state.runs[app.run()]?.episodes ?? total), false);
       draw();
     } catch (problem) {
-      put(output, problem.message);
-      output.classList.add("bad");
+      if (mark === asked && !closed) say(problem.message, true);
     }
   }
 
@@ -184,12 +188,15 @@ export function tableView(root, app) {
   }
 
   async function refresh(keep) {
-    const fresh = await get(`runs/${app.run()}/facets`);
+    const asking = ask(),
+      mark = asked;
+    asking.catch(() => {}); // said by load, which waits for it in a moment
+    const found = await get(`runs/${app.run()}/facets`);
     if (closed) return;
-    const news = JSON.stringify(fresh.stops.map((s) => s[0])) !== JSON.stringify(facets?.stops.map((s) => s[0]));
-    facets = fresh;
+    const news = JSON.stringify(found.stops.map((s) => s[0])) !== JSON.stringify(facets?.stops.map((s) => s[0]));
+    facets = found;
     if (news || !keep) drawBar();
-    await load(keep);
+    if (mark === asked) await load(keep, asking); // else something newer was typed meanwhile
   }
 
   let revision = app.state.runs[app.run()]?.revision;

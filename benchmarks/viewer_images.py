@@ -1,0 +1,102 @@
+"""The pictures of docs/viewer.md show a real run: each is what Chromium draws of the folder given here.
+
+    rally demo --out runs/demo
+    python -m benchmarks.viewer_images runs/demo
+
+Needs Chromium (`make chromium`) and Pillow, which makes the files small.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvicorn
+from PIL import Image
+
+from benchmarks.browser import Browser
+from rally.view.run import Run, open_runs
+from rally.view.server import create_app
+
+IMAGES = Path(__file__).parents[1] / "docs/images"
+SIZE = (1360, 860)
+COLORS = 255
+TIP = "!document.getElementById('tip').hidden"
+
+
+class Shot(NamedTuple):
+    """A link, what must be there before the picture is taken, and where the pointer is put."""
+
+    name: str
+    link: str
+    ready: str
+    hover: str = ""
+    dark: bool = False
+
+
+def shots(run: Run) -> list[Shot]:
+    """Views of steps in which something is to be seen: early ones, whose groups do not agree yet."""
+    group = _mixed_group(run.rows({"step": "1", "kind": "train", "limit": "1000"})["rows"])
+    failed = run.rows({"errors": "1", "kind": "train", "limit": "1"})["rows"][0]["id"]
+    last = max(step for step, validate, *_ in run.facets()["steps"] if not validate) - 1  # without a validation
+    return [
+        Shot("viewer_curves", "#/curves?smooth=0.3", ".chart path", '[data-metric="critic/rewards/mean"] svg'),
+        Shot("viewer_timeline", f"#/timeline?step={last}", "canvas[data-episodes]"),
+        Shot("viewer_episodes", "#/episodes?reward=..0.5&sort=errors", ".rows a[href]"),
+        Shot(
+            "viewer_episode", f"#/episode?id={failed}&color=logprob", ".turn .t", ".turn.assistant .cold:nth-child(3)"
+        ),
+        Shot("viewer_group", f"#/group?group={group}&color=advantage", ".side .t"),
+        Shot("viewer_compare", "#/compare", ".diff"),
+        Shot("viewer_dark", f"#/timeline?step={last}", "canvas[data-episodes]", dark=True),
+    ]
+
+
+def _mixed_group(rows: list[dict[str, Any]]) -> str:
+    """One in which few samples earned something."""
+    rewards: dict[str, list[float]] = {}
+    for row in rows:
+        rewards.setdefault(row["grp"], []).append(row["reward"])
+    return min((group for group in rewards if sum(rewards[group]) > 1), key=lambda group: sum(rewards[group]))
+
+
+def serve(run: Run) -> tuple[uvicorn.Server, str]:
+    server = uvicorn.Server(uvicorn.Config(create_app([run]), port=0, log_level="warning"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.05)
+    return server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+
+
+def take(browser: Browser, url: str, shot: Shot) -> None:
+    browser.open("about:blank")
+    browser.open(url + shot.link)
+    browser.wait(f"!!document.querySelector({shot.ready!r})")
+    time.sleep(0.5)
+    if shot.hover:
+        browser.hover(shot.hover)
+        browser.wait(TIP)
+    path = IMAGES / f"{shot.name}.png"
+    browser.screenshot(path)
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main() -> None:
+    [run] = open_runs([Path(sys.argv[1])])
+    run.indexer.catch_up()
+    IMAGES.mkdir(exist_ok=True)
+    server, url = serve(run)
+    for dark in (False, True):
+        with Browser(*SIZE, dark=dark) as browser:
+            for shot in shots(run):
+                if shot.dark == dark:
+                    take(browser, url, shot)
+    server.should_exit = True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The index of a run is derived: it can be removed at any moment, and whatever it says was read from the run's files.
+
+One SQLite file with a row of summary columns and the place of its line for each episode, and the words for search.
+Files are read piece by piece, each piece in one transaction with how far it came, so a kill loses one piece at most
+and two viewers of one run do not count anything twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from rally.types import RallyError
+from rally.view.summary import COLUMNS, Summary, searched, summarize
+
+NAME = ".view.sqlite"
+FORMAT = 1  # PRAGMA user_version; an index of another format is made anew
+PIECE = 256  # episodes a transaction
+WAIT = 30.0  # seconds for another viewer's transaction
+
+# One for each order of the table, and one that answers by itself what there is to choose from.
+_SORTED = (
+    "file", "id", "grp", "task", "source", "step", "validate", "ifnull(reward, -9e999)", "stop", "turns", "calls",
+    "errors", "sampled", "tokens", "seconds", "step, validate, reward",
+)  # fmt: skip
+_INDEXES = "\n".join(f"CREATE INDEX sorted_{n} ON episodes({columns});" for n, columns in enumerate(_SORTED))
+_SCHEMA = f"""
+CREATE TABLE files(name TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, done INTEGER);
+CREATE TABLE episodes(
+  n INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, offset INTEGER, length INTEGER, {", ".join(COLUMNS)}
+);
+CREATE TABLE lanes(n INTEGER PRIMARY KEY, lanes TEXT);
+{_INDEXES}
+CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0, tokenize="unicode61 remove_diacritics 2");
+PRAGMA user_version = {FORMAT};
+"""
+_INSERT = (
+    f"INSERT INTO episodes(file, offset, length, {', '.join(COLUMNS)}) VALUES ({', '.join('?' * (3 + len(COLUMNS)))})"
+)
+# Scripts without spaces between words: each character is a word of its own, and a query a phrase of them.
+_UNSPACED = re.compile("[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+
+
+class EpisodeFile(NamedTuple):
+    """One file of the run as it is now; the writing of it anew changes size or time."""
+
+    name: str
+    size: int
+    mtime: int
+
+    @property
+    def newest_first(self) -> tuple[str, str]:
+        kind, _, step = self.name.rpartition("_")
+        return step, kind
+
+
+class Place(NamedTuple):
+    """Where the line of an episode is."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def spaced(text: str) -> str:
+    """`text` with a space around each character that is a word by itself."""
+    return _UNSPACED.sub(r" \g<0> ", text)
+
+
+def list_files(folder: Path) -> list[EpisodeFile]:
+    """The episode files of a run; a file being written has another name until it is whole."""
+    found = []
+    if folder.is_dir():
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".jsonl") and not entry.name.startswith("."):
+                    stat = entry.stat()
+                    found.append(EpisodeFile(entry.name, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def index_path(run: Path) -> Path:
+    """In the run folder, or in the user's cache where that cannot be written."""
+    if os.access(run, os.W_OK):
+        return run / NAME
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rally" / "view"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise RallyError(
+            f"neither {run} nor {cache} can be written ({problem.strerror}); set XDG_CACHE_HOME to a folder for indexes"
+        ) from None
+    return cache / f"{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]}.sqlite"
+
+
+class Index:
+    """The index file of one run. Each thread asks for a connection of its own."""
+
+    def __init__(self, run: Path) -> None:
+        self.episodes = run / "episodes"
+        self.path = index_path(run)
+        if not self._usable():
+            self._make()
+
+    def _make(self) -> None:
+        """It has its name only once it is whole."""
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        for path in (part, *(self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))):
+            path.unlink(missing_ok=True)
+        with closing(sqlite3.connect(part)) as db:
+            db.executescript(_SCHEMA)
+        os.replace(part, self.path)
+
+    def _usable(self) -> bool:
+        if not self.path.exists():
+            return False
+        try:
+            with closing(self.connect()) as db:
+                return bool(db.execute("PRAGMA user_version").fetchone()[0] == FORMAT)
+        except sqlite3.DatabaseError:
+            return False
+
+    def connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = OFF")  # derived: what a power cut breaks is made anew
+        return db
+
+    def forget_gone(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> bool:
+        """Remove what was read from files that are gone or were written anew; whether there was any."""
+        now = {file.name: file for file in files}
+        known = db.execute("SELECT name, size, mtime FROM files").fetchall()
+        stale = [name for name, *stat in known if name not in now or [*now[name][1:]] != stat]
+        for name in stale:
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                # Their words stay behind: row numbers are never given twice, so no search finds a row by them.
+                db.execute("DELETE FROM lanes WHERE n IN (SELECT n FROM episodes WHERE file = ?)", (name,))
+                db.execute("DELETE FROM episodes WHERE file = ?", (name,))
+                db.execute("DELETE FROM files WHERE name = ?", (name,))
+        return bool(stale)
+
+    def unread(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> list[EpisodeFile]:
+        """Files with lines that are not in the index, the newest steps first."""
+        done = dict(db.execute("SELECT name, done FROM files").fetchall())
+        left = [file for file in files if done.get(file.name, -1) < file.size]
+        return sorted(left, key=lambda file: file.newest_first, reverse=True)
+
+    def read_piece(self, db: sqlite3.Connection, file: EpisodeFile) -> bool:
+        """Add the next lines of a file; whether the file is finished."""
+        with db:  # commits, or rolls back
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("INSERT OR IGNORE INTO files VALUES (?, ?, ?, 0)", file)
+            (done,) = db.execute("SELECT done FROM files WHERE name = ?", (file.name,)).fetchone()
+            for place, line in islice(self._lines(file.name, done), PIECE):
+                self._add(db, place, line)
+                done = place.offset + place.length
+            db.execute("UPDATE files SET done = ? WHERE name = ?", (done, file.name))
+        return bool(done >= file.size)
+
+    def _lines(self, name: str, start: int) -> Iterator[tuple[Place, bytes]]:
+        with (self.episodes / name).open("rb") as file:
+            file.seek(start)
+            for line in file:
+                yield Place(name, start, len(line)), line
+                start += len(line)
+
+    def _add(self, db: sqlite3.Connection, place: Place, line: bytes) -> None:
+        try:
+            episode = json.loads(line)
+            row: Summary = summarize(episode)
+            text = spaced(searched(episode))
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            raise RallyError(
+                f"byte {place.offset} of {self.episodes / place.file} is not an episode ({problem!r}); move it away"
+            ) from None
+        n = db.execute(_INSERT, (*place, *row[: len(COLUMNS)])).lastrowid
+        db.execute("INSERT INTO lanes VALUES (?, ?)", (n, row.lanes))
+        db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (n, text))

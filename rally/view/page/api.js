@@ -1,0 +1,38 @@
+// Where the data is: asked of the server, or inside this very file when it was exported. The views do not know which.
+
+import { localRows } from "./rows.js";
+
+const inside = document.getElementById("data");
+export const exported = inside ? JSON.parse(inside.textContent) : null;
+
+export async function get(path, params) {
+  const query = params ? "?" + new URLSearchParams(params) : "";
+  if (exported) {
+    const found = exported.answers[path + query];
+    if (found === undefined)
+      throw new Error("This is not in the exported file; `rally view` over the run folder shows it.");
+    return found;
+  }
+  const answer = await fetch("/api/" + path + query, { headers: { accept: "application/json" } });
+  const value = await answer.json();
+  if (!answer.ok) throw new Error(value.error ?? "the server answered " + answer.status);
+  return value;
+}
+
+export async function rows(run, query) {
+  if (exported) return localRows(exported.answers, run, query);
+  return get(`runs/${run}/rows`, query);
+}
+
+// Only the metrics that are drawn travel; a long run has millions of numbers.
+export async function metrics(run, names) {
+  if (exported) return exported.answers[`runs/${run}/metrics`];
+  return get(
+    `runs/${run}/metrics`,
+    names.map((name) => ["name", name]),
+  );
+}
+
+export function episode(run, id) {
+  return get(`runs/${run}/episode`, { id });
+}

@@ -1,0 +1,177 @@
+// The same task at two steps, or in two runs: turn beside turn, with what changed marked.
+
+import { episode, get, rows } from "./api.js";
+import { diff } from "./diff.js";
+import { told } from "./filters.js";
+import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
+
+const MOST = 500; // episodes of a task
+const CUT = 20000; // characters of a turn that are compared
+
+function turnsOf(one) {
+  return one.turns.map((turn) => ({
+    role: turn.role,
+    text: turn.text || turn.tool_results.map((r) => r.response.text ?? "").join("\n"),
+  }));
+}
+
+function pair(left, right) {
+  const parts = diff((left?.text ?? "").slice(0, CUT), (right?.text ?? "").slice(0, CUT));
+  const cut = (turn) =>
+    turn?.text.length > CUT &&
+    h(
+      "small",
+      null,
+      `${(turn.text.length - CUT).toLocaleString("en-US")} more characters are not compared; the episode shows them.`,
+    );
+  const cell = (turn, kind) =>
+    h(
+      "div",
+      { class: "cell " + (turn?.role ?? "none") },
+      turn && h("small", null, turn.role === "assistant" ? "policy" : turn.role),
+      turn &&
+        h(
+          "pre",
+          { class: "text", dir: "auto" },
+          parts
+            .filter(([what]) => what === "same" || what === kind)
+            .map(([what, text]) => (what === "same" ? text : h("mark", { class: what }, text))),
+        ),
+      cut(turn),
+    );
+  return [cell(left, "gone"), cell(right, "new")];
+}
+
+function label(option) {
+  const when = `${option.runName}step ${option.step}${option.validate ? " val" : ""}`;
+  return `${when} · reward ${number(option.reward)} · ${clip(option.id, 60)}`;
+}
+
+export function compareView(root, app) {
+  const param = (name) => app.place.params.get(name);
+  let closed = false;
+
+  // Every episode of the task, of all runs, in order of steps.
+  async function candidates(task) {
+    const several = app.state.runs.length > 1;
+    let recorded = 0;
+    const found = await Promise.all(
+      app.state.runs.map(async (run, n) => {
+        const answer = await rows(n, { task, sort: "step", desc: "0", limit: MOST, count: 1 });
+        recorded += answer.count;
+        return answer.rows.map((row) => ({
+          ...row,
+          run: n,
+          key: n + ":" + row.id,
+          runName: several ? run.name + " · " : "",
+        }));
+      }),
+    );
+    return { options: found.flat(), recorded };
+  }
+
+  // A task that came out differently at the first and the last validation, if there is one.
+  async function someTask() {
+    const run = app.run(),
+      { steps } = await get(`runs/${run}/facets`);
+    const tested = steps.filter((row) => row[1]).map((row) => row[0]);
+    const [first, last] = await Promise.all(
+      [Math.min(...tested), Math.max(...tested)].map((step) =>
+        tested.length
+          ? rows(run, { kind: "val", step: String(step), sort: "id", desc: "0", limit: MOST })
+          : { rows: [] },
+      ),
+    );
+    const before = new Map(first.rows.map((row) => [row.task, row.reward]));
+    const changed = last.rows.find((row) => before.has(row.task) && before.get(row.task) < row.reward);
+    return (changed ?? last.rows[0] ?? (await rows(run, { limit: 1 })).rows[0])?.task;
+  }
+
+  function picker(name, options, chosen) {
+    return h(
+      "select",
+      {
+        "aria-label": name === "a" ? "left episode" : "right episode",
+        onchange: (e) =>
+          app.go("compare", {
+            task: param("task") ?? options[0].task,
+            a: param("a"),
+            b: param("b"),
+            [name]: e.target.value,
+          }),
+      },
+      options.map((option) => h("option", { value: option.key, selected: option.key === chosen.key }, label(option))),
+    );
+  }
+
+  async function draw() {
+    const task = param("task") ?? (await someTask());
+    const { options, recorded } = task ? await candidates(task) : { options: [] };
+    if (closed) return;
+    if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
+    const find = (key) => options.find((option) => option.key === key);
+    // From an episode one looks at where its run came to; if this is it, at where it began.
+    const left = find(param("a")) ?? options[0];
+    const own = options.filter((option) => option.run === left.run);
+    const right = find(param("b")) ?? (left === own.at(-1) ? own[0] : own.at(-1));
+    const [a, b] = await Promise.all([left, right].map((option) => episode(option.run, option.id)));
+    if (closed) return;
+    const [ta, tb] = [turnsOf(a), turnsOf(b)];
+    const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
+    const top = (name, option, one) =>
+      h(
+        "header",
+        null,
+        picker(name, options, option),
+        h(
+          "div",
+          null,
+          rewardChip(one.reward),
+          stopChip(one.stop_reason),
+          h("a", { href: app.link("episode", { run: option.run, id: one.id }) }, "open"),
+        ),
+      );
+    put(
+      root,
+      h(
+        "div",
+        { class: "top" },
+        h("h1", null, h("code", null, clip(task))),
+        h("span", { class: "soft" }, told(options.length, recorded) + " of this task"),
+        h("span", { class: "grow" }),
+        h("a", { href: app.link("episodes", { task }) }, "list them"),
+      ),
+      h(
+        "p",
+        { class: "asked card", dir: "auto" },
+        left.question,
+        a.task.ground_truth !== null &&
+          h(
+            "span",
+            { class: "soft" },
+            "  expected: ",
+            clip(typeof a.task.ground_truth === "string" ? a.task.ground_truth : JSON.stringify(a.task.ground_truth)),
+          ),
+      ),
+      h("div", { class: "diff card" }, top("a", left, a), top("b", right, b), cells),
+      options.length === 1 &&
+        h(
+          "p",
+          { class: "note" },
+          "Only one episode of this task is recorded, so there is nothing to compare it with yet.",
+        ),
+    );
+  }
+
+  const fail = (problem) => put(root, h("p", { class: "empty" }, problem.message));
+  draw().catch(fail);
+  return {
+    update: () => {
+      draw().catch(fail);
+      return true;
+    },
+    close: () => {
+      closed = true;
+    },
+  };
+}

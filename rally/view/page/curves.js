@@ -1,0 +1,171 @@
+// Reward and any other metric over training steps, all runs in one drawing.
+
+import { metrics } from "./api.js";
+import { chart } from "./chart.js";
+import { count, h, put } from "./dom.js";
+
+const FIRST = [
+  /^critic\/rewards\/mean$/,
+  /^val-core\/.*\/mean@\d+$/,
+  /^tool\/success_rate$/,
+  /^num_turns\/mean$/,
+  /^response_length\/mean$/,
+  /^actor\/entropy$/,
+  /^actor\/rollout_mismatch_kl$/,
+  /^engine\/idle_share$/,
+  /^actor\/grad_norm$/,
+  /^timing_s\/step$/,
+];
+
+function chosenAtFirst(names) {
+  return FIRST.flatMap((pattern) => names.filter((name) => pattern.test(name))).slice(0, 12);
+}
+
+function seriesOf(name, runs, data) {
+  const all = data.map((one, n) => ({
+    name: runs[n].name,
+    color: "c" + (n % 6),
+    steps: one.steps,
+    values: one.values[name],
+  }));
+  const some = all.filter((one) => one.values);
+  return some
+    .map((one) => ({ ...one, points: one.steps.map((s, i) => [s, one.values[i]]).filter((p) => p[1] !== null) }))
+    .filter((one) => one.points.length);
+}
+
+export function curvesView(root, app) {
+  let data = [],
+    charts = [],
+    closed = false;
+  const weight = () => Number(app.place.params.get("smooth") ?? 0);
+  const list = h("div", { class: "names" });
+  const cards = h("div", { class: "cards" });
+  const search = h("input", {
+    type: "search",
+    placeholder: "find a metric",
+    "aria-label": "find a metric",
+    oninput: drawNames,
+  });
+  const slider = h("input", {
+    type: "range",
+    min: 0,
+    max: 0.95,
+    step: 0.05,
+    value: weight(),
+    "aria-label": "smoothing",
+    oninput: () => {
+      app.adjust({ smooth: slider.value });
+      drawCards();
+    },
+  });
+  const legend = h("div", { class: "legend" });
+  root.append(
+    h("aside", null, h("label", { class: "slider" }, "Smoothing", slider), search, list),
+    h("div", { class: "stage" }, legend, cards),
+  );
+
+  const names = () => [...new Set(data.flatMap((one) => one.names))].sort();
+  const chosen = () => {
+    const asked = app.place.params.get("m");
+    return asked === null ? chosenAtFirst(names()) : asked.split("|").filter(Boolean);
+  };
+
+  function toggle(name) {
+    const now = chosen();
+    const next = now.includes(name) ? now.filter((one) => one !== name) : [name, ...now];
+    app.adjust({ m: next.join("|") || "|" });
+    drawNames();
+    refresh();
+  }
+
+  function drawNames() {
+    const wanted = search.value.toLowerCase(),
+      on = new Set(chosen());
+    const groups = Map.groupBy(
+      names().filter((name) => name.toLowerCase().includes(wanted)),
+      (name) => name.split("/")[0],
+    );
+    put(
+      list,
+      ...[...groups].map(([group, members]) =>
+        h(
+          "details",
+          { open: wanted !== "" || members.some((m) => on.has(m)) },
+          h("summary", null, group, h("small", null, members.length)),
+          members.map((name) =>
+            h(
+              "label",
+              null,
+              h("input", { type: "checkbox", checked: on.has(name), onchange: () => toggle(name) }),
+              name.slice(group.length + 1) || name,
+            ),
+          ),
+        ),
+      ),
+    );
+  }
+
+  function drawCards() {
+    const steps = data.flatMap((one) => one.steps);
+    const range = [Math.min(...steps), Math.max(...steps)];
+    const options = {
+      weight: weight(),
+      range,
+      open: (step) => app.go("timeline", { step }),
+      point: (step) => charts.forEach((one) => one.mark(step)),
+    };
+    const drawn = chosen()
+      .map((name) => [name, seriesOf(name, app.state.runs, data)])
+      .filter(([, series]) => series.length);
+    charts = drawn.map(([name, series]) => chart(name, series, options));
+    const nothing = h(
+      "p",
+      { class: "empty" },
+      steps.length ? "Choose metrics at the left." : "No step is finished yet; its metrics will appear here.",
+    );
+    put(cards, ...(charts.length ? charts.map((one) => one.card) : [nothing]));
+    const several = app.state.runs.length > 1;
+    put(
+      legend,
+      ...(several ? app.state.runs.map((run, n) => h("span", { class: "c" + (n % 6) }, h("i"), run.name)) : []),
+      h(
+        "small",
+        null,
+        steps.length
+          ? count(new Set(steps).size, "step") +
+              ", " +
+              count(names().length, "metric") +
+              "; a click on a curve opens that step"
+          : "",
+      ),
+    );
+  }
+
+  const load = () => Promise.all(app.state.runs.map((_, n) => metrics(n, chosen())));
+
+  async function refresh() {
+    if (!data.length) data = await load(); // the first answer tells the names, of which some are then chosen
+    const known = list.childElementCount && names().join();
+    const fresh = await load();
+    if (closed) return;
+    data = fresh;
+    if (names().join() !== known) drawNames();
+    drawCards();
+  }
+
+  let seen = "";
+  const ifChanged = () => {
+    const now = JSON.stringify(app.state.runs.map((run) => [run.metrics, run.step]));
+    if (now === seen) return;
+    seen = now;
+    refresh();
+  };
+  ifChanged();
+  return {
+    refresh: ifChanged,
+    close: () => {
+      closed = true;
+    },
+  };
+}

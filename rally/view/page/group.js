@@ -1,0 +1,98 @@
+// A group side by side: what was sampled for one prompt in one step, best reward first.
+
+import { episode, rows } from "./api.js";
+import { clip, count, h, number, put } from "./dom.js";
+import { conversation, heading, promptBlock, whichStep } from "./episode.js";
+import { colourBar, repaint, scaleOf, sharedAdvantage } from "./tokens.js";
+
+const MOST = 64;
+
+function spread(rewards) {
+  const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+  const variance = rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length;
+  const flat = variance === 0 && rewards.length > 1 ? "; all are equal, so this group teaches nothing by itself" : "";
+  return `mean reward ${number(mean)}, deviation ${number(Math.sqrt(variance))}${flat}`;
+}
+
+export function groupView(root, app) {
+  const group = app.place.params.get("group");
+  let closed = false,
+    bar = null,
+    scale = null;
+
+  function column(one, options) {
+    const advantage = sharedAdvantage(one);
+    return h(
+      "section",
+      { class: "card" },
+      h(
+        "header",
+        null,
+        h("a", { href: app.link("episode", { id: one.id }) }, h("code", null, clip(one.id, 60))),
+        heading(one, advantage === null ? null : "advantage " + number(advantage)),
+      ),
+      conversation(one, options),
+    );
+  }
+
+  async function draw() {
+    const answer = await rows(app.run(), { group, sort: "reward", desc: "1", limit: MOST, count: 1 });
+    const all = await Promise.all(answer.rows.map((row) => episode(app.run(), row.id)));
+    if (closed) return;
+    if (!all.length) return put(root, h("p", { class: "empty" }, "There is no such group in this run."));
+    scale = scaleOf(all);
+    bar = colourBar(app, scale, recolour);
+    const rewards = all
+      .filter((one) => !one.baseline)
+      .map((one) => one.reward)
+      .filter((reward) => typeof reward === "number");
+    const left = answer.count > all.length ? `, the ${MOST} best of ${answer.count} are shown` : "";
+    put(
+      root,
+      h(
+        "div",
+        { class: "top" },
+        h("a", { class: "back", href: app.link("episodes", { group }) }, "← episodes"),
+        h("h1", null, h("code", null, clip(group))),
+        h(
+          "span",
+          { class: "soft" },
+          whichStep(all[0]) +
+            " · " +
+            count(all.length, "episode") +
+            left +
+            (rewards.length ? " · " + spread(rewards) : ""),
+        ),
+        h("span", { class: "grow" }),
+        h("a", { href: app.link("compare", { task: all[0].task.id }) }, "same task, other steps"),
+      ),
+      bar.element,
+      all[0].note && h("p", { class: "note" }, all[0].note),
+      promptBlock(all[0], { mode: bar.mode, scale }),
+      h(
+        "div",
+        { class: "side" },
+        all.map((one) => column(one, { mode: bar.mode, scale, hidePrompt: true })),
+      ),
+    );
+  }
+
+  function recolour(mode) {
+    const fresh = colourBar(app, scale, recolour);
+    bar.element.replaceWith(fresh.element);
+    bar = fresh;
+    repaint(root, mode, scale);
+  }
+
+  draw().catch((problem) => put(root, h("p", { class: "empty" }, problem.message)));
+  return {
+    key: (key) => {
+      if (key !== "c") return false;
+      bar?.next();
+      return true;
+    },
+    close: () => {
+      closed = true;
+    },
+  };
+}

@@ -1,0 +1,150 @@
+"""The page and its data are served to this machine's own browser: foreign hosts are refused, files are found by number
+and name alone, and the browser may load nothing from anywhere else."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from http.cookies import SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rally.redact import redact
+from rally.types import RallyError
+from rally.view.page import INDEX, MIME, page_files
+from rally.view.run import Missing, Run
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+COOKIE = "rally_view"
+LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+
+
+class Door:
+    """Without a token only a request addressed to this machine is let in, so that no name a stranger points here can
+    read anything. With one, the first link carries it and a cookie after that."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        answer = self._refusal(scope) or self._app
+        await answer(scope, receive, send_guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["method"] not in ("GET", "HEAD"):
+            return _text("this server only shows", 405)
+        if self._token is None:
+            own = LOOPBACK.fullmatch(headers.get(b"host", ""))
+            return None if own else _text("this page is only served to the machine it runs on", 403)
+        if self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
+            return self._welcome()
+        crumb = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        if crumb is not None and self._is_token(crumb.value):
+            return None
+        return _text("open the link that `rally view` printed; it carries the token", 401)
+
+    def _is_token(self, given: str) -> bool:
+        assert self._token is not None
+        return hmac.compare_digest(given.encode("latin-1", "replace"), self._token.encode())
+
+    def _welcome(self) -> Response:
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(COOKIE, self._token or "", httponly=True, samesite="strict")
+        return answer
+
+
+def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
+    """The application over these runs. Their indexes follow the folders for as long as it is served."""
+    files = page_files()
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        for run in runs:
+            run.indexer.start()
+        yield
+        for run in runs:
+            run.indexer.close()
+
+    def static(request: Request) -> Response:
+        name = request.path_params.get("name", INDEX)
+        if name not in files:
+            return _text("there is no such file", 404)
+        return Response(files[name], media_type=MIME[name.rpartition(".")[2]])
+
+    def state(_: Request) -> Any:
+        return {"runs": [run.state() for run in runs]}
+
+    routes = [
+        Route("/", static),
+        Route("/page/{name}", static),
+        Route("/api/state", _json(state)),
+        Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),
+        Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
+        Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
+        Route(
+            "/api/runs/{run:int}/timeline/{step:int}", _json(lambda r: _run(runs, r).timeline(r.path_params["step"]))
+        ),
+        Route("/api/runs/{run:int}/episode", _json(lambda r: _run(runs, r).episode(r.query_params.get("id", "")))),
+    ]
+    middleware = [Middleware(Door, token=token), Middleware(GZipMiddleware, minimum_size=4096, compresslevel=1)]
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+
+
+def _run(runs: Sequence[Run], request: Request) -> Run:
+    number: int = request.path_params["run"]
+    if number >= len(runs):
+        raise Missing(f"there is no run {number}; there are {len(runs)}")
+    return runs[number]
+
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    def endpoint(request: Request) -> Response:
+        try:
+            return _answered(answer(request), 200)
+        except Missing as problem:
+            return _answered({"error": str(problem)}, 404)
+        except RallyError as problem:
+            return _answered({"error": str(problem)}, 400)
+
+    return endpoint
+
+
+def _answered(value: Any, status: int) -> Response:
+    # Escaped to ASCII: what a model wrote may hold half a character, which has no UTF-8.
+    return Response(redact(json.dumps(value, allow_nan=False)), status, media_type="application/json")
+
+
+def _text(text: str, status: int) -> Response:
+    return Response(text, status, media_type="text/plain")

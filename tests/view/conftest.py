@@ -1,0 +1,44 @@
+"""One small run on disk and one browser, made once for all tests of this room."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from view_cases import served, write_run
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmarks are scripts beside the package
+
+from benchmarks.browser import Browser, find_chromium
+
+
+@pytest.fixture(scope="session")
+def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "small")
+
+
+@pytest.fixture(scope="session")
+def address(run_path: Path) -> Iterator[str]:
+    with served(run_path) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def one_browser() -> Iterator[Browser]:
+    if find_chromium() is None:
+        reason = "chromium is not installed; `make chromium` does it"
+        if os.environ.get("RALLY_REQUIRE_SHARED"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(one_browser: Browser) -> Iterator[Browser]:
+    """On an empty page; a test whose page complained has failed."""
+    one_browser.open("about:blank")
+    one_browser.said.clear()
+    yield one_browser
+    assert one_browser.said == []

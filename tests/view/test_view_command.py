@@ -1,0 +1,42 @@
+"""`rally view` as it is typed: what it writes, and the sentence for each mistake."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rally.cli import app
+from rally.view_cli import TOKEN
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(app, ["view", *map(str, words)])
+    return result.output if result.exception is None else str(result.exception)
+
+
+def test_an_export_says_what_it_wrote_and_left_out(run_path: Path, tmp_path: Path) -> None:
+    told = run(run_path, "--export", tmp_path / "out.html", "--filter", "step=1&kind=train", "--limit", 5)
+    assert "5 episodes, 25 left out" in " ".join(told.split())
+    assert "5 of 30 episodes (step=1&kind=train); 25 were left out" in (tmp_path / "out.html").read_text().replace(
+        "\\u0026", "&"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["/no/such/run"], "there is no run folder at /no/such/run"),
+        (["/"], "/ is no run folder: it has neither metrics.jsonl nor episodes/"),
+        (["RUN", "--filter", "step=1"], "--filter chooses what is exported"),
+        (["RUN", "--export", "OUT", "--filter", "last step"], "is not of the form step=10..20&kind=val"),
+        (["RUN", "--export", "OUT", "--filter", "steps=1"], "there is no filter steps"),
+        (["RUN", "--host", "0.0.0.0", "--no-browser"], f"set {TOKEN} to a secret"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    run_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    places = {"RUN": run_path, "OUT": tmp_path / "out.html"}
+    said = run(*(places.get(word, word) for word in words))
+    assert told in said and not (tmp_path / "out.html").exists()

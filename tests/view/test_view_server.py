@@ -1,0 +1,108 @@
+"""Who may ask the viewer, for what, and what the browser is told it may do."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from view_cases import served
+
+from rally.chat import ChatCodec, tiny_tokenizer
+from rally.view.run import open_runs
+from rally.view.tokens import Decode, find_tokenizer, pieces
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil.example", ""]
+)
+@pytest.mark.parametrize("path", ["", "page/app.js", "api/state"])
+def test_a_foreign_host_is_refused(address: str, host: str, path: str) -> None:
+    answer = httpx.get(address + path, headers={"host": host})
+    assert answer.status_code == 403 and "small" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1234", "127.0.0.1:9", "[::1]:80", "[::1]"])
+def test_this_machine_is_let_in_by_all_of_its_names(address: str, host: str) -> None:
+    assert httpx.get(address + "api/state", headers={"host": host}).json()["runs"][0]["name"] == "small"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "page/../server.py", "page/..%2fserver.py", "page/%2e%2e/%2e%2e/cli.py", "page//etc/passwd", "page/__init__.py",
+        "page/..%5c..%5cserver.py", "api/runs/../../etc/passwd", "api/runs/1/metrics", "api/runs/-1/metrics",
+        "api/runs/0/episode?id=../../../etc/passwd", "api/runs/0/episode?id=%2Fetc%2Fpasswd", "api/runs/x/rows",
+    ],
+)  # fmt: skip
+def test_nothing_but_the_page_and_the_runs_can_be_had(address: str, path: str) -> None:
+    """Sent as it is: a client library would tidy the dots away."""
+    url = httpx.URL(address).copy_with(raw_path=b"/" + path.encode())
+    answer = httpx.get(url)
+    assert answer.status_code == 404 and "root:" not in answer.text and "def " not in answer.text
+
+
+def test_the_browser_may_run_and_load_nothing_of_strangers(address: str) -> None:
+    for path in ("", "api/state", "page/style.css", "nothing"):
+        headers = httpx.get(address + path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "access-control-allow-origin" not in headers
+
+
+def test_it_only_shows(address: str) -> None:
+    assert httpx.post(address + "api/state").status_code == 405
+    answer = httpx.get(address + "api/runs/0/rows?sort=nothing")
+    assert answer.status_code == 400 and "cannot sort by nothing" in answer.json()["error"]
+
+
+def test_with_a_token_only_its_bearer_is_let_in(run_path: Path) -> None:
+    with served(run_path, token="s3cret") as url:
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url + "?token=wrong").status_code == 401
+        assert httpx.get(url, headers={"cookie": "rally_view=wrong"}).status_code == 401
+        with httpx.Client(follow_redirects=True) as client:
+            assert "<main" in client.get(url + "?token=s3cret").text
+            assert client.get(url + "api/state", headers={"host": "gpu-7:8640"}).status_code == 200
+
+
+def test_an_episode_has_the_text_and_the_advantage_of_every_token(run_path: Path) -> None:
+    [run] = open_runs([run_path])
+    run.indexer.catch_up()
+    shown = run.episode("t000002-00001-1")
+    [segment] = shown["segments"]
+    assert len(segment["response_text"]) == len(segment["response_ids"])
+    decoded = ChatCodec(tiny_tokenizer()).decode(segment["response_ids"])
+    assert "".join(segment["response_text"]) == decoded
+    assert segment["advantages"][0][0] == -0.71
+    assert shown["seed"] == str(2**62 + 1), "a script's numbers are too short for it"
+    json.dumps(shown, allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def qwen(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decode, Tokenizer]:
+    """As a run that names it is shown, and the thing itself."""
+    place, run = shared / "tokenizers/qwen2_5", tmp_path_factory.mktemp("qwen")
+    (run / "config.yaml").write_text(f"actor_rollout_ref: {{model: {{path: {place}}}}}")
+    decode = find_tokenizer(run).decode
+    assert decode is not None
+    return decode, Tokenizer.from_file(str(place / "tokenizer.json"))
+
+
+@given(text=st.text(max_size=30) | st.sampled_from(["👩‍🚀 мир", "强化学习", "a\n\n  b", "🇨🇭é"]))
+def test_pieces_joined_are_the_whole_text(qwen: tuple[Decode, Tokenizer], text: str) -> None:
+    decode, tokenizer = qwen
+    ids = tokenizer.encode(text).ids
+    found = pieces(decode, ids)
+    assert len(found) == len(ids) and "".join(found) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_without_a_tokenizer_a_sentence_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("actor_rollout_ref: {model: {path: /no/such/model}}")
+    found = find_tokenizer(tmp_path)
+    assert found.decode is None and "No tokenizer was found at /no/such/model" in found.note
+    assert "names no model" in find_tokenizer(tmp_path / "absent").note

@@ -65,7 +65,7 @@ types: $(VENV)/.installed-dev  ## type check
 imports: $(VENV)/.installed-dev  ## who may import whom
 	@$(BIN)/lint-imports
 
-check: lint types imports test  ## everything CI checks
+check: lint types imports test  ## style, types, import rules, tests
 
 models/smollm2-135m.gguf: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.get_model $@

@@ -97,6 +97,9 @@ def tools(cursor: str | None) -> dict[str, Any]:
     page = int(cursor or 0)
     names, last = PAGES[page], page + 1 == len(PAGES)
     listed = [{"name": n, "description": f"Does {n}.", "inputSchema": NESTED if n == "order" else ONE} for n in names]
+    for tool in listed:
+        if tool["name"] == "echo":
+            tool["annotations"] = {"readOnlyHint": True}
     return {"tools": listed, **({} if last else {"nextCursor": str(page + 1)})}
 
 

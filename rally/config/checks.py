@@ -164,6 +164,8 @@ def components(config: Config) -> Iterator[str]:
 
 def filtering(config: Config) -> Iterator[str]:
     key, chosen, data = "algorithm.filter_groups", config.algorithm.filter_groups, config.data
+    if not chosen.enable and "enable" in chosen.model_fields_set:
+        return  # who wrote enable=false knows that the rest has no effect
     if not chosen.enable:
         written = [f"{key}.{name}" for name in chosen.model_dump(exclude_defaults=True) if name != "enable"]
         for name in [*written, *(["data.gen_batch_size"] if data.gen_batch_size is not None else [])]:

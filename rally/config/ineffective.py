@@ -49,7 +49,8 @@ def _loss(config: Config) -> Iterator[Idle]:
 
 def _reward(config: Config) -> Iterator[Idle]:
     given = "reward_model.reward_kwargs"
-    if not config.reward_model.reward_kwargs.overlong_buffer_cfg.enable:
+    buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
+    if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows
         why = f"without {given}.overlong_buffer_cfg.enable=true; set that, or leave it out"
         for name in ("max_resp_len", *(f"overlong_buffer_cfg.{part}" for part in ("len", "penalty_factor", "log"))):
             yield Idle(f"{given}.{name}", why)

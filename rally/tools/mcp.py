@@ -43,7 +43,8 @@ class McpTool(BaseTool[Any]):
         self.own_timeout = settings.timeout
         self.shared_gate = gate
         hints = tool.annotations
-        self.destructive = bool(hints and hints.destructive_hint and not hints.read_only_hint)
+        # The protocol's own defaults: a tool that says nothing may destroy.
+        self.destructive = not (hints and (hints.read_only_hint or hints.destructive_hint is False))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -1,7 +1,7 @@
 """What a run costs in memory and time, as formulas over a model's configuration: no weight is loaded for them.
 
 The dry run, the doctor and a person with a pencil get the same numbers. Memory is that of one device. Activations are
-those of a packed micro-batch; on one H200, in the shape of Qwen2.5-1.5B, the whole formula lies 5 to 7 % above the
+those of a packed micro-batch; on one H200, in the shape of Qwen2.5-1.5B, the whole formula lies 7 to 8 % above the
 peaks that docs/benchmarks.md reports. Times are estimates: work divided by what the hardware could do, times the share
 of it (`UTILISATION`) that the same page reports for training and decoding.
 """
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
+from rally.engines.embedded.families import FAMILIES
 from rally.engines.embedded.memory import kv_bytes_per_token, mlp_size, shape_of
 from rally.train.head import MAX_LOGITS
 from rally.train.load import load_model_config
@@ -129,9 +130,14 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     history = prompt_length(config) + response_length(config)
     episodes = config.mini_batch_size * config.rollout.n
     tokens = min(max(config.actor.ppo_max_token_len_per_gpu, history), episodes * history)
-    # Per token: two norms in float32 and their results, queries, keys and values before and after rotation, and of the
-    # MLP its gate, the gate's activation, the other half and their product.
-    inside = 6 * text.hidden_size + 2 * (2 * text.num_attention_heads + 2 * kv_heads) * head + 4 * mlp_size(text)
+    qkv = (text.num_attention_heads + 2 * kv_heads) * head
+    if width < 4 and text.model_type in FAMILIES:
+        # Fused: the residual twice, its norms, what attention gives; of the MLP the gate, the other half, the product.
+        inside = 5 * text.hidden_size + qkv + 3 * mlp_size(text)
+    else:
+        # Two norms in float32 and their results, queries, keys and values before and after rotation, and of the MLP
+        # its gate, the gate's activation, the other half and their product.
+        inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
     layer = tokens * inside * width
     logits = 2 * 4 * min(MAX_LOGITS["cuda" if width < 4 else "cpu"], tokens * text.vocab_size)
     if not config.model.enable_gradient_checkpointing:

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -143,7 +144,7 @@ def this_machine(device: torch.device) -> Hardware:
     if device.type == "cpu":
         return Hardware("this machine's CPU", free_bytes(device), _cpu_flops(), _cpu_bandwidth())
     properties = torch.cuda.get_device_properties(0)
-    known = next((gpu for gpu in reversed(GPUS) if gpu.name in properties.name), None)
+    known = next((gpu for gpu in reversed(GPUS) if re.search(rf"\b{gpu.name}\b", properties.name)), None)
     taken = known or GPUS[0]
     name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, taken for an {taken.name}")
     return Hardware(name, properties.total_memory, taken.flops, taken.bandwidth)

@@ -78,6 +78,9 @@ def needs(config: Config) -> Iterator[Need]:
     for tracker in ("tensorboard", "mlflow", "wandb"):
         if tracker in config.trainer.logger:
             yield Need("mlflow-skinny" if tracker == "mlflow" else tracker, tracker, f"trainer.logger={tracker}")
+    if backend := config.rollout.trace.backend:
+        package = {"mlflow": "mlflow-skinny", "otel": "opentelemetry-sdk"}[backend]
+        yield Need(package, backend, f"actor_rollout_ref.rollout.trace.backend={backend}")
 
 
 def _server(config: Config) -> Iterator[str]:

@@ -145,6 +145,7 @@ def twin_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTraine
 
 def _narrow(text: Any) -> dict[str, Any]:
     grouped = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # rotations depend on it
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     layers = max(2, len(kinds))
     return {
@@ -153,8 +154,8 @@ def _narrow(text: Any) -> dict[str, Any]:
         "max_window_layers": min(getattr(text, "max_window_layers", 0) or 0, layers),
         "num_attention_heads": 2 * grouped,
         "num_key_value_heads": 2,
-        "hidden_size": 2 * grouped * NARROW,
-        "head_dim": NARROW,
+        "hidden_size": 2 * grouped * head,
+        "head_dim": head,
         "intermediate_size": 2 * NARROW,
         "moe_intermediate_size": NARROW,
         "vocab_size": min(text.vocab_size, 1024),

@@ -59,10 +59,11 @@ def reward(case: Case) -> Iterator[Finding]:
     tasks = list(by_source.values())[-MOST_SOURCES:]
     spec = parts.reward_spec_of(case.config)
     for task in reversed(tasks):
-        answers = [*good_answers(task, case.wishes.answer), Answer(BAD, 1), Answer(BAD, 2)]
+        given = case.wishes.answer if task is case.tasks[0] else None
+        answers = [*good_answers(task, given), Answer(BAD, 1), Answer(BAD, 2)]
         episodes = [episode_of(task, answer) for answer in answers]
         scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
-        yield judge(task, [Tried(*pair) for pair in zip(answers, scores, strict=True)], spec, case.wishes.answer)
+        yield judge(task, [Tried(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
 
 
 def good_answers(task: Task, given: str | None) -> list[Answer]:

@@ -29,7 +29,7 @@ def tools(case: Case) -> Iterator[Finding]:
         return
     for tool in box.tools:
         if tool.destructive:
-            told = f"{tool.name} was not called, because its server says that a call may destroy something"
+            told = f"{tool.name} was not called, because a call may destroy something: nobody says that it does not"
             yield Finding("tools", "warning", f"{told}; try it by hand where that does no harm")
     for tried in asyncio.run(_try_all(case)):
         yield judge(tried)

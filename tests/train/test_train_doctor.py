@@ -244,9 +244,11 @@ def test_mcp_servers_are_reached_and_their_tools_called(find: Any, tmp_path: Pat
     servers, tools = tmp_path / "servers.json", tmp_path / "tools.yaml"
     tools.write_text(f"tools: [{{type: mcp, mcp_servers_config_path: {servers}}}]")
     keys = (f"data.tool_config_path={tools}", f"{R}.agent_loop_config.tools=null")
-    server = {"command": sys.executable, "args": ["-S", mcp_server.__file__, "remember"]}
+    server = {"command": sys.executable, "args": ["-S", mcp_server.__file__, "remember", "echo"]}
     servers.write_text(json.dumps({"mcpServers": {"drill": server}}))
-    assert "remember was called with made-up arguments" in told(find("tools", *keys), "ok")
+    found = find("tools", *keys)
+    assert "echo was called with made-up arguments" in told(found, "ok")
+    assert "remember was not called" in told(found, "warning"), "who says nothing may destroy"
     servers.write_text(json.dumps({"mcpServers": {"drill": {"command": "/no/such/server"}}}))
     assert "the MCP server 'drill'" in told(find("tools", *keys), "error")
 

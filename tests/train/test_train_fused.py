@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import FAMILIES, VOCABULARY, make_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel
 
 from rally.engines.embedded import attention
 from rally.engines.embedded.attention import packed_hidden
@@ -65,6 +65,14 @@ def test_every_family(family: str) -> None:
     model = model_of(family)
     assert known(model)
     assert_alike(model, pack(rows((9, 4, 17), 5), torch.device("cpu")), SPECIFIED, 1e-5)
+
+
+def test_a_text_model_inside_another_goes_through_its_own_forward() -> None:
+    inner = Gemma3TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = Gemma3Config(text_config=inner.to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14})
+    with torch.device("meta"):
+        assert not known(Gemma3ForConditionalGeneration(config))
 
 
 def test_checkpointing_computes_the_same_and_really_computes_again() -> None:

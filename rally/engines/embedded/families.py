@@ -41,8 +41,10 @@ class LayerParts:
 
 
 def known(model: PreTrainedModel) -> bool:
-    """Whether its layers are as `parts_of` says."""
+    """Whether its layers are as `parts_of` says. A text model inside one for images has them elsewhere."""
     config = model.config.get_text_config()
+    if not hasattr(model.base_model, "layers"):
+        return False
     whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
     return config.model_type in FAMILIES and activation_name(model) in ACTIVATIONS and whole_heads
 

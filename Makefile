@@ -20,7 +20,7 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Rally and its dependencies into $(VENV) (once)"
 	@$(PIP) torch
-	@$(PIP) --editable ".[plot]"
+	@$(PIP) --editable ".[plot,services]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

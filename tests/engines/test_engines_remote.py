@@ -144,6 +144,27 @@ async def test_a_server_that_does_not_take_the_weights_is_left_out(tmp_path: Pat
         await engine.close()
 
 
+async def test_a_server_that_refuses_the_weights_is_left_out_and_a_busy_one_is_asked_again(tmp_path: Path) -> None:
+    model = make_model(seed=0)
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeServer("vllm", make_model(seed=0))) for _ in range(2)]
+        engine = engine_over([ServerReplica(fake.url, Vllm()) for fake in fakes], model, tmp_path)
+        await engine.start()
+        fakes[0].orders.extend([503, 429])
+        fakes[0].faults.append("503")  # its canary
+        fakes[1].orders.append(400)
+        with engine.updating():
+            change(model)
+        assert (await engine.publish())["engine/servers"] == 1
+        assert not fakes[0].orders and not fakes[0].faults
+        assert (await engine.generate([1], PARAMS)).spans[0].version == 1
+        for fake in fakes:
+            fake.orders.append(400)
+        with pytest.raises(EngineError, match=r"\(400\): .*as told"):
+            await engine.publish()
+        await engine.close()
+
+
 def ruled(ids: Sequence[int]) -> torch.Tensor:
     """What a fake server without a model does, as logits."""
     probability = math.exp(RULE_LOGPROB)

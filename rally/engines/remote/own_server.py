@@ -58,6 +58,7 @@ class OwnServer(ServerReplica):
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
         await self._stop()
         self.asleep = False
+        self._woken.clear()
         port = free_port(self._port_start, self._ports)
         self._ports.add(port)
         self.url = f"http://127.0.0.1:{port}"

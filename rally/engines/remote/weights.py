@@ -26,6 +26,11 @@ COPIES = 2.2  # the new weights are written while servers may still read the old
 class WeightTransport(Protocol):
     """How weights get to servers."""
 
+    @property
+    def version(self) -> int | None:
+        """What was taken last."""
+        ...
+
     async def take(self, version: int) -> None:
         """Hold on to what the trainer has now: version `version`."""
         ...

@@ -19,6 +19,7 @@ FOR_OWN_SERVERS = (
     *("tensor_model_parallel_size", "data_parallel_size", "free_cache_engine", "enable_sleep_mode"),
     "checkpoint_engine.backend",
 )
+NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level", "checkpoint_engine.backend")
 FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
 
 
@@ -29,9 +30,14 @@ def servers(config: Config) -> Iterator[str]:
         yield from _without_effect(config, FOR_SERVERS, f"with {ROLLOUT}.name=embedded")
         return
     yield from _without_effect(config, FOR_EMBEDDED, f"with {ROLLOUT}.name={config.rollout.name}")
+    if config.rollout.server_kind == "rally":
+        yield from _without_effect(config, NOT_FOR_RALLYS_OWN, f"with {ROLLOUT}.name=rally")
     yield from _addresses(config)
     yield from _engine_kwargs(config)
     yield from _sampling(config)
+    if config.rollout.checkpoint_engine.backend == "ipc" and (config.model.lora_rank or config.model.lora_adapter_path):
+        told = f"{ROLLOUT}.checkpoint_engine.backend=ipc shows servers the policy's own memory"
+        yield f"{told}, where adapters (LoRA) are not merged; leave it out."
 
 
 def _addresses(config: Config) -> Iterator[str]:

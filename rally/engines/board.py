@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from rally.engines.base import EngineError
-from rally.engines.standing import Duty, RouterSettings, Standing, Ticket
+from rally.engines.standing import Circuit, Duty, RouterSettings, Standing, Ticket
 
 _serial = attrgetter("serial")
 
@@ -126,15 +126,15 @@ class Board:
             self._forget_if_empty(self._leave_server(ticket))
 
     def heard(self, name: str, ok: bool, now: float) -> bool:
-        """A health check came back. Whether the server has just been given up, and all it has in flight with it."""
+        """A health check came back. Whether the server is given up, and all that it has in flight with it; failed
+        requests may have opened its circuit before."""
         server = self.servers.get(name)
         if server is None:
             return False
-        opened = server.heard(ok, now)
-        if opened:
+        if server.heard(ok, now):
             self._opened(server, now)
         self._look_around(now)
-        return opened
+        return not ok and server.duty is Duty.ON and server.circuit is Circuit.OPEN
 
     def assign(self, name: str, duty: Duty, now: float) -> None:
         """What whoever minds a server says of it; ON comes after a proof and wipes out what was held against it."""

@@ -6,7 +6,6 @@ with 256 in flight a request took 20 ms of this process, several times what a GP
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 
 import httpx
@@ -15,21 +14,19 @@ IDLE_SECONDS = 3.0  # servers hang up after 5, and a request must not meet that
 
 
 class Lines(httpx.AsyncBaseTransport):
-    """A transport for one event loop; more than `most` requests wait for each other. Answers are read whole."""
+    """A transport for one event loop; how many ask at once is up to who asks. Answers are read whole."""
 
-    def __init__(self, most: int, *, secure: bool) -> None:
-        self._room = asyncio.Semaphore(most)
+    def __init__(self, *, secure: bool) -> None:
         # Without TLS there is nothing to verify, and reading all certificates of this world takes half a second.
         self._tls = httpx.create_ssl_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._idle: list[httpx.AsyncHTTPTransport] = []  # the one used last is taken first, so that the others expire
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        async with self._room:
-            line = self._idle.pop() if self._idle else self._open()
-            try:
-                return await _whole(line, request)
-            finally:
-                self._idle.append(line)  # also after a failure: it opens a new connection when it needs one
+        line = self._idle.pop() if self._idle else self._open()
+        try:
+            return await _whole(line, request)
+        finally:
+            self._idle.append(line)  # also after a failure: it opens a new connection when it needs one
 
     async def aclose(self) -> None:
         idle, self._idle = self._idle, []

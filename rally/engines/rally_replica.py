@@ -1,6 +1,6 @@
 """A `rally serve engine` process as a replica: our token protocol over HTTP, answers checked before they are believed.
 
-    POST /generate  {"prompt_ids": [int, ...], "sampling": {name: value, ...}, "session": text or null}
+    POST /generate  {"prompt_ids": [int, ...], "sampling": {name: value, ...}}
       -> {"ids": [...], "logprobs": [...], "sampling_logprobs": [...], "finish": "stop" | "length" | "abort",
           "spans": [[version, start, end], ...], "cached_tokens": n, "seconds": s, "first_token_seconds": s,
           "queued_seconds": s}
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import httpx
 
 LATER = frozenset({429, 503})
-MOST_AT_ONCE = 100_000  # the router asks for fewer
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
 
 
@@ -93,7 +92,7 @@ class RallyReplica:
                 base_url=self._url,
                 headers={"Authorization": f"Bearer {token}".encode()} if token else {},
                 timeout=httpx.Timeout(None, connect=10.0),  # a long turn takes long; health checks find who hangs
-                transport=Lines(MOST_AT_ONCE, secure=self._url.startswith("https:")),
+                transport=Lines(secure=self._url.startswith("https:")),
                 trust_env=False,  # a proxy set for the hub must not swallow what is asked of the next machine
             )
         return client

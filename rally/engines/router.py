@@ -302,7 +302,7 @@ class Router:
         """Whatever a server that hangs was asked, another is asked instead."""
         now = asyncio.get_running_loop().time()
         for ticket, limit in self._limits.items():
-            if ticket.server == name:
+            if ticket.server == name and not limit.expired():  # one that is about to end cannot be hurried
                 limit.reschedule(now)
 
 

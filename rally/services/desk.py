@@ -85,9 +85,11 @@ class Desk:
             raise
         finally:
             self._held -= 1
-        self._count(ask, generation)
+        self._ends[generation.finish] += 1
         if generation.finish == "abort":
-            raise Refused(503, "the engine is being stopped; ask another one", code="aborted", retry_after=1)
+            told = "the engine has given this request up, because it gets new weights or is being stopped; ask again"
+            raise Refused(503, told, code="aborted", retry_after=1)
+        self._count(ask, generation)
         return generation
 
     async def follow(self, asks: Sequence[Ask], *, as_sampled: bool) -> AsyncGenerator[News, None]:
@@ -133,7 +135,6 @@ class Desk:
         ]
 
     def _count(self, ask: Ask, generation: Generation) -> None:
-        self._ends[generation.finish] += 1
         self._sums["prompt_tokens"] += len(ask.prompt_ids)
         self._sums["cached_tokens"] += generation.cached_tokens
         self._sums["sampled_tokens"] += len(generation.ids)

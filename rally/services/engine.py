@@ -12,7 +12,6 @@ whose client has gone is cancelled; every refusal has OpenAI's shape. With a tok
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,6 +29,7 @@ from rally.engines.exposition import CONTENT_TYPE, exposition
 from rally.engines.rally_replica import generation_to_wire
 from rally.services.desk import Ask, ClientGone, Desk, Refused, Served, unless_gone
 from rally.services.openai_api import OpenAI, error_body
+from rally.services.serving import carries
 from rally.services.weights import LoadRequest, load_weights
 from rally.types import RallyError, SamplingParams
 
@@ -39,7 +39,6 @@ class GenerateRequest(BaseModel):
 
     prompt_ids: list[int]
     sampling: dict[str, Any] = {}
-    session: str | None = None
 
 
 def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
@@ -102,12 +101,12 @@ class _TokenGate:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected is not None and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] != "/health":
             said = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(said, self._expected):
+            if not carries(self._token, said.decode("latin-1")):
                 refusal = Refused(401, "this server wants its token as the API key", code="invalid_api_key")
                 await _refuse(Request(scope), refusal)(scope, receive, send)
                 return

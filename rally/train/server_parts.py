@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.types import SamplingParams
 
+Place = tuple[int, ...]
+"""GPUs of one server, by their indices in this process; none on a machine without any."""
 DIALECTS: dict[str, Callable[[], Dialect]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
@@ -118,7 +121,7 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
             port_start=rollout.port_start,
             environment={
                 **dialect.environment(plan.by_handles),
-                **({} if place is None else {"CUDA_VISIBLE_DEVICES": place}),
+                **({"CUDA_VISIBLE_DEVICES": visible(place)} if place else {}),
             },
             settings=client_settings_of(config, model),
         )
@@ -126,16 +129,20 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
     ]
 
 
-def places_of(config: Config, model: PreTrainedModel) -> list[str | None]:
-    rollout, taken = config.rollout, 1 if model.device.type == "cuda" else 0
-    return placement(torch.cuda.device_count(), taken, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
+    rollout, mine = config.rollout, own_gpu(model)
+    return placement(torch.cuda.device_count(), mine, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
+
+
+def own_gpu(model: PreTrainedModel) -> int | None:
+    """Which GPU the trainer is on."""
+    return (model.device.index or 0) if model.device.type == "cuda" else None
 
 
 def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
     """Whether servers of our own are on the trainer's GPU."""
-    mine = str(model.device.index or 0)
-    places = places_of(config, model) if model.device.type == "cuda" else []
-    return any(place is not None and mine in place.split(",") for place in places)
+    mine = own_gpu(model)
+    return mine is not None and any(mine in place for place in places_of(config, model))
 
 
 def sleeps(config: Config, model: PreTrainedModel) -> bool:
@@ -144,20 +151,27 @@ def sleeps(config: Config, model: PreTrainedModel) -> bool:
     return able and engine_settings_of(config).lend_memory and shares_gpu(config, model)
 
 
-def placement(gpus: int, taken: int, replicas: int, each: int) -> list[str | None]:
-    """GPUs of each server: behind those the trainer takes, or, if they are too few, shared with it."""
+def placement(gpus: int, mine: int | None, replicas: int, each: int) -> list[Place]:
+    """GPUs of each server: those that are not the trainer's, or, if they are too few, its own too."""
     if gpus == 0:
         if each > 1:
             raise EngineError(f"rollout.tensor_model_parallel_size={each} needs {each} GPUs and there are none")
-        return [None] * replicas
+        return [()] * replicas
     needed = replicas * each
     if needed > gpus:
         raise EngineError(
             f"rollout.data_parallel_size={replicas} servers of tensor_model_parallel_size={each} need {needed} GPUs "
             f"and this machine has {gpus}; lower one of them"
         )
-    first = taken if gpus - taken >= needed else 0
-    return [",".join(map(str, range(first + i * each, first + (i + 1) * each))) for i in range(replicas)]
+    others = [gpu for gpu in range(gpus) if gpu != mine]
+    free = others if len(others) >= needed else range(gpus)
+    return [tuple(free[i * each : (i + 1) * each]) for i in range(replicas)]
+
+
+def visible(place: Place) -> str:
+    """The GPUs as a child must be told: by the names they have on the machine, not by their places among ours."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ",".join(map(str, place) if names is None else (names.split(",")[gpu].strip() for gpu in place))
 
 
 def launch_of(config: Config, model: PreTrainedModel) -> Launch:

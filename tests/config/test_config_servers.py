@@ -53,9 +53,23 @@ def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
         (("name=vllm", "stop_strings=[x]"), "knows token ids alone"),
         (("name=vllm", "temperature=0.7", "top_p=0.9"), "cannot report the policy's log-probs"),
         (("name=sglang", "deterministic=true"), "deterministic has no effect with"),
+        (
+            ("name=rally", "tensor_model_parallel_size=2"),
+            "size has no effect with actor_rollout_ref.rollout.name=rally",
+        ),
+        (("name=rally", "enforce_eager=true"), "enforce_eager has no effect with actor_rollout_ref.rollout.name=rally"),
+        (("name=rally", "log_level=DEBUG"), "log_level has no effect with actor_rollout_ref.rollout.name=rally"),
+        (("name=rally", "checkpoint_engine.backend=ipc"), "backend has no effect with"),
         (("name=vllm", "mode=sync"), "not built yet; leave it out, every engine is asynchronous"),
     ],
 )
 def test_what_does_not_is_one_sentence(lines: tuple[str, ...], words: str) -> None:
     problem = told(*lines)
     assert words in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("adapters", ["lora_rank=8", "lora_adapter_path=adapters"])
+def test_handles_are_for_policies_without_adapters(adapters: str) -> None:
+    lines = [f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc", f"actor_rollout_ref.model.{adapters}"]
+    with pytest.raises(ConfigError, match=r"where adapters \(LoRA\) are not merged; leave it out"):
+        load_config(overrides=lines)

@@ -42,6 +42,7 @@ class FakeServer:
     window: int = 4096
     stale: bool = False  # says that it has loaded weights, and has not
     refuses_weights: bool = False
+    orders: deque[int] = field(default_factory=deque)  # statuses with which it answers orders of weights, one by one
     label: str = "default"
     asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
     sleepless: bool = False
@@ -74,7 +75,7 @@ class FakeServer:
                 if method == "POST" and route in ("/inference/v1/generate", "/generate"):
                     await self._generate(body, reader, writer)
                 else:
-                    await _reply(writer, *self._control(route, path, body))
+                    await _reply(writer, *self._control(route, path, body), {"retry-after": "0.05"})
         writer.close()
 
     async def _generate(self, body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,9 +162,10 @@ class FakeServer:
                 return 500, {"message": "started without --enable-sleep-mode"}
             self.asleep = {"weights", "kv_cache"}
         elif route == "/wake_up":
-            self.asleep.discard(path.partition("tags=")[2])
+            self.asleep.remove(path.partition("tags=")[2])
         elif route == "/resume_memory_occupation":
-            self.asleep -= set(body["tags"])
+            for part in body["tags"]:
+                self.asleep.remove(part)  # a second time would be the end of a real one
         elif route == "/abort_request":
             self.aborted.append(body["rid"])
         elif route == "/collective_rpc":
@@ -199,6 +201,8 @@ class FakeServer:
 
     def _load(self, folder: str, label: str | None) -> Answer:
         assert "weights" not in self.asleep, "weights for a server that has no memory for them"
+        if self.orders:
+            return self.orders.popleft(), {"message": "as told"}
         if self.refuses_weights:
             return 500, {"message": "out of memory"}
         if self.model is not None and not self.stale:

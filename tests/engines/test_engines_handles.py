@@ -3,6 +3,7 @@ handle is on a GPU is replaced here by the tensor itself."""
 
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fake_server import FakeServer
 from small_models import make_model
 from test_engines_remote import SETTINGS, change, oracle_of
 
+from rally.engines import EngineError
 from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, WeightHandles, handles
 from rally.engines.remote.handles import Handles
 
@@ -37,6 +39,30 @@ def test_a_memory_that_has_two_names_is_sent_once() -> None:
         ["float32", "float32"],
         [[2, 3], [3]],
     )
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+async def test_no_part_of_a_sleeping_server_is_woken_twice(name: str, tmp_path: Path) -> None:
+    model = make_model(seed=0)
+    async with FakeServer(name, make_model(seed=1)) as fake:
+        server = ServerReplica(fake.url, DIALECTS[name]())
+        transport = WeightHandles(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
+        engine = RemoteEngine([server], transport, oracle_of(model), replace(SETTINGS, sleeps=True))
+        await engine.start()
+        await engine.rest()
+        fake.handles = "refused"  # when its weights' memory is back already
+        with engine.updating():
+            change(model)
+        assert (await engine.publish())["engine/servers"] == 1
+        await engine.rest()
+        fake.refuses_weights = True
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.publish()
+        assert fake.asleep == {"kv_cache"}
+        await server.sleep()  # as far as it goes
+        fake.refuses_weights = False
+        assert (await engine.publish())["engine/servers"] == 1 and not fake.asleep
+        await engine.close()
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fake_server
 import pytest
+import torch
 from fake_server import FakeServer
 from small_models import VOCABULARY, make_model
 from test_engines_remote import SETTINGS, oracle_of, ruled
@@ -128,11 +129,52 @@ async def test_a_server_that_is_lost_for_good_is_told_at_once(tmp_path: Path) ->
     await engine.start()
     kill(server)
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"(?s)vllm-0 could not be started again: .*no such device"):
+    with pytest.raises(EngineError, match=r"(?s)vllm-0 is lost after .*max_attempts=2 .*no such device"):
         await engine.generate([1], PARAMS)
-    with pytest.raises(EngineError, match="could not be started again"):
+    with pytest.raises(EngineError, match="is lost after"):
         await engine.generate([2], PARAMS)
     assert time.monotonic() - began < 15  # and not after give_up_after, or a health check
+    await engine.close()
+
+
+async def test_one_attempt_that_fails_is_followed_by_the_next(tmp_path: Path) -> None:
+    server = own_server(tmp_path)
+    started, command = [], server._command
+
+    def choose(folder: str, port: int) -> list[str]:
+        started.append(folder)
+        return [sys.executable, "-c", "print('no such device')"] if len(started) == 2 else command(folder, port)
+
+    server._command = choose
+    engine = engine_over([server], tmp_path)
+    await engine.start()
+    kill(server)
+    assert len((await engine.generate([1], PARAMS)).ids) == 20
+    assert (len(started), engine.restarts) == (3, 1)
+    await engine.close()
+
+
+async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_path: Path) -> None:
+    offset, server = [0], own_server(tmp_path)
+
+    def moved(ids: Sequence[int]) -> torch.Tensor:
+        """What the server does, while it has weights that were written when the trainer had them."""
+        held = server.version if server.version is not None else -1
+        return RULED.forward(ids) if held == offset[0] else RULED.forward([token + 1 for token in ids])
+
+    engine = engine_over([server], tmp_path, oracle=replace(RULED, forward=moved))
+    up = server.up
+
+    async def up_meanwhile(folder: str) -> None:
+        await up(folder)
+        with engine.updating():  # the trainer goes on, and publishes when it may
+            offset[0] += 1
+
+    await engine.start()
+    server.up = up_meanwhile  # type: ignore[method-assign]
+    kill(server)
+    assert (await engine.generate([1], PARAMS)).spans[0].version == 1
+    assert engine.restarts == 1 and Path(await engine.weights.folder()).name == "1"
     await engine.close()
 
 
@@ -143,7 +185,7 @@ async def test_a_server_that_dies_too_often_is_given_up(tmp_path: Path) -> None:
     kill(server)
     await engine.generate([1], PARAMS)
     kill(server)
-    with pytest.raises(EngineError, match=r"died 2 times \(rollout\.server\.max_attempts=1 more"):
+    with pytest.raises(EngineError, match=r"rollout\.server\.max_attempts=1 attempts .* it has died"):
         await engine.generate([1], PARAMS)
     await engine.close()
 

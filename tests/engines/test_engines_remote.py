@@ -4,8 +4,10 @@ import asyncio
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -34,7 +36,8 @@ from rally.engines.remote import (
     process,
     sweep,
 )
-from rally.engines.remote.process import ServerProcess, free_port
+from rally.engines.remote.ports import reserve_port
+from rally.engines.remote.process import ServerProcess
 from rally.engines.replica import ReplicaGone
 from rally.types import SamplingParams
 
@@ -80,7 +83,7 @@ async def test_every_server_follows_the_trainer(tmp_path: Path) -> None:
                 assert engine.weight_version == 5
                 told = await engine.publish()
                 assert told["engine/canary_difference"] < 1e-4 and told["engine/servers"] == 2
-        assert len(list(tmp_path.glob("*/*"))) == 1  # old weights do not pile up
+        assert len(list(tmp_path.glob("*/[0-9]*"))) == 1  # old weights do not pile up
         await engine.close()
         assert not list(tmp_path.iterdir())
 
@@ -140,6 +143,27 @@ async def test_a_server_that_does_not_take_the_weights_is_left_out(tmp_path: Pat
         with engine.updating():
             change(model)
         with pytest.raises(ReplicaGone, match="out of memory"):
+            await engine.publish()
+        await engine.close()
+
+
+async def test_a_server_that_refuses_the_weights_is_left_out_and_a_busy_one_is_asked_again(tmp_path: Path) -> None:
+    model = make_model(seed=0)
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeServer("vllm", make_model(seed=0))) for _ in range(2)]
+        engine = engine_over([ServerReplica(fake.url, Vllm()) for fake in fakes], model, tmp_path)
+        await engine.start()
+        fakes[0].orders.extend([503, 429])
+        fakes[0].faults.append("503")  # its canary
+        fakes[1].orders.append(400)
+        with engine.updating():
+            change(model)
+        assert (await engine.publish())["engine/servers"] == 1
+        assert not fakes[0].orders and not fakes[0].faults
+        assert (await engine.generate([1], PARAMS)).spans[0].version == 1
+        for fake in fakes:
+            fake.orders.append(400)
+        with pytest.raises(EngineError, match=r"\(400\): .*as told"):
             await engine.publish()
         await engine.close()
 
@@ -228,20 +252,52 @@ async def test_stopping_ends_all_that_a_server_started(tmp_path: Path) -> None:
     assert _members(server.pid) == 0 and not server.alive
 
 
-def test_a_port_that_is_taken_is_passed_over() -> None:
-    start = free_port(None)
-    assert free_port(start) == start
-    assert free_port(start, {start}) > start
-    with pytest.raises(EngineError, match="port_start=65535"):
-        free_port(65535, {65535})
+def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = reserve_port(None)
+    second = reserve_port(first.number)  # as another run would: the first server has not opened its port yet
+    assert second.number > first.number
+    first.lock.release()
+    again = reserve_port(first.number)
+    assert again.number == first.number
+    with socket.create_server(("127.0.0.1", 65535)), pytest.raises(EngineError, match="port_start=65535"):
+        reserve_port(65535)
+    for port in (again, second):
+        port.lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_two_servers_get_the_same_port_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = iter([40001, 40001, 40002])
+    monkeypatch.setattr("rally.engines.remote.ports._bound", lambda port: port or next(given))
+    ports = [reserve_port(None) for _ in range(2)]
+    assert [port.number for port in ports] == [40001, 40002]
+    for port in ports:
+        port.lock.release()
 
 
 def test_weights_of_programs_that_were_killed_are_swept(tmp_path: Path) -> None:
-    mine, dead = tmp_path / f"rally-weights-{os.getpid()}-x", tmp_path / "rally-weights-99999999-x"
-    mine.mkdir()
-    dead.mkdir()
+    program = "import sys, os; from pathlib import Path; from rally.engines.remote.weights import WeightFiles"
+    killed = f"{program}; WeightFiles(Path.mkdir, Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    mine = WeightFiles(Path.mkdir, tmp_path)
     sweep(tmp_path)
-    assert mine.exists() and not dead.exists()
+    (kept,) = tmp_path.iterdir()
+    assert kept != left
+    mine.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_runs_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / f"rally-weights-{name}").mkdir()
+    found = list(tmp_path.iterdir())
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: found)
+    sweep(tmp_path)
+    sweep(tmp_path)  # what the other one found is gone
+    assert not list(tmp_path.iterdir())
 
 
 def _members(group: int) -> int:

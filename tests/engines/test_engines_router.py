@@ -3,7 +3,7 @@ what is counted."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -139,6 +139,35 @@ async def test_what_a_hanging_server_was_asked_another_answers() -> None:
     await made.generate([1], PARAMS)
     assert len(stuck.seeds) > before, "it is given requests again"
     await made.close()
+
+
+async def test_what_hangs_is_left_also_where_failed_requests_opened_the_circuit() -> None:
+    calls = 0
+
+    async def answers() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the circuit opens while the first one hangs
+            raise ReplicaGone("connection refused")
+        await hang()
+
+    async def stubborn() -> None:
+        try:
+            await hang()
+        finally:
+            await asyncio.sleep(0.2)  # several health checks find it in flight while it ends
+
+    for way in (answers, stubborn):
+        dead, good = Fake("dead", way), Fake("good")
+        made = router(dead, settings=replace(QUICK, first_pause=30.0))
+        asked = [asyncio.create_task(made.generate([n], PARAMS)) for n in range(2)]
+        await asyncio.sleep(0.01)
+        made.add(good)
+        dead.well = False
+        async with asyncio.timeout(5):
+            await asyncio.gather(*asked)
+        assert len(good.seeds) == 2
+        await made.close()
 
 
 async def test_when_no_server_is_left_the_error_says_what_the_last_one_said() -> None:

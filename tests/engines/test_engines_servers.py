@@ -8,7 +8,6 @@ from fake_server import FakeServer
 
 from rally.engines import EngineError
 from rally.engines.remote import ClientSettings, Dialect, Launch, ServerReplica, Sglang, Vllm
-from rally.engines.remote.wire import Asked
 from rally.engines.replica import ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.router import Router
 from rally.types import SamplingParams, WeightSpan
@@ -158,6 +157,23 @@ async def test_connections_are_found_again_and_bounded(fake: FakeServer) -> None
     await replica.close()
 
 
+async def test_nothing_else_waits_behind_generations(fake: FakeServer) -> None:
+    settings = ClientSettings(vocabulary=97, max_model_len=64, max_connections=1)
+    replica = ServerReplica(fake.url, DIALECTS[fake.dialect], settings)
+    await replica.load("nowhere", 7, "keep")
+    fake.pace = 0.1
+    long = [asyncio.create_task(replica.generate([1], SamplingParams(max_tokens=60))) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(2):
+        assert await replica.healthy()
+        await replica.load("nowhere", 8, "keep")
+    assert sum(path.endswith("generate") for path, _ in fake.log) == 1
+    for task in long:
+        task.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+    await replica.close()
+
+
 async def test_one_replica_serves_several_event_loops(fake: FakeServer) -> None:
     replica = await replica_of(fake)
 
@@ -234,14 +250,17 @@ def test_requests_in_flight_are_treated_as_asked(name: str, in_flight: str, paus
         assert update.body is not None and update.body["flush_cache"] is flushed
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_cached_prefixes_belong_to_one_weight_version(name: str) -> None:
-    def body(version: int) -> object:
-        asked = Asked(id="x", prompt_ids=(1,), params=PARAMS, before=version, after=version)
-        sent = DIALECTS[name].generate(asked).body or {}
-        return sent.get("cache_salt", sent.get("extra_key"))
-
-    assert body(1) == body(1) != body(2)
+async def test_cached_prefixes_belong_to_one_load_of_weights(fake: FakeServer) -> None:
+    first_run, second_run = await replica_of(fake), await replica_of(fake)
+    for replica in (first_run, first_run, second_run):  # both call their weights version 7
+        await replica.generate([1], PARAMS)
+    await second_run.load("elsewhere", 7, "keep")
+    await second_run.generate([1], PARAMS)
+    bodies = [body for path, body in fake.log if path.endswith("generate")]
+    one, again, other, reloaded = (body.get("cache_salt", body.get("extra_key")) for body in bodies)
+    assert one == again and len({one, other, reloaded}) == 3
+    for replica in (first_run, second_run):
+        await replica.close()
 
 
 def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ from small_models import make_model
 
 from rally.chat import tiny_tokenizer
 from rally.engines import EmbeddedEngine, EngineSettings
+from rally.engines.remote import Rally
+from rally.engines.remote.wire import Asked
 from rally.services.desk import Served
 from rally.services.engine import create_app
+from rally.types import SamplingParams
 
 REQUEST: dict[str, Any] = {"prompt_ids": [1, 2, 3], "sampling": {"max_tokens": 3, "seed": 1}}
 
@@ -41,6 +44,21 @@ async def test_only_who_knows_the_token_is_served(engine: EmbeddedEngine) -> Non
         assert (await http.get("/health")).status_code == 200, "whether it lives, anybody may ask"
 
 
+async def test_a_rollout_server_of_our_own_is_understood_whole(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RALLY_ENGINE_TOKEN", "schlüssel ☂")  # no header may be refused for its letters
+    params = SamplingParams(max_tokens=3, top_p=0.5, seed=1)
+    asked = Asked(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
+    async with client(engine, token="schlüssel ☂") as http:
+        call = Rally().generate(asked)
+        answered = await http.post(call.path, json=call.body, headers=Rally().headers())
+    generation, here = Rally().generation(answered.json(), asked), await engine.generate([1, 2, 3], params)
+    assert (generation.ids, generation.spans) == (here.ids, here.spans)
+    assert generation.sampling_logprobs == pytest.approx(here.sampling_logprobs) != generation.logprobs
+    assert generation.first_token_seconds > 0 and generation.queued_seconds == answered.json()["queued_seconds"] > 0
+
+
 async def test_more_than_it_may_hold_are_told_to_come_later(engine: EmbeddedEngine) -> None:
     opened, step = threading.Event(), engine.core.step
 
@@ -66,13 +84,32 @@ async def test_more_than_it_may_hold_are_told_to_come_later(engine: EmbeddedEngi
         ({"prompt_ids": []}, "an empty prompt"),
         ({"prompt_ids": ["a"]}, "prompt_ids.0"),
         ({"sampling": {"temperatur": 1}}, "unknown sampling parameter temperatur"),
-        ({"session_id": "x"}, "session_id"),
+        ({"session": "x"}, "session"),  # nobody would read it
     ],
 )
 async def test_a_faulty_request_is_refused_in_words(engine: EmbeddedEngine, change: dict[str, Any], words: str) -> None:
     async with client(engine) as http:
         refused = await http.post("/generate", json=REQUEST | change)
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+
+
+async def test_a_request_that_an_update_aborts_may_be_asked_again_and_is_not_counted_as_answered() -> None:
+    settings = EngineSettings(max_model_len=512, max_num_seqs=2, in_flight="abort")
+    engine = EmbeddedEngine(make_model(), settings)
+    async with client(engine) as http:
+        long = REQUEST | {"sampling": {"max_tokens": 400, "ignore_eos": True}}
+        asked = asyncio.create_task(http.post("/generate", json=long))
+        while engine.core.steps < 3:
+            await asyncio.sleep(0.001)
+        with engine.updating():
+            pass
+        refused = await asked
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert "new weights" in refused.json()["error"]["message"]
+        told = (await http.get("/metrics")).text
+        assert 'ended_requests_total{end="abort"} 1' in told
+        assert "rally_engine_prompt_tokens_total 0" in told and "rally_engine_sampled_tokens_total 0" in told
+    await engine.close()
 
 
 async def test_a_broken_engine_is_no_mistake_of_the_caller(engine: EmbeddedEngine) -> None:

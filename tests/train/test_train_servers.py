@@ -22,6 +22,7 @@ from rally.train.run import train
 from rally.train.server_parts import (
     launch_of,
     oracle_of,
+    own_servers_of,
     placement,
     room_of,
     router_settings_of,
@@ -177,9 +178,25 @@ def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> Non
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:
-    assert placement(0, 0, 2, 1) == [None, None]
-    assert placement(8, 1, 2, 2) == ["1,2", "3,4"]
-    assert placement(4, 1, 2, 2) == ["0,1", "2,3"]
+    assert placement(0, None, 2, 1) == [(), ()]
+    assert placement(8, 0, 2, 2) == [(1, 2), (3, 4)]
+    assert placement(8, 2, 2, 2) == [(0, 1), (3, 4)]
+    assert placement(4, 0, 2, 2) == placement(4, None, 2, 2) == [(0, 1), (2, 3)]
     for gpus, replicas, each in ((0, 1, 2), (4, 3, 2)):
         with pytest.raises(EngineError, match="GPUs"):
-            placement(gpus, 0, replicas, each)
+            placement(gpus, None, replicas, each)
+
+
+def test_servers_see_gpus_by_the_names_of_the_machine(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    model = load_model(str(home / "model"))
+    on_gpu = Namespace(device=torch.device("cuda", 1), dtype=torch.bfloat16, config=model.config)
+    config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.data_parallel_size=2")
+    for names, expected in ((None, ["0", "2"]), ("4, 5,GPU-7", ["4", "GPU-7"])):
+        if names is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        else:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        assert [s._environment["CUDA_VISIBLE_DEVICES"] for s in own_servers_of(config, on_gpu)] == expected

@@ -6,6 +6,7 @@ Both are held against the trainer's own forward. T tokens of a history, V the vo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rally.engines.base import EngineError
-from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica
+from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica, patiently
 from rally.engines.replica import ReplicaGone
 from rally.types import Generation, SamplingParams
 
@@ -90,7 +91,7 @@ async def probe(server: ServerReplica, oracle: Oracle, sampling: SamplingParams,
 
 
 async def _sampled(server: ServerReplica, prompt: Sequence[int], params: SamplingParams) -> Generation:
-    generation = await server.generate(prompt, params)
+    generation = await patiently(functools.partial(server.generate, prompt, params))
     if generation.finish != "length":
         raise ReplicaGone(f"{server.name} was asked for {NEW_TOKENS} tokens and gave up after {len(generation.ids)}")
     return generation

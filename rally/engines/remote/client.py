@@ -13,12 +13,13 @@ process is being started again, it takes no requests.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rally.engines.base import EngineError
 from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 CONTROL_SECONDS = 600.0  # loading weights of a large model takes minutes
 HEALTH_SECONDS = 5.0
 KNOCK_SECONDS = 0.2
+BUSY_TRIES = 5
+BUSY_SECONDS = 60.0  # the most that one Retry-After is waited for
 MISTAKES = (400, 401, 403, 404, 413, 422)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class ClientSettings:
     timeout: float = 600.0
     """Seconds from the request to the last byte of its answer, the server's own queue included."""
     max_connections: int = 1000
+    """Generations at once; nothing else waits for them."""
     start_seconds: float = 300.0
     vocabulary: int | None = None
     max_model_len: int | None = None
@@ -56,7 +62,9 @@ class ServerReplica:
         self.version: int | None = None  # of the weights it holds, if anybody knows
         self.serving = False  # whether it takes requests
         self.asleep = False  # its memory is somebody else's
-        self._clients: dict[asyncio.AbstractEventLoop, httpx.AsyncClient] = {}
+        self._woken: set[str] = set()  # parts of it that are its own again, if it did not wake whole
+        self._salt = ""
+        self._links: dict[asyncio.AbstractEventLoop, _Link] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
     @property
@@ -69,9 +77,10 @@ class ServerReplica:
         if before is None or not self.serving:
             raise ReplicaGone(f"{self.name} does not have the current weights")
         began = time.perf_counter()
-        request = Asked(id=uuid.uuid4().hex, prompt_ids=tuple(prompt_ids), params=params, before=before, after=before)
+        ids, salt = tuple(prompt_ids), self._salt
+        request = Asked(id=uuid.uuid4().hex, prompt_ids=ids, params=params, before=before, after=before, salt=salt)
         try:
-            answer = await self.call(self.dialect.generate(request), self.settings.timeout)
+            answer = await self.call(self.dialect.generate(request), self.settings.timeout, in_turn=True)
         except (asyncio.CancelledError, ReplicaGone):
             self._abort(request.id)
             raise
@@ -127,6 +136,8 @@ class ServerReplica:
         """Its weights and KV leave the GPU until the next `load`, which wakes it; it takes no requests before."""
         self.serving = False
         self.version = None
+        if self.asleep:  # also where it woke in part: no server survives giving back what it does not have
+            return
         await self._order(self.dialect.sleep())
         self.asleep = True
 
@@ -139,30 +150,38 @@ class ServerReplica:
             else:
                 await self._order(self.dialect.load(source, version, in_flight))
             self.asleep = False
+            self._woken.clear()
+            self._salt = f"rally-{uuid.uuid4().hex}"
             self.version = version  # before it goes on: what it samples from here on is of these weights
         except EngineError:
             self.version = None
-            with suppress(EngineError):  # left paused, it would keep callers waiting; if it is gone, it has none
-                await self.call(self.dialect.resume(), HEALTH_SECONDS)
+            if not self.asleep:  # that has no callers, and not all of the memory that going on would need
+                with suppress(EngineError):  # left paused, it would keep callers waiting; if it is gone, it has none
+                    await self.call(self.dialect.resume(), HEALTH_SECONDS)
             raise
-        await self.call(self.dialect.resume(), CONTROL_SECONDS)
+        await self._order((self.dialect.resume(),))
         self.serving = True
 
     async def _order(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            answer = await self.call(call, CONTROL_SECONDS)
+            if call.wakes in self._woken:
+                continue
+            answer = await patiently(functools.partial(self.call, call, CONTROL_SECONDS))
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise ReplicaGone(f"{self.name} refused {call.path}: {answer.get('message', 'it does not say why')}")
+            if call.wakes:
+                self._woken.add(call.wakes)
 
-    async def call(self, call: Call, seconds: float) -> Any:
-        """The JSON that the server answers, or one of the three errors. None where it answers without a body."""
-        client = self._client()
+    async def call(self, call: Call, seconds: float, *, in_turn: bool = False) -> Any:
+        """The JSON that the server answers, or one of the three errors. None where it answers without a body. `in_turn`
+        are those of which there may be `max_connections` at once."""
+        link = self._link()
         import httpx
 
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds), link.room if in_turn else nullcontext():
                 method = "GET" if call.body is None else "POST"
-                response = await client.request(method, self.url + call.path, json=call.body)
+                response = await link.client.request(method, self.url + call.path, json=call.body)
         except TimeoutError:
             raise ReplicaGone(f"{self.name} did not answer {call.path} within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
@@ -179,21 +198,21 @@ class ServerReplica:
 
     async def close(self) -> None:
         self.serving = False
-        clients, self._clients = self._clients, {}
+        links, self._links = self._links, {}
         here = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._aborting if task.get_loop() is here))
-        for loop, client in clients.items():
+        for loop, link in links.items():
             if loop is here:
-                await client.aclose()
+                await link.client.aclose()
 
-    def _client(self) -> httpx.AsyncClient:
+    def _link(self) -> _Link:
         """Connections belong to the event loop that opened them."""
         loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients = {kept: client for kept, client in self._clients.items() if not kept.is_closed()}
-            secure, headers = self.url.startswith("https"), self.dialect.headers()
-            self._clients[loop] = _new_client(self.settings.max_connections, headers, secure=secure)
-        return self._clients[loop]
+        if loop not in self._links:
+            self._links = {kept: link for kept, link in self._links.items() if not kept.is_closed()}
+            client = _new_client(self.dialect.headers(), secure=self.url.startswith("https"))
+            self._links[loop] = _Link(client, asyncio.Semaphore(self.settings.max_connections))
+        return self._links[loop]
 
     def _abort(self, request_id: str) -> None:
         call = self.dialect.abort(request_id)
@@ -207,7 +226,22 @@ class ServerReplica:
             await self.call(call, HEALTH_SECONDS)
 
 
-def _new_client(connections: int, headers: dict[str, str], *, secure: bool) -> httpx.AsyncClient:
+class _Link(NamedTuple):
+    client: httpx.AsyncClient
+    room: asyncio.Semaphore  # for generations; a health check, an abort or an update never waits behind them
+
+
+async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """What is asked of a server that may be busy for a moment: again after its Retry-After, a few times."""
+    for _ in range(BUSY_TRIES - 1):
+        try:
+            return await ask()
+        except ReplicaBusy as busy:
+            await asyncio.sleep(min(busy.retry_after, BUSY_SECONDS))
+    return await ask()
+
+
+def _new_client(headers: dict[bytes, bytes], *, secure: bool) -> httpx.AsyncClient:
     try:
         import httpx
     except ModuleNotFoundError:
@@ -215,8 +249,7 @@ def _new_client(connections: int, headers: dict[str, str], *, secure: bool) -> h
     from rally.engines.lines import Lines
 
     # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
-    lines = Lines(connections, secure=secure)
-    return httpx.AsyncClient(timeout=None, transport=lines, headers=headers, trust_env=False)
+    return httpx.AsyncClient(timeout=None, transport=Lines(secure=secure), headers=headers, trust_env=False)
 
 
 def _check_status(name: str, call: Call, response: httpx.Response) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,13 @@ from rally.engines.remote.own_server import OwnServer
 from rally.engines.remote.process import POLL_SECONDS
 from rally.engines.remote.weights import WeightTransport
 from rally.engines.remote.wire import InFlight
-from rally.engines.replica import ReplicaGone
 from rally.engines.router import Router
 from rally.engines.standing import RouterSettings
 from rally.types import Generation, SamplingParams
 
 Told = TypeVar("Told")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class RemoteEngine:
     async def publish(self) -> dict[str, float]:
         began = time.perf_counter()
         async with self._minding:
-            await self.weights.take(self._version)
+            await self._hold_current()
             written = time.perf_counter()
             if self.settings.sleeps:
                 torch.cuda.empty_cache()  # what the update no longer needs, servers want back
@@ -155,30 +157,34 @@ class RemoteEngine:
 
     async def _give(self, server: ServerReplica, check: Callable[[], Awaitable[Told]]) -> Told:
         """Send it the weights, and again if `check` does not find them there and another way is left."""
+        version = self._version
         await self.weights.send(server, self.settings.in_flight)
         try:
             return await check()
         except EngineError as problem:
             server.serving = False
-            if not isinstance(problem, CanaryError) or not self.weights.doubt(problem):
+            if not isinstance(problem, CanaryError) or version != self._version or not self.weights.doubt(problem):
                 raise
         return await self._give(server, check)
 
     async def _settle(self, outcomes: Sequence[object]) -> None:
         """After servers were asked something: those that failed get no requests; raise if that is no way to go on."""
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and (
+                isinstance(outcome, CanaryError) or not isinstance(outcome, EngineError)
+            ):
+                raise outcome
         gone = {
             server.name: outcome
             for server, outcome in zip(self.servers, outcomes, strict=True)
-            if isinstance(outcome, ReplicaGone)
+            if isinstance(outcome, EngineError)
         }
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ReplicaGone):
-                raise outcome
         if not gone:
             return
         await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that its watcher has not noticed yet
         for server in self.servers:
             if server.name in gone and not self.router.is_away(server.name):
+                _log.warning("%s gets no requests: %s", server.name, gone[server.name])
                 self.router.lost(server.name, str(gone[server.name]))
         if self.router.hopeless:
             raise next(iter(gone.values()))
@@ -191,23 +197,38 @@ class RemoteEngine:
     async def _watch(self, server: OwnServer) -> None:
         """Start it again when it dies, so often; then it is lost."""
         allowed = self.settings.max_restarts
+        why = await self._until_it_ends(server)
         for _ in range(allowed):
-            await self._until_it_ends(server)
             await asyncio.sleep(self.settings.restart_delay)
             try:
-                async with self._minding:
-                    await server.up(await self.weights.folder())
-                    await self._update(server)
+                await self._bring_back(server)
             except EngineError as problem:
-                self.router.lost(server.name, f"{server.name} could not be started again: {problem}")
-                return
+                why = str(problem)
+                continue
             self.restarts += 1
-        words = await self._until_it_ends(server)
-        self.router.lost(
-            server.name,
-            f"{server.name} has died {allowed + 1} times (rollout.server.max_attempts={allowed} more were allowed); "
-            f"{words}",
-        )
+            why = await self._until_it_ends(server)
+        tried = f"rollout.server.max_attempts={allowed} attempts to start it again"
+        self.router.lost(server.name, f"{server.name} is lost after {tried}: {why}")
+
+    async def _bring_back(self, server: OwnServer) -> None:
+        """Start it from the current weights, which may be others when it is up: the trainer waits for nobody."""
+        async with self._minding:
+            await self._hold_current()
+            await server.up(await self.weights.folder())
+            while True:
+                await self._hold_current()
+                version = self._version
+                try:
+                    await self._update(server)
+                    return
+                except CanaryError:
+                    if version == self._version:
+                        raise
+
+    async def _hold_current(self) -> None:
+        """What is taken while the trainer changes it is taken again: its version is not the current one then."""
+        while self.weights.version != self._version:
+            await self.weights.take(self._version)
 
     def _stopped_watching(self, name: str, watcher: asyncio.Task[None]) -> None:
         """A watcher that failed brings nobody back, so nobody may wait for that."""
@@ -219,7 +240,7 @@ class RemoteEngine:
         await server.process.ended()
         server.serving = False
         self.router.away(server.name)
-        return server.process.last_words()
+        return f"it has died; {server.process.last_words()}"
 
 
 async def _all(*steps: Awaitable[None]) -> None:

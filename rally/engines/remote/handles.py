@@ -63,23 +63,24 @@ class WeightHandles:
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], files: WeightFiles) -> None:
         self._weights = weights
         self._files = files
-        self._version = 0
+        self.version: int | None = None
         self._works = True
 
     async def take(self, version: int) -> None:
         """Nothing is copied: the trainer waits until servers have read its memory."""
-        self._version = version
+        self.version = version
         if not self._works:
             await self._files.take(version)
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
+        assert self.version is not None, "nothing was taken yet"
         if not self._works:
             await self._send_files(server, in_flight)
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the server reads what it finds
         try:
-            await server.load(Handles(self._weights()), self._version, in_flight)
+            await server.load(Handles(self._weights()), self.version, in_flight)
         except (EngineError, RuntimeError) as problem:  # there is memory that torch cannot share
             await self._send_files(server, in_flight)
             self.doubt(EngineError(str(problem)))  # the server is well, so it was the way
@@ -89,8 +90,9 @@ class WeightHandles:
         await self._files.send(server, in_flight)
 
     async def folder(self) -> str:
-        if self._files.version != self._version:
-            await self._files.take(self._version)
+        assert self.version is not None, "nothing was taken yet"
+        if self._files.version != self.version:
+            await self._files.take(self.version)
         return await self._files.folder()
 
     def doubt(self, problem: EngineError) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from rally.engines.remote.client import ClientSettings, ServerReplica
-from rally.engines.remote.process import POLL_SECONDS, ServerProcess, free_port
+from rally.engines.remote.ports import Port, reserve_port
+from rally.engines.remote.process import POLL_SECONDS, ServerProcess
 from rally.engines.remote.wire import Dialect
 from rally.engines.replica import ReplicaGone
 from rally.types import Generation, SamplingParams
@@ -19,8 +19,6 @@ Command = Callable[[str, int], list[str]]
 
 class OwnServer(ServerReplica):
     """A `ServerReplica` whose process is ours."""
-
-    _ports: ClassVar[set[int]] = set()  # given to servers that may not have opened them yet
 
     def __init__(
         self,
@@ -37,6 +35,7 @@ class OwnServer(ServerReplica):
         self._command = command
         self._log = log
         self._port_start = port_start
+        self._port: Port | None = None
         self._environment = dialect.environment() if environment is None else environment
 
     @property
@@ -58,10 +57,10 @@ class OwnServer(ServerReplica):
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
         await self._stop()
         self.asleep = False
-        port = free_port(self._port_start, self._ports)
-        self._ports.add(port)
-        self.url = f"http://127.0.0.1:{port}"
-        self.process = ServerProcess(self._command(folder, port), self._environment, self._log)
+        self._woken.clear()
+        self._port = reserve_port(self._port_start)
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        self.process = ServerProcess(self._command(folder, self._port.number), self._environment, self._log)
         try:
             await self._answers(self._check_alive)
         except ReplicaGone as problem:
@@ -82,4 +81,6 @@ class OwnServer(ServerReplica):
         if self.process is not None:
             await self.process.stop()
             self.process = None
-            self._ports.discard(int(self.url.rpartition(":")[2]))
+        if self._port is not None:
+            self._port.lock.release()
+            self._port = None

@@ -1,24 +1,20 @@
-"""A server as a child: it has a port, a log that is quoted when it fails, and never outlives this program."""
+"""A server as a child: it has a log that is quoted when it fails, and never outlives this program."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from rally.engines.base import EngineError
 
 POLL_SECONDS = 0.1
 POLITE_SECONDS = 5.0
 QUOTED_LINES = 12
-PORTS = 1000  # how far a free one is looked for
 
 
 class ServerProcess:
@@ -73,28 +69,3 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         await asyncio.to_thread(self._child.wait)
-
-
-def free_port(start: int | None, taken: Collection[int] = ()) -> int:
-    """The first port from `start` on that nobody uses; without a start, any."""
-    if start is None:
-        return _bound(0)
-    for port in range(start, min(start + PORTS, 65536)):
-        if port not in taken and _is_free(port):
-            return port
-    raise EngineError(f"none of the ports from rollout.port_start={start} on is free; choose another")
-
-
-def _is_free(port: int) -> bool:
-    try:
-        _bound(port)
-    except OSError:
-        return False
-    return True
-
-
-def _bound(port: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        return int(probe.getsockname()[1])

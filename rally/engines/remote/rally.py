@@ -33,6 +33,9 @@ class Rally:
             take(answer, "finish"),
             spans=[{"version": take(s, 0), "start": take(s, 1), "end": take(s, 2)} for s in spans],
             cached_tokens=take(answer, "cached_tokens"),
+            queued_seconds=take(answer, "queued_seconds"),
+            first_token_seconds=take(answer, "first_token_seconds"),
+            sampling_logprobs=take(answer, "sampling_logprobs"),
         )
 
     def abort(self, request_id: str) -> Call | None:
@@ -76,9 +79,9 @@ class Rally:
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[bytes, bytes]:
         token = os.environ.get(TOKEN_VARIABLE)
-        return {"Authorization": f"Bearer {token}"} if token else {}
+        return {b"Authorization": f"Bearer {token}".encode()} if token else {}
 
 
 def _load(source: Source, version: int, in_flight: InFlight) -> Call:

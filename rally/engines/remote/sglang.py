@@ -44,7 +44,7 @@ class Sglang:
                 "return_logprob": True,
                 "logprob_start_len": -1,
                 "stream": False,
-                "extra_key": f"rally-{request.before}",
+                "extra_key": request.salt,
             },
         )
 
@@ -80,9 +80,9 @@ class Sglang:
 
     def wake(self, source: Source, version: int) -> tuple[Call, ...]:
         return (
-            Call("/resume_memory_occupation", {"tags": ["weights"]}),
+            Call("/resume_memory_occupation", {"tags": ["weights"]}, wakes="weights"),
             _update(source, version, {}),
-            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}, wakes="kv_cache"),
         )
 
     def resume(self) -> Call:
@@ -120,7 +120,7 @@ class Sglang:
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[bytes, bytes]:
         return {}
 
 

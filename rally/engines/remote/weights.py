@@ -12,19 +12,28 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from rally.engines.base import EngineError
 from rally.engines.remote.client import ServerReplica
+from rally.engines.remote.locks import hold
 from rally.engines.remote.wire import InFlight
 
+FOLDERS = "rally-weights-"
+ALIVE = ".alive"  # locked for as long as the folder is somebody's
 SHARED_MEMORY = Path("/dev/shm")
 COPIES = 2.2  # the new weights are written while servers may still read the old ones
 
 
 class WeightTransport(Protocol):
     """How weights get to servers."""
+
+    @property
+    def version(self) -> int | None:
+        """What was taken last."""
+        ...
 
     async def take(self, version: int) -> None:
         """Hold on to what the trainer has now: version `version`."""
@@ -52,7 +61,9 @@ class WeightFiles:
 
     def __init__(self, write: Callable[[Path], None], room: Path) -> None:
         self._write = write
-        self._root = Path(tempfile.mkdtemp(prefix=f"rally-weights-{os.getpid()}-", dir=room))
+        new = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}", dir=room))  # under a name that nobody sweeps
+        self._alive = hold(new / ALIVE)
+        self._root = new.rename(room / new.name[1:])
         self.version: int | None = None
 
     async def take(self, version: int) -> None:
@@ -67,7 +78,7 @@ class WeightFiles:
         work.rename(new)
         self.version = version
         for old in self._root.iterdir():
-            if old != new:
+            if old not in (new, self._root / ALIVE):
                 shutil.rmtree(old)
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
@@ -82,6 +93,9 @@ class WeightFiles:
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+        if self._alive is not None:
+            self._alive.release()
+            self._alive = None
 
 
 def roomy(size: int, otherwise: Path) -> Path:
@@ -95,7 +109,9 @@ def roomy(size: int, otherwise: Path) -> Path:
 
 def sweep(room: Path) -> None:
     """Remove what programs that were killed left there."""
-    for folder in room.glob("rally-weights-*"):
-        owner = folder.name.split("-")[2]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and folder.stat().st_uid == os.getuid():
+    for folder in room.glob(f"{FOLDERS}*"):
+        with suppress(FileNotFoundError):  # another run sweeps too
+            if folder.stat().st_uid != os.getuid() or (left := hold(folder / ALIVE)) is None:
+                continue
             shutil.rmtree(folder, ignore_errors=True)
+            left.release()

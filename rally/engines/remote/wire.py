@@ -32,6 +32,7 @@ class Call(NamedTuple):
     path: str
     body: Mapping[str, Any] | None = None
     optional: bool = False  # older servers do not know it, and then it is not needed
+    wakes: str = ""  # the part of a sleeping server's memory that it brings back; a second time would kill SGLang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Asked:
     params: SamplingParams
     before: int
     after: int | None  # None: nobody knows
+    salt: str
+    """What its cached prefixes are kept under, of one load of weights alone: version 3 of another run is not ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,7 @@ class Dialect(Protocol):
         """What such a server wants beside our own environment."""
         ...
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> dict[bytes, bytes]:
         """What goes with every request."""
         ...
 
@@ -144,6 +147,8 @@ def whole(
     prompt_tokens: Any = None,
     cached_tokens: Any = None,
     queued_seconds: Any = None,
+    first_token_seconds: Any = None,
+    sampling_logprobs: Any = None,
 ) -> Generation:
     """The generation, if everything about it fits together."""
     sampled = _ids(ids, request.params.max_tokens)
@@ -163,7 +168,9 @@ def whole(
         finish=reason,
         cached_tokens=cached_tokens if isinstance(cached_tokens, int) else 0,
         spans=_spans(spans, len(sampled), request),
-        queued_seconds=float(queued_seconds) if isinstance(queued_seconds, (int, float)) else 0.0,
+        sampling_logprobs=_logprobs(sampling_logprobs, len(sampled)) if sampling_logprobs else (),
+        queued_seconds=_seconds(queued_seconds),
+        first_token_seconds=_seconds(first_token_seconds),
     )
 
 
@@ -183,6 +190,10 @@ def _logprobs(values: Any, count: int) -> tuple[float, ...]:
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         raise ReplicaGone("the server returned a log-probability that is not a number")
     return tuple(map(float, values))
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _spans(reported: Any, count: int, request: Asked) -> tuple[WeightSpan, ...]:

@@ -95,8 +95,9 @@ class Router:
         """It is being brought back, however long that takes: requests go elsewhere, or wait."""
         self._assign(name, Duty.AWAY)
 
-    def is_away(self, name: str) -> bool:
-        return self._board.servers[name].duty is Duty.AWAY
+    def duty(self, name: str) -> Duty:
+        """What was said of it last."""
+        return self._board.servers[name].duty
 
     def lost(self, name: str, why: str) -> None:
         """Nobody brings it back; where every server is lost, requests fail with the reason at once."""

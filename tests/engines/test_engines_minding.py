@@ -154,6 +154,25 @@ async def test_one_attempt_that_fails_is_followed_by_the_next(tmp_path: Path) ->
     await engine.close()
 
 
+async def test_one_that_does_not_take_the_weights_is_ended_before_the_next_attempt(tmp_path: Path) -> None:
+    server, wrong = own_server(tmp_path), [False]
+
+    def forward(ids: Sequence[int]) -> torch.Tensor:
+        return RULED.forward([token + 1 for token in ids] if wrong[0] else ids)
+
+    settings = replace(PLAIN, max_restarts=1)
+    engine = engine_over([server], tmp_path, settings, replace(RULED, forward=forward))
+    await engine.start()
+    wrong[0] = True
+    kill(server)
+    with pytest.raises(EngineError, match=r"is lost after .*max_attempts=1 .*does not sample from the weights"):
+        await engine.generate([1], PARAMS)
+    assert not server.alive
+    with pytest.raises(EngineError, match="vllm-0 cannot be reached"):
+        await engine.publish()
+    await engine.close()
+
+
 async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_path: Path) -> None:
     offset, server = [0], own_server(tmp_path)
 

@@ -33,6 +33,7 @@ from rally.engines.remote import (
     Sglang,
     Vllm,
     WeightFiles,
+    ports,
     process,
     sweep,
 )
@@ -260,8 +261,11 @@ def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest
     first.lock.release()
     again = reserve_port(first.number)
     assert again.number == first.number
-    with socket.create_server(("127.0.0.1", 65535)), pytest.raises(EngineError, match="port_start=65535"):
-        reserve_port(65535)
+    with socket.create_server(("127.0.0.1", 0)) as open_already:
+        number = open_already.getsockname()[1]
+        monkeypatch.setattr(ports, "PORTS", 1)
+        with pytest.raises(EngineError, match=f"port_start={number}"):
+            reserve_port(number)
     for port in (again, second):
         port.lock.release()
     assert not list(tmp_path.iterdir())
@@ -270,22 +274,32 @@ def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest
 def test_no_two_servers_get_the_same_port_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = iter([40001, 40001, 40002])
-    monkeypatch.setattr("rally.engines.remote.ports._bound", lambda port: port or next(given))
-    ports = [reserve_port(None) for _ in range(2)]
-    assert [port.number for port in ports] == [40001, 40002]
-    for port in ports:
+    monkeypatch.setattr(ports, "_bound", lambda port: port or next(given))
+    reserved = [reserve_port(None) for _ in range(2)]
+    assert [port.number for port in reserved] == [40001, 40002]
+    for port in reserved:
         port.lock.release()
 
 
+OWNER = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(1000)
+"""
+
+
 def test_weights_of_programs_that_were_killed_are_swept(tmp_path: Path) -> None:
-    program = "import sys, os; from pathlib import Path; from rally.engines.remote.weights import WeightFiles"
-    killed = f"{program}; WeightFiles(Path.mkdir, Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
-    mine = WeightFiles(Path.mkdir, tmp_path)
+    mine, other = WeightFiles(Path.mkdir, tmp_path), tmp_path / "rally-weights-other"
+    other.mkdir()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(other / ".alive")], stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdout.readline()
     sweep(tmp_path)
-    (kept,) = tmp_path.iterdir()
-    assert kept != left
+    assert len(list(tmp_path.iterdir())) == 2
+    owner.kill()
+    owner.wait()
+    sweep(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1 and not other.exists()
     mine.close()
     assert not list(tmp_path.iterdir())
 

@@ -237,7 +237,7 @@ async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
             return await ask()
         except ReplicaBusy as busy:
-            await asyncio.sleep(min(busy.retry_after, BUSY_SECONDS))
+            await asyncio.sleep(min(max(busy.retry_after, KNOCK_SECONDS), BUSY_SECONDS))
     return await ask()
 
 

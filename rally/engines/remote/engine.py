@@ -27,7 +27,7 @@ from rally.engines.remote.process import POLL_SECONDS
 from rally.engines.remote.weights import WeightTransport
 from rally.engines.remote.wire import InFlight
 from rally.engines.router import Router
-from rally.engines.standing import RouterSettings
+from rally.engines.standing import Duty, RouterSettings
 from rally.types import Generation, SamplingParams
 
 Told = TypeVar("Told")
@@ -183,7 +183,7 @@ class RemoteEngine:
             return
         await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that its watcher has not noticed yet
         for server in self.servers:
-            if server.name in gone and not self.router.is_away(server.name):
+            if server.name in gone and self.router.duty(server.name) is Duty.PAUSED:
                 _log.warning("%s gets no requests: %s", server.name, gone[server.name])
                 self.router.lost(server.name, str(gone[server.name]))
         if self.router.hopeless:
@@ -211,19 +211,27 @@ class RemoteEngine:
         self.router.lost(server.name, f"{server.name} is lost after {tried}: {why}")
 
     async def _bring_back(self, server: OwnServer) -> None:
-        """Start it from the current weights, which may be others when it is up: the trainer waits for nobody."""
+        """Start it and give it the current weights; one that does not take them is ended."""
         async with self._minding:
-            await self._hold_current()
-            await server.up(await self.weights.folder())
-            while True:
+            try:
                 await self._hold_current()
-                version = self._version
-                try:
-                    await self._update(server)
-                    return
-                except CanaryError:
-                    if version == self._version:
-                        raise
+                await server.up(await self.weights.folder())
+                await self._catch_up(server)
+            except EngineError:
+                await server.down()
+                raise
+
+    async def _catch_up(self, server: ServerReplica) -> None:
+        """The trainer waits for nobody: its weights may have changed while the server started, or sang."""
+        while True:
+            await self._hold_current()
+            version = self._version
+            try:
+                await self._update(server)
+                return
+            except CanaryError:
+                if version == self._version:
+                    raise
 
     async def _hold_current(self) -> None:
         """What is taken while the trainer changes it is taken again: its version is not the current one then."""

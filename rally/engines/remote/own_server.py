@@ -13,6 +13,7 @@ from rally.engines.remote.wire import Dialect
 from rally.engines.replica import ReplicaGone
 from rally.types import Generation, SamplingParams
 
+NOWHERE = "http://127.0.0.1:0"
 Command = Callable[[str, int], list[str]]
 """The command line of a server over the model in a folder, at a port."""
 
@@ -30,7 +31,7 @@ class OwnServer(ServerReplica):
         environment: Mapping[str, str] | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
-        super().__init__("http://127.0.0.1:0", dialect, settings)
+        super().__init__(NOWHERE, dialect, settings)
         self.process: ServerProcess | None = None
         self._command = command
         self._log = log
@@ -55,7 +56,7 @@ class OwnServer(ServerReplica):
 
     async def up(self, folder: str) -> None:
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
-        await self._stop()
+        await self.down()
         self.asleep = False
         self._woken.clear()
         self._port = reserve_port(self._port_start)
@@ -65,22 +66,23 @@ class OwnServer(ServerReplica):
             await self._answers(self._check_alive)
         except ReplicaGone as problem:
             words = self.process.last_words()
-            await self._stop()
+            await self.down()
             raise ReplicaGone(f"{problem}; {words}") from None
 
     async def close(self) -> None:
         await super().close()
-        await self._stop()
+        await self.down()
 
     def _check_alive(self) -> None:
         if not self.alive:
             raise ReplicaGone(f"{self.name} has ended while it was starting")
 
-    async def _stop(self) -> None:
+    async def down(self) -> None:
+        """End it; `up` starts it again."""
         self.serving = False
         if self.process is not None:
             await self.process.stop()
             self.process = None
         if self._port is not None:
             self._port.lock.release()
-            self._port = None
+            self._port, self.url = None, NOWHERE  # whose server answers there from now on, nobody knows

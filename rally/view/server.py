@@ -114,6 +114,7 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
         Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),
         Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
         Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
+        Route("/api/runs/{run:int}/beside", _json(lambda r: _run(runs, r).beside(dict(r.query_params)))),
         Route(
             "/api/runs/{run:int}/timeline/{step:int}", _json(lambda r: _run(runs, r).timeline(r.path_params["step"]))
         ),

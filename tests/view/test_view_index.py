@@ -26,7 +26,7 @@ from rally.types import Episode, RallyError, Turn
 from rally.view import index as index_module
 from rally.view import indexer as indexer_module
 from rally.view.index import EpisodeFile, Index, list_files
-from rally.view.query import Query
+from rally.view.query import Beside, Query
 from rally.view.run import Run, open_runs
 from rally.view.summary import searched, shown, summarize
 
@@ -321,6 +321,11 @@ def test_pages_one_after_the_other_are_the_whole_table(
     assert sorted(row["id"] for row in pages) == sorted(row["id"] for row in wanted)
     assert [row[sort] for row in pages] == sorted((row[sort] for row in wanted), reverse=desc)
     assert skipped == pages[size : 2 * size]
+    names = [row["id"] for row in pages]
+    with closing(small.index.connect()) as db:
+        found = [query.beside(db, name) for name in names]
+        assert query.beside(db, "nobody") == Beside()
+    assert found == [Beside(*one) for one in zip(range(len(names)), [None, *names], [*names[1:], None], strict=False)]
 
 
 def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, codec: ChatCodec) -> None:

@@ -89,7 +89,8 @@ export function timelineView(root, app) {
   root.append(head, words, h("div", { class: "card lanes" }, canvas), legend);
 
   const steps = (of = facets) => [...new Set(of.steps.map((row) => row[0]))].sort((a, b) => a - b);
-  const step = (of = facets) => (app.place.params.has("step") ? Number(app.place.params.get("step")) : steps(of).at(-1));
+  const step = (of = facets) =>
+    app.place.params.has("step") ? Number(app.place.params.get("step")) : steps(of).at(-1);
   const kinds = () => facets.steps.filter((row) => row[0] === step()).map((row) => row[1]);
   const validate = () =>
     app.place.params.has("val") ? Number(app.place.params.get("val")) : kinds().includes(0) ? 0 : 1;

@@ -123,4 +123,4 @@ class Indexer:
 def _told(index: Index, problem: OSError | sqlite3.DatabaseError) -> str:
     if isinstance(problem, sqlite3.DatabaseError):
         return f"The index {index.path} failed ({problem}); if it goes on, remove that file and it is made anew."
-    return f"The run folder cannot be read ({problem.strerror or problem}); it is tried again."
+    return f"The run {index.episodes.parent.name} cannot be read ({problem.strerror or problem}); it is tried again."

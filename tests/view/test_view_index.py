@@ -213,7 +213,7 @@ def test_a_folder_that_fails_once_is_followed_on(
     monkeypatch.setattr(indexer_module, "list_files", failing)
     with following(run):
         broken.set()
-        wait_for(lambda: "The run folder cannot be read" in str(run.state()["problems"]))
+        wait_for(lambda: "The run run cannot be read" in str(run.state()["problems"]))
         broken.clear()
         write_step(RunFolder(run.path), codec, 3)
         wait_for(lambda: run.state()["episodes"] == 42 and not run.state()["problems"])

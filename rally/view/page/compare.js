@@ -70,9 +70,10 @@ export function compareView(root, app) {
   }
 
   async function byKey(task, key) {
-    const [n, ...id] = key.split(":");
+    const at = key.indexOf(":"),
+      n = Number(key.slice(0, at));
     if (!(n in app.state.runs)) return [];
-    return (await rows(Number(n), { task, id: id.join(":"), limit: 1 })).rows.map((row) => option(Number(n), row));
+    return (await rows(n, { task, id: key.slice(at + 1), limit: 1 })).rows.map((row) => option(n, row));
   }
 
   // A task that came out differently at the first and the last validation, if there is one.

@@ -30,6 +30,7 @@ export function tableView(root, app) {
     chosen = 0,
     picked = false, // whether a person chose it; else it is the first, whichever that is
     asked = 0,
+    other = true, // whether the rows that are asked for are of another table than those in sight
     closed = false,
     facets = { stops: [], sources: [] },
     filters = null;
@@ -154,18 +155,20 @@ export function tableView(root, app) {
     return scroll.scrollTop > 0 ? Math.floor(scroll.scrollTop / ROW) : null;
   }
 
-  // With `keep` the table is the same one as before, with more or fewer rows.
-  async function load(keep) {
+  // Rows have no numbers that stay: where the anchor is now, or the row that somebody came back from, is asked by name.
+  async function load() {
     const mark = ++asked,
-      at = keep ? anchor() : null,
-      id = known.get(at)?.id;
+      from = other ? null : anchor(),
+      id = other ? param("at") : known.get(from)?.id;
     try {
       const [answer, place] = await Promise.all([
         rows(app.run(), { ...query(), limit: PAGE, count: 1 }),
-        id === undefined ? null : beside(app.run(), { ...query(), id }),
+        id ? beside(app.run(), { ...query(), id }) : null,
       ]);
       if (mark !== asked || closed) return;
-      renew(answer, keep, (place?.at ?? at) - at);
+      const at = place?.at ?? null;
+      if (other) begin(answer, at);
+      else renew(answer, at === null ? 0 : at - from);
       say(told(total, app.state.runs[app.run()]?.episodes ?? total), false);
       draw();
     } catch (problem) {
@@ -173,9 +176,24 @@ export function tableView(root, app) {
     }
   }
 
+  function begin(answer, at) {
+    known = new Map();
+    receive(answer);
+    other = false;
+    chosen = scroll.scrollTop = 0;
+    picked = false;
+    if (at !== null) choose(at);
+  }
+
   // `shift`: how many rows came before the anchor. Old rows stay in sight until new ones come.
-  function renew(answer, keep, shift) {
-    known = new Map(keep ? [...known].map(([n, row]) => [n + shift, row]) : []);
+  function renew(answer, shift) {
+    known = new Map([...known].map(([n, row]) => [n + shift, row]));
+    receive(answer);
+    chosen = Math.max(0, Math.min(total - 1, picked ? chosen + shift : 0));
+    scroll.scrollTop += shift * ROW;
+  }
+
+  function receive(answer) {
     fresh = new Set([0]);
     keys = new Map();
     take(0, answer);
@@ -183,18 +201,17 @@ export function tableView(root, app) {
     scroll.dataset.total = total;
     table.ariaRowCount = total + 1;
     body.style.height = total * ROW + "px";
-    picked &&= keep;
-    chosen = keep ? Math.max(0, Math.min(total - 1, picked ? chosen + shift : 0)) : 0;
-    scroll.scrollTop = keep ? scroll.scrollTop + shift * ROW : 0;
   }
 
   let typing = 0;
   function change(changes, redraw) {
     app.adjust({ ...changes, at: "" });
+    asked += 1; // what is under way is an answer to something else
+    other = true;
     if (redraw) drawBar();
     drawHead();
     clearTimeout(typing);
-    typing = setTimeout(() => load(false), redraw ? 0 : TYPING);
+    typing = setTimeout(load, redraw ? 0 : TYPING);
   }
 
   function drawBar() {
@@ -237,25 +254,18 @@ export function tableView(root, app) {
     fail: (problem) => say(problem.message, true),
   });
 
-  // The row that somebody came back from, wherever it is by now.
-  async function begin() {
-    const name = param("at");
-    const [place] = await Promise.all([name ? beside(app.run(), { ...query(), id: name }) : null, load(false)]);
-    if (!closed && (place?.at ?? null) !== null) choose(place.at);
-  }
-
   let seen = revision();
   drawHead();
   drawBar();
   pills.load();
-  begin().catch((problem) => closed || say(problem.message, true));
+  load();
   addEventListener("resize", draw);
   return {
     refresh: () => {
       pills.refresh();
       if (revision() === seen) return;
       seen = revision();
-      load(true);
+      load();
     },
     key,
     close: () => {

@@ -10,6 +10,7 @@ import webbrowser
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -59,7 +60,9 @@ def view(
 
     token = check_exposure(host, TOKEN)
     port = port or _free_port(host)
-    link = f"http://{f'[{host}]' if ':' in host else host}:{port}/" + (f"?token={token}" if token else "")
+    link = f"http://{f'[{host}]' if ':' in host else host}:{port}/" + (
+        f"?token={quote(token, safe='')}" if token else ""
+    )
 
     def create() -> object:
         from rally.view.server import create_app
@@ -81,6 +84,8 @@ def _has_screen() -> bool:
 def _free_port(host: str) -> int:
     """Our usual one, so that links stay good; another where a viewer runs already."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        if os.name == "posix":  # as the server binds: the last connections of one that just ended do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, PORT))
         except OSError:

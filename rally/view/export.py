@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,9 @@ from rally.view.run import Run
 Json = dict[str, Any]
 START = "app.js"
 PAGE = 500  # rows asked for at a time
+NO_TOKENIZER = (
+    "Where this was exported there was no tokenizer; tokens are shown as numbers beside the text of their turn."
+)
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILINE)
 _LINKS = re.compile(r"<link .*?>\n<script .*?</script>\n", re.DOTALL)
@@ -127,10 +130,21 @@ def _answers(run: Run, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
     yield "metrics", run.metrics()
     yield "rows", rows
     yield "facets", _facets(rows)
+    inside = {row["id"] for row in rows}
     for step in sorted({row["step"] for row in rows}):
-        yield f"timeline/{step}", run.timeline(step)
+        yield f"timeline/{step}", _timeline(run.timeline(step), inside)
     for row in rows:
-        yield "episode?" + urlencode({"id": row["id"]}), run.episode(row["id"])
+        yield "episode?" + urlencode({"id": row["id"]}), _episode(run.episode(row["id"]))
+
+
+def _timeline(whole: Json, inside: Set[str]) -> Json:
+    """With all lanes, else the engine would seem idle where it was not; those of episodes left out lead nowhere."""
+    return {**whole, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in whole["episodes"]]}
+
+
+def _episode(whole: Json) -> Json:
+    """Without where a tokenizer was looked for: that is a path of this machine."""
+    return {**whole, "note": NO_TOKENIZER if whole["note"] else ""}
 
 
 def _facets(rows: Sequence[Json]) -> Json:

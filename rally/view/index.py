@@ -13,7 +13,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -78,10 +78,10 @@ def spaced(text: str) -> str:
 def list_files(folder: Path) -> list[EpisodeFile]:
     """The episode files of a run; a file being written has another name until it is whole."""
     found = []
-    if folder.is_dir():
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".jsonl") and not entry.name.startswith("."):
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".jsonl") and not entry.name.startswith("."):
+                with suppress(FileNotFoundError):  # set aside since the folder was read
                     stat = entry.stat()
                     found.append(EpisodeFile(entry.name, stat.st_size, stat.st_mtime_ns))
     return found
@@ -107,6 +107,10 @@ class Index:
     def __init__(self, run: Path) -> None:
         self.episodes = run / "episodes"
         self.path = index_path(run)
+        self.ensure()
+
+    def ensure(self) -> None:
+        """Make it where it is not there or not usable."""
         if not self._usable():
             self._make()
 
@@ -120,19 +124,30 @@ class Index:
         os.replace(part, self.path)
 
     def _usable(self) -> bool:
-        if not self.path.exists():
-            return False
         try:
             with closing(self.connect()) as db:
                 return bool(db.execute("PRAGMA user_version").fetchone()[0] == FORMAT)
         except sqlite3.DatabaseError:
             return False
 
+    def inode(self) -> int | None:
+        """Another one when somebody removed the file and it was made anew."""
+        try:
+            return self.path.stat().st_ino
+        except FileNotFoundError:
+            return None
+
     def connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+        # Never made by asking: an empty file of that name would be taken for an index.
+        address = self.path.absolute().as_uri() + "?mode=rw"
+        db = sqlite3.connect(address, uri=True, timeout=WAIT, isolation_level=None)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = OFF")  # derived: what a power cut breaks is made anew
         return db
+
+    def told(self, file: str) -> str:
+        """A file's name in words, without where the run lies: exported pages go to others."""
+        return f"{self.episodes.parent.name}/{self.episodes.name}/{file}"
 
     def forget_gone(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> bool:
         """Remove what was read from files that are gone or were written anew; whether there was any."""
@@ -180,7 +195,7 @@ class Index:
             text = spaced(searched(episode))
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise RallyError(
-                f"byte {place.offset} of {self.episodes / place.file} is not an episode ({problem!r}); move it away"
+                f"byte {place.offset} of {self.told(place.file)} is not an episode ({problem!r}); move it away"
             ) from None
         n = db.execute(_INSERT, (*place, *row[: len(COLUMNS)])).lastrowid
         db.execute("INSERT INTO lanes VALUES (?, ?)", (n, row.lanes))

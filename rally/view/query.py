@@ -10,7 +10,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rally.types import RallyError
@@ -43,6 +43,14 @@ class Page(NamedTuple):
 
     rows: list[dict[str, Any]]
     next: str | None
+
+
+class Beside(NamedTuple):
+    """How many rows are before one, and the names of its neighbours; nothing of a row that is not in the table."""
+
+    at: int | None = None
+    before: str | None = None
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,19 @@ class Query:
         ).fetchall()
         last = rows[-1][-2:] if len(rows) == limit else None
         return Page([dict(zip(SHOWN, row, strict=False)) for row in rows], last and _key(*last))
+
+    def beside(self, db: sqlite3.Connection, name: str) -> Beside:
+        """Where an episode is in this table now. Rows come while somebody reads, so no number of a row stays good."""
+        key = SORTS[self.sort]
+        where, values = self._where(Condition("id = ?", (name,)))
+        own = db.execute(f"SELECT {key}, n FROM episodes {where}", values).fetchone()
+        if own is None:
+            return Beside()
+        here, back = _key(*own), replace(self, descending=not self.descending)
+        where, values = self._where(_after(key, here, ">" if self.descending else "<"))
+        (at,) = db.execute(f"SELECT count(*) FROM episodes {where}", values).fetchone()
+        before, after = (query.page(db, here, limit=1).rows for query in (back, self))
+        return Beside(at, before[0]["id"] if before else None, after[0]["id"] if after else None)
 
     def _where(self, *more: Condition) -> tuple[str, list[Any]]:
         conditions = self.conditions + more

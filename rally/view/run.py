@@ -49,8 +49,8 @@ class Run:
             self._metrics.look()
             self._phases.look()
             steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
-            metrics = [len(self._metrics.rows), self._metrics.bad]
-        return {"name": self.name, "step": steps, "metrics": metrics, **self.indexer.progress()}
+            metrics, phases = [len(self._metrics.rows), self._metrics.bad], len(self._phases.rows)
+        return {"name": self.name, "step": steps, "metrics": metrics, "phases": phases, **self.indexer.progress()}
 
     def metrics(self, wanted: Collection[str] | None = None) -> Json:
         """The steps, all names, and for those wanted (by default all) their values, null where there is none."""
@@ -88,6 +88,12 @@ class Run:
             page = query.page(db, asked.get("after"), max(0, skip), max(1, limit))
             count = query.count(db) if asked.get("count") else None
         return {"rows": page.rows, "next": page.next, "count": count}
+
+    def beside(self, asked: Mapping[str, str]) -> Json:
+        """Where the episode `id` is in a table, and which are beside it."""
+        query = Query.parse({k: v for k, v in asked.items() if k != "id"})
+        with closing(self.index.connect()) as db:
+            return query.beside(db, asked.get("id", ""))._asdict()
 
     def timeline(self, step: int) -> Json:
         """When each phase of a step ran, and what each of its episodes was doing."""

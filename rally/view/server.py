@@ -6,16 +6,16 @@ from __future__ import annotations
 import hmac
 import json
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from http.cookies import SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -70,18 +70,19 @@ class Door:
             return None if own else _text("this page is only served to the machine it runs on", 403)
         if self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
             return self._welcome()
-        crumb = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
-        if crumb is not None and self._is_token(crumb.value):
+        # Browsers send what other servers of this machine left, which the standard library's parser stops at.
+        if self._is_token(unquote(cookie_parser(headers.get(b"cookie", "")).get(COOKIE, ""))):
             return None
         return _text("open the link that `rally view` printed; it carries the token", 401)
 
     def _is_token(self, given: str) -> bool:
         assert self._token is not None
-        return hmac.compare_digest(given.encode("latin-1", "replace"), self._token.encode())
+        return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _welcome(self) -> Response:
+        assert self._token is not None
         answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(COOKIE, self._token or "", httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, quote(self._token, safe=""), httponly=True, samesite="strict")
         return answer
 
 
@@ -113,6 +114,7 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
         Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),
         Route("/api/runs/{run:int}/facets", _json(lambda r: _run(runs, r).facets())),
         Route("/api/runs/{run:int}/rows", _json(lambda r: _run(runs, r).rows(dict(r.query_params)))),
+        Route("/api/runs/{run:int}/beside", _json(lambda r: _run(runs, r).beside(dict(r.query_params)))),
         Route(
             "/api/runs/{run:int}/timeline/{step:int}", _json(lambda r: _run(runs, r).timeline(r.path_params["step"]))
         ),
@@ -137,6 +139,10 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _answered({"error": str(problem)}, 404)
         except RallyError as problem:
             return _answered({"error": str(problem)}, 400)
+        except sqlite3.DatabaseError as problem:
+            return _answered(
+                {"error": f"the index cannot be read just now ({problem}); it is made anew if it is gone"}, 503
+            )
 
     return endpoint
 

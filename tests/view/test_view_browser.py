@@ -15,7 +15,7 @@ from view_cases import NASTY, make_episode, nasty_episode, served, write_run, wr
 
 from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.track import RunFolder
+from rally.track import AdvantageSpan, RunFolder
 from rally.view.export import write_export
 from rally.view.run import open_runs
 
@@ -82,7 +82,13 @@ def test_keys_move_open_and_go_back(browser: Browser, address: str) -> None:
     assert wait_rows(browser, 24) == names
     browser.press("?")
     assert "Enter" in str(browser.wait("document.querySelector('dialog')?.innerText"))
-    browser.press("Escape")
+    browser.click("dialog h2")
+    browser.wait("!document.querySelector('dialog')")
+    browser.press("1")
+    browser.wait("!!document.querySelector('.names input')")
+    browser.click(".names input")
+    browser.press("3")
+    browser.wait("location.hash.startsWith('#/episodes')")
 
 
 def test_every_token_tells_what_it_was(browser: Browser, address: str) -> None:
@@ -155,6 +161,10 @@ def test_a_table_of_many_rows_is_scrolled_to_its_end(browser: Browser, tmp_path:
         assert browser.evaluate("document.querySelectorAll('.rows .tr').length") < 60
         browser.press("Home")
         browser.wait(f"{ROWS}[0] === '{names[0]}'")
+        go(browser, url + "#/compare?task=t:7&a=0:t000001-00007-0", ".diff")
+        assert "501 of 1,500 episodes of this task" in browser.text(".top")
+        chosen = browser.evaluate("[...document.querySelectorAll('option:checked')].map(o => o.innerText).join()")
+        assert "t000001-00007-0," in chosen and chosen.endswith("t000001-00007-1499")
 
 
 @pytest.mark.slow
@@ -219,6 +229,28 @@ def test_an_exported_file_is_the_same_page_without_a_server(browser: Browser, ru
     go(browser, url + "#/compare", ".diff")
     go(browser, url + "#/episode?id=t000001-00000-0", ".empty")
     assert "not in the exported file" in browser.text(".empty")
+    go(browser, url + "#/timeline?step=1", ".said")
+    browser.wait("document.querySelector('.said').innerText.includes('not in the exported file')")
+    browser.click("[aria-label='step after']")
+    browser.wait("document.querySelector('canvas').dataset.episodes === '12'")
+
+
+def test_lanes_of_episodes_left_out_of_an_export_are_told_and_lead_nowhere(
+    browser: Browser, run_path: Path, tmp_path: Path
+) -> None:
+    written = write_export(open_runs([run_path]), tmp_path / "out.html", "step=2&kind=train&sort=id&desc=0", 5)
+    go(browser, written.path.as_uri() + "#/timeline?step=2", "canvas[data-episodes='12']")
+    assert "7 episodes are drawn here and not in this file." in browser.text(".said")
+    where = browser.evaluate("location.hash")
+    browser.evaluate(CLICK_LAST_LANE)
+    assert browser.evaluate("location.hash") == where
+
+
+CLICK_LAST_LANE = """(() => {
+  const canvas = document.querySelector('canvas'), box = canvas.getBoundingClientRect();
+  const at = { clientX: box.left + 300, clientY: box.bottom - 12, bubbles: true };
+  canvas.dispatchEvent(new MouseEvent('click', at));
+})()"""
 
 
 def test_an_export_holds_what_was_asked_for(run_path: Path, tmp_path: Path) -> None:
@@ -227,6 +259,15 @@ def test_an_export_holds_what_was_asked_for(run_path: Path, tmp_path: Path) -> N
     page = written.path.read_text()
     assert written.episodes == 3 and "What is 2*3?" in page and "What is 1*2?" not in page
     assert str(run_path.parent) not in page, "where it lies on this machine is nobody's business"
+
+
+def test_what_went_wrong_is_in_an_export_without_the_paths_of_this_machine(tmp_path: Path) -> None:
+    folder = RunFolder(write_run(tmp_path / "run"))
+    folder.save_config("actor_rollout_ref: {model: {path: /no/such/model}}")
+    (folder.episodes_path / "train_000007.jsonl").write_text('{"id": "half an epis', encoding="utf-8")
+    page = write_export(open_runs([folder.path]), tmp_path / "out.html").path.read_text()
+    assert "byte 0 of run/episodes/train_000007.jsonl is not an episode" in page and "there was no tokenizer" in page
+    assert str(tmp_path) not in page and "/no/such/model" not in page
 
 
 @pytest.mark.parametrize("exported", [False, True])
@@ -275,6 +316,83 @@ def test_a_link_to_an_episode_that_is_not_read_yet_shows_it_later(browser: Brows
         browser.wait("document.querySelector('h1')?.innerText === 't000003-00000-1'")
     assert all("404" in line for line in browser.said)
     browser.said.clear()
+
+
+def test_rows_that_come_do_not_move_what_a_person_chose(browser: Browser, tmp_path: Path) -> None:
+    folder, codec = RunFolder(write_run(tmp_path / "run")), ChatCodec(tiny_tokenizer())
+    with served(folder.path) as url:
+        go(browser, url + "#/episodes", ".rows a[href]")
+        names = wait_rows(browser, 30)
+        browser.press("j")
+        browser.press("j")
+        write_step(folder, codec, 3)
+        wait_rows(browser, 42)
+        assert browser.evaluate(CHOSEN) == names[2]
+        assert browser.wait("[...document.querySelectorAll('.pill small')].map(n => n.innerText).join()") == "33,9"
+        order = browser.evaluate("[...document.querySelectorAll('.rows .tr')].map(r => Number(r.ariaRowIndex))")
+        assert order == sorted(order), "read aloud in the order they are seen in"
+        browser.press("Enter")
+        browser.wait(f"document.querySelector('h1')?.innerText === '{names[2]}'")
+        write_step(folder, codec, 4)
+        browser.wait("document.getElementById('live').dataset.episodes === '54'")
+        browser.press("j")
+        browser.wait(f"document.querySelector('h1')?.innerText === '{names[3]}'")
+        browser.press("Escape")
+        browser.wait(f"{CHOSEN} === '{names[3]}'")
+
+
+CHOSEN = "document.querySelector('.chosen .id')?.innerText"
+
+
+def test_every_view_follows_the_run(browser: Browser, tmp_path: Path) -> None:
+    folder, codec = RunFolder(write_run(tmp_path / "run")), ChatCodec(tiny_tokenizer())
+    with served(folder.path) as url:
+        go(browser, url + "#/timeline?step=3", ".said")
+        write_step(folder, codec, 3)
+        browser.wait("document.querySelector('canvas').dataset.episodes === '12'")
+        go(browser, url + "#/compare?task=t:0&a=0:t000003-00000-1", ".diff")
+        assert "12 episodes of this task" in browser.text(".top")
+        late = [make_episode(codec, 4, 0, sample) for sample in range(3)]
+        folder.log_episodes(4, late)
+        browser.wait("document.querySelector('.top').innerText.includes('15 episodes of this task')")
+        assert "t000004-00000-2" in browser.text(".diff header:nth-child(2) option:checked")
+        go(browser, url + "#/group?group=t000004-00000", ".side section:nth-child(3)")
+        assert "advantage" not in browser.text("main")
+        folder.log_advantages(4, {one.id: [[AdvantageSpan(0.5, 0, 3)]] for one in late})
+        folder.log_metrics(4, {"critic/rewards/mean": 0.5})
+        browser.wait("document.querySelector('main').innerText.includes('advantage 0.5')")
+        folder.log_episodes(4, [*late, make_episode(codec, 4, 0, 3)])
+        browser.wait("!!document.querySelector('.side section:nth-child(4)')")
+
+
+def test_an_older_answer_never_covers_a_newer_one(browser: Browser, address: str) -> None:
+    browser.open(address)
+    shown = browser.evaluate(OLDER_LAST)
+    assert shown == ["second", "fails: fourth"]
+
+
+OLDER_LAST = """import('/page/live.js').then(async ({ live }) => {
+  const seen = [], answers = [];
+  const view = live({
+    about: () => 'one', ask: () => new Promise((...both) => answers.push(both)), show: (what) => seen.push(what),
+    fail: (problem) => seen.push('fails: ' + problem),
+  });
+  const asked = [view.load(), view.load()];
+  answers[1][0]('second');
+  answers[0][0]('first');
+  await Promise.all(asked);
+  view.refresh();  // nothing changed, nothing is asked
+  const third = view.load();
+  const fourth = view.load();
+  answers[3][1]('fourth');
+  answers[2][0]('third');
+  await Promise.all([third, fourth]);
+  const last = view.load();
+  view.close();
+  answers[4][0]('fifth');
+  await last;
+  return seen;
+})"""
 
 
 def test_live_metrics_are_followed(browser: Browser, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """The index says what the files say, whatever happened to them since it was made."""
 
+import errno
 import json
 import math
 import os
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,9 @@ from rally.track import RunFolder
 from rally.track.serialize import episode_to_json
 from rally.types import Episode, RallyError, Turn
 from rally.view import index as index_module
-from rally.view.index import Index, list_files
-from rally.view.query import Query
+from rally.view import indexer as indexer_module
+from rally.view.index import EpisodeFile, Index, list_files
+from rally.view.query import Beside, Query
 from rally.view.run import Run, open_runs
 from rally.view.summary import searched, shown, summarize
 
@@ -146,7 +150,99 @@ def test_a_spoiled_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     run = opened(path)
     assert len(ids(run)) == 30
     [problem] = run.state()["problems"]
-    assert "byte 0 of" in problem and "train_000007.jsonl is not an episode" in problem
+    assert "byte 0 of run/episodes/train_000007.jsonl is not an episode" in problem
+    assert run.state()["read"] == run.state()["bytes"], "it is not waited for"
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_spoiled_file_that_went_or_became_whole_is_forgiven(tmp_path: Path, codec: ChatCodec, removed: bool) -> None:
+    path = write_run(tmp_path / "run")
+    spoiled = path / "episodes/train_000003.jsonl"
+    spoiled.write_text('{"id": "half an epis', encoding="utf-8")
+    run = opened(path)
+    assert run.state()["problems"]
+    if removed:
+        spoiled.unlink()
+    else:
+        write_step(RunFolder(path), codec, 3)
+    run.indexer.catch_up()
+    assert run.state()["problems"] == [] and len(ids(run)) == (30 if removed else 42)
+
+
+def test_a_file_that_is_gone_before_it_is_looked_at_is_no_file(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "episodes/train_000009.jsonl").symlink_to(tmp_path / "nowhere")
+    assert len(ids(opened(path))) == 30
+
+
+def test_a_file_that_cannot_be_read_is_named_and_read_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", _forbidding("train_000002.jsonl"))
+        run = opened(path)
+        assert run.state()["problems"] == ["run/episodes/train_000002.jsonl cannot be read (Permission denied)"]
+        assert len(ids(run)) == 18, "the others are not held up"
+    run.indexer.catch_up()
+    assert run.state()["problems"] == [] and len(ids(run)) == 30
+
+
+def _forbidding(name: str) -> Callable[..., Any]:
+    real = Path.open
+
+    def forbidding(self: Path, *how: Any, **more: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return real(self, *how, **more)
+
+    return forbidding
+
+
+def test_a_folder_that_fails_once_is_followed_on(
+    tmp_path: Path, codec: ChatCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = opened(write_run(tmp_path / "run"))
+    broken = threading.Event()
+
+    def failing(folder: Path) -> list[EpisodeFile]:
+        if broken.is_set():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return list_files(folder)
+
+    monkeypatch.setattr(indexer_module, "list_files", failing)
+    with following(run):
+        broken.set()
+        wait_for(lambda: "The run run cannot be read" in str(run.state()["problems"]))
+        broken.clear()
+        write_step(RunFolder(run.path), codec, 3)
+        wait_for(lambda: run.state()["episodes"] == 42 and not run.state()["problems"])
+
+
+def test_an_index_removed_under_a_running_viewer_is_made_anew(tmp_path: Path) -> None:
+    run = opened(write_run(tmp_path / "run"))
+    with following(run):
+        before = run.state()["revision"]
+        run.index.path.unlink()
+        with suppress(sqlite3.OperationalError):
+            run.facets()  # who asks meanwhile does not make an empty one
+        wait_for(lambda: run.state()["revision"] > before and run.index.path.exists() and len(ids(run)) == 30)
+
+
+@contextmanager
+def following(run: Run) -> Iterator[None]:
+    run.indexer.start()
+    try:
+        yield
+    finally:
+        run.indexer.close()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_words_phrases_and_beginnings_are_found(tmp_path: Path, codec: ChatCodec) -> None:
@@ -225,6 +321,11 @@ def test_pages_one_after_the_other_are_the_whole_table(
     assert sorted(row["id"] for row in pages) == sorted(row["id"] for row in wanted)
     assert [row[sort] for row in pages] == sorted((row[sort] for row in wanted), reverse=desc)
     assert skipped == pages[size : 2 * size]
+    names = [row["id"] for row in pages]
+    with closing(small.index.connect()) as db:
+        found = [query.beside(db, name) for name in names]
+        assert query.beside(db, "nobody") == Beside()
+    assert found == [Beside(*one) for one in zip(range(len(names)), [None, *names], [*names[1:], None], strict=False)]
 
 
 def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, codec: ChatCodec) -> None:

@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer
-from view_cases import served
+from view_cases import served, write_run
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.view.run import open_runs
+from rally.view.server import create_app
 from rally.view.tokens import Decode, find_tokenizer, pieces
 
 
@@ -68,6 +71,25 @@ def test_with_a_token_only_its_bearer_is_let_in(run_path: Path) -> None:
         with httpx.Client(follow_redirects=True) as client:
             assert "<main" in client.get(url + "?token=s3cret").text
             assert client.get(url + "api/state", headers={"host": "gpu-7:8640"}).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["a+b/c=", "пароль", "a;b c"])
+def test_any_token_and_any_foreign_cookie_will_do(run_path: Path, token: str) -> None:
+    foreign = 'a={"x":1}; x@y=1; '
+    with served(run_path, token=token) as url:
+        welcome = httpx.get(url + "?token=" + quote(token, safe=""))
+        assert welcome.status_code == 303
+        kept = welcome.headers["set-cookie"].split(";")[0]
+        assert httpx.get(url, headers={"cookie": foreign + kept}).status_code == 200
+        assert httpx.get(url, headers={"cookie": foreign + "rally_view=wrong"}).status_code == 401
+
+
+def test_an_index_that_is_gone_is_said_in_words(tmp_path: Path) -> None:
+    [run] = open_runs([write_run(tmp_path / "run")])
+    run.index.path.unlink()
+    client = TestClient(create_app([run]), base_url="http://localhost")  # without its lifespan nobody makes it anew
+    answer = client.get("/api/runs/0/facets")
+    assert answer.status_code == 503 and "the index cannot be read just now" in answer.json()["error"]
 
 
 def test_an_episode_has_the_text_and_the_advantage_of_every_token(run_path: Path) -> None:

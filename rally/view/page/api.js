@@ -1,6 +1,6 @@
 // Where the data is: asked of the server, or inside this very file when it was exported. The views do not know which.
 
-import { localRows } from "./rows.js";
+import { localBeside, localRows } from "./rows.js";
 
 const inside = document.getElementById("data");
 export const exported = inside ? JSON.parse(inside.textContent) : null;
@@ -22,6 +22,12 @@ export async function get(path, params) {
 export async function rows(run, query) {
   if (exported) return localRows(exported.answers, run, query);
   return get(`runs/${run}/rows`, query);
+}
+
+// Where an episode is in a table, and which are before and after it.
+export async function beside(run, query) {
+  if (exported) return localBeside(exported.answers, run, query);
+  return get(`runs/${run}/beside`, query);
 }
 
 // Only the metrics that are drawn travel; a long run has millions of numbers.

@@ -46,7 +46,8 @@ const app = {
     app.place.params = new URLSearchParams(params);
   },
 };
-let current = null;
+let current = null,
+  notesSaid = "[]";
 
 function clean(params) {
   return Object.fromEntries(
@@ -128,6 +129,9 @@ function drawNotes() {
   ]);
   if (app.state.lost) notes.push("The server does not answer any more; what you see is what it said last.");
   if (exported) notes.unshift(...exported.notes);
+  const said = JSON.stringify(notes);
+  if (said === notesSaid) return; // a reader of screens says them again whenever they are made again
+  notesSaid = said;
   const shown = notes.filter(Boolean).map((note) => h("p", { class: exported ? "about" : "" }, note));
   put(document.getElementById("notes"), ...shown);
 }
@@ -173,7 +177,7 @@ function toggleHelp() {
   if (open) return open.close();
   const dialog = h(
     "dialog",
-    { "aria-label": "keys", onclose: (e) => e.target.remove(), onclick: (e) => e.target.close() },
+    { "aria-label": "keys", onclose: (e) => e.currentTarget.remove(), onclick: (e) => e.currentTarget.close() },
     h("h2", null, "Keys"),
     h(
       "dl",
@@ -195,7 +199,7 @@ function toggleHelp() {
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
   if (event.key === "Enter" && event.target.matches("a, button, summary")) return;
-  if (event.target.matches("input, select, textarea")) {
+  if (event.target.matches("input:not([type=checkbox], [type=range]), select, textarea")) {
     if (event.key === "Escape" || (event.key === "Enter" && event.target.type === "search")) event.target.blur();
     return;
   }

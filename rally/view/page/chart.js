@@ -1,6 +1,7 @@
 // One metric of several runs as lines over steps: a faint line of what was measured, a strong one of its smoothing.
 
 import { h, hideTip, number, put, showTip, svg } from "./dom.js";
+import { extent } from "./extent.js";
 
 const WIDTH = 460,
   HEIGHT = 190,
@@ -41,9 +42,7 @@ export function tickSize(span) {
 }
 
 function bounds(series) {
-  const values = series.flatMap((one) => one.points.map((point) => point[1]));
-  let low = Math.min(...values),
-    high = Math.max(...values);
+  let [low, high] = extent(series.flatMap((one) => one.points.map((point) => point[1])));
   if (low >= 0 && high <= 1 && high >= 0.6) return [0, 1]; // a share: small wobbles look small
   if (low === high) {
     low -= Math.abs(low) * 0.1 || 0.5;

@@ -4,6 +4,8 @@ import { episode, get, rows } from "./api.js";
 import { diff } from "./diff.js";
 import { told } from "./filters.js";
 import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
+import { extent } from "./extent.js";
+import { live } from "./live.js";
 
 const MOST = 500; // episodes of a task
 const CUT = 20000; // characters of a turn that are compared
@@ -49,25 +51,29 @@ function label(option) {
 
 export function compareView(root, app) {
   const param = (name) => app.place.params.get(name);
-  let closed = false;
+  let some = null;
 
-  // Every episode of the task, of all runs, in order of steps.
+  const option = (n, row) => ({
+    ...row,
+    run: n,
+    key: n + ":" + row.id,
+    runName: app.state.runs.length > 1 ? app.state.runs[n].name + " · " : "",
+  });
+
+  // Of all runs the newest episodes of the task, in order of steps; and those that the address names, however old.
   async function candidates(task) {
-    const several = app.state.runs.length > 1;
-    let recorded = 0;
-    const found = await Promise.all(
-      app.state.runs.map(async (run, n) => {
-        const answer = await rows(n, { task, sort: "step", desc: "0", limit: MOST, count: 1 });
-        recorded += answer.count;
-        return answer.rows.map((row) => ({
-          ...row,
-          run: n,
-          key: n + ":" + row.id,
-          runName: several ? run.name + " · " : "",
-        }));
-      }),
-    );
-    return { options: found.flat(), recorded };
+    const answers = await Promise.all(app.state.runs.map((_, n) => rows(n, { task, limit: MOST, count: 1 })));
+    const newest = answers.flatMap((answer, n) => answer.rows.toReversed().map((row) => option(n, row)));
+    const missing = ["a", "b"].map(param).filter((key) => key && !newest.some((one) => one.key === key));
+    const named = await Promise.all([...new Set(missing)].map((key) => byKey(task, key)));
+    return { options: [...named.flat(), ...newest], recorded: answers.reduce((sum, one) => sum + one.count, 0) };
+  }
+
+  async function byKey(task, key) {
+    const at = key.indexOf(":"),
+      n = Number(key.slice(0, at));
+    if (!(n in app.state.runs)) return [];
+    return (await rows(n, { task, id: key.slice(at + 1), limit: 1 })).rows.map((row) => option(n, row));
   }
 
   // A task that came out differently at the first and the last validation, if there is one.
@@ -76,7 +82,7 @@ export function compareView(root, app) {
       { steps } = await get(`runs/${run}/facets`);
     const tested = steps.filter((row) => row[1]).map((row) => row[0]);
     const [first, last] = await Promise.all(
-      [Math.min(...tested), Math.max(...tested)].map((step) =>
+      extent(tested).map((step) =>
         tested.length
           ? rows(run, { kind: "val", step: String(step), sort: "id", desc: "0", limit: MOST })
           : { rows: [] },
@@ -104,18 +110,21 @@ export function compareView(root, app) {
     );
   }
 
-  async function draw() {
-    const task = param("task") ?? (await someTask());
+  async function ask() {
+    const task = param("task") ?? (some ??= await someTask());
     const { options, recorded } = task ? await candidates(task) : { options: [] };
-    if (closed) return;
-    if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
+    if (!options.length) return { options };
     const find = (key) => options.find((option) => option.key === key);
     // From an episode one looks at where its run came to; if this is it, at where it began.
     const left = find(param("a")) ?? options[0];
     const own = options.filter((option) => option.run === left.run);
     const right = find(param("b")) ?? (left === own.at(-1) ? own[0] : own.at(-1));
-    const [a, b] = await Promise.all([left, right].map((option) => episode(option.run, option.id)));
-    if (closed) return;
+    const [a, b] = await Promise.all([left, right].map((one) => episode(one.run, one.id)));
+    return { task, options, recorded, left, right, a, b };
+  }
+
+  function draw({ task, options, recorded, left, right, a, b }) {
+    if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
     const [ta, tb] = [turnsOf(a), turnsOf(b)];
     const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
     const top = (name, option, one) =>
@@ -163,15 +172,19 @@ export function compareView(root, app) {
     );
   }
 
-  const fail = (problem) => put(root, h("p", { class: "empty" }, problem.message));
-  draw().catch(fail);
+  const view = live({
+    about: () => JSON.stringify(app.state.runs.map((run) => run.revision)),
+    ask,
+    show: draw,
+    fail: (problem) => put(root, h("p", { class: "empty" }, problem.message)),
+  });
+  view.load();
   return {
+    refresh: view.refresh,
     update: () => {
-      draw().catch(fail);
+      view.load();
       return true;
     },
-    close: () => {
-      closed = true;
-    },
+    close: view.close,
   };
 }

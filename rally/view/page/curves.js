@@ -3,6 +3,8 @@
 import { metrics } from "./api.js";
 import { chart } from "./chart.js";
 import { count, h, put } from "./dom.js";
+import { extent } from "./extent.js";
+import { live } from "./live.js";
 
 const FIRST = [
   /^critic\/rewards\/mean$/,
@@ -36,8 +38,7 @@ function seriesOf(name, runs, data) {
 
 export function curvesView(root, app) {
   let data = [],
-    charts = [],
-    closed = false;
+    charts = [];
   const weight = () => Number(app.place.params.get("smooth") ?? 0);
   const list = h("div", { class: "names" });
   const cards = h("div", { class: "cards" });
@@ -65,10 +66,10 @@ export function curvesView(root, app) {
     h("div", { class: "stage" }, legend, cards),
   );
 
-  const names = () => [...new Set(data.flatMap((one) => one.names))].sort();
-  const chosen = () => {
+  const names = (of = data) => [...new Set(of.flatMap((one) => one.names))].sort();
+  const chosen = (of = data) => {
     const asked = app.place.params.get("m");
-    return asked === null ? chosenAtFirst(names()) : asked.split("|").filter(Boolean);
+    return asked === null ? chosenAtFirst(names(of)) : asked.split("|").filter(Boolean);
   };
 
   function toggle(name) {
@@ -76,7 +77,7 @@ export function curvesView(root, app) {
     const next = now.includes(name) ? now.filter((one) => one !== name) : [name, ...now];
     app.adjust({ m: next.join("|") || "|" });
     drawNames();
-    refresh();
+    view.load();
   }
 
   function drawNames() {
@@ -86,6 +87,7 @@ export function curvesView(root, app) {
       names().filter((name) => name.toLowerCase().includes(wanted)),
       (name) => name.split("/")[0],
     );
+    const focused = list.contains(document.activeElement) ? document.activeElement.value : null;
     put(
       list,
       ...[...groups].map(([group, members]) =>
@@ -97,18 +99,19 @@ export function curvesView(root, app) {
             h(
               "label",
               null,
-              h("input", { type: "checkbox", checked: on.has(name), onchange: () => toggle(name) }),
+              h("input", { type: "checkbox", value: name, checked: on.has(name), onchange: () => toggle(name) }),
               name.slice(group.length + 1) || name,
             ),
           ),
         ),
       ),
     );
+    [...list.querySelectorAll("input")].find((input) => input.value === focused)?.focus();
   }
 
   function drawCards() {
     const steps = data.flatMap((one) => one.steps);
-    const range = [Math.min(...steps), Math.max(...steps)];
+    const range = extent(steps);
     const options = {
       weight: weight(),
       range,
@@ -142,30 +145,22 @@ export function curvesView(root, app) {
     );
   }
 
-  const load = () => Promise.all(app.state.runs.map((_, n) => metrics(n, chosen())));
+  const load = (wanted) => Promise.all(app.state.runs.map((_, n) => metrics(n, wanted)));
 
-  async function refresh() {
-    if (!data.length) data = await load(); // the first answer tells the names, of which some are then chosen
+  function show(fresh) {
     const known = list.childElementCount && names().join();
-    const fresh = await load();
-    if (closed) return;
     data = fresh;
     if (names().join() !== known) drawNames();
     drawCards();
   }
 
-  let seen = "";
-  const ifChanged = () => {
-    const now = JSON.stringify(app.state.runs.map((run) => [run.metrics, run.step]));
-    if (now === seen) return;
-    seen = now;
-    refresh();
-  };
-  ifChanged();
-  return {
-    refresh: ifChanged,
-    close: () => {
-      closed = true;
-    },
-  };
+  const view = live({
+    about: () => JSON.stringify(app.state.runs.map((run) => [run.metrics, run.step])),
+    // The first answer tells the names, of which some are then chosen.
+    ask: async () => load(chosen(data.length ? data : await load([]))),
+    show,
+    fail: (problem) => put(cards, h("p", { class: "empty" }, problem.message)),
+  });
+  view.load();
+  return { refresh: view.refresh, close: view.close };
 }

@@ -1,9 +1,10 @@
 // One episode as a conversation: what was asked, sampled, called and answered, token by token.
 
-import { episode as fetchEpisode, rows } from "./api.js";
+import { beside, episode as fetchEpisode } from "./api.js";
 import { clip, h, number, put, rewardChip, seconds, stopChip } from "./dom.js";
-import { colourBar, longText, repaint, scaleOf, segmentTokens, tokenBlock } from "./tokens.js";
 import { FILTERS } from "./filters.js";
+import { live } from "./live.js";
+import { colourBar, longText, repaint, scaleOf, segmentTokens, settled, tokenBlock } from "./tokens.js";
 
 const ROLES = { assistant: "policy", tool: "tool", user: "user", prompt: "prompt", between: "template" };
 
@@ -174,16 +175,18 @@ export function heading(one, ...words) {
 
 export function episodeView(root, app) {
   const id = app.place.params.get("id");
-  let closed = false,
-    one = null,
+  let one = null,
     bar = null,
     scale = null;
 
+  // The table that this episode was opened from.
+  const table = () =>
+    Object.fromEntries(
+      [...FILTERS, "sort", "desc"].map((name) => [name, app.place.params.get(name)]).filter(([, value]) => value),
+    );
+
   function draw() {
     const tokens = one.segments.reduce((sum, segment) => sum + segment.response_ids.length, 0);
-    const filters = Object.fromEntries(
-      [...FILTERS, "sort", "desc", "at"].map((name) => [name, app.place.params.get(name)]),
-    );
     scale = scaleOf([one]);
     bar = colourBar(app, scale, recolour);
     put(
@@ -191,7 +194,7 @@ export function episodeView(root, app) {
       h(
         "div",
         { class: "top" },
-        h("a", { href: app.link("episodes", filters), class: "back" }, "← episodes"),
+        h("a", { href: app.link("episodes", { ...table(), at: id }), class: "back" }, "← episodes"),
         h("h1", null, h("code", null, clip(one.id))),
         heading(one, whichStep(one), `${one.turns.length + 1} turns · ${number(tokens)} response tokens`),
         h("span", { class: "grow" }),
@@ -216,51 +219,42 @@ export function episodeView(root, app) {
     repaint(root, mode, scale);
   }
 
-  // The neighbour in the table that this episode was opened from.
-  async function move(by) {
-    const params = Object.fromEntries(app.place.params),
-      at = Number(params.at ?? NaN) + by;
-    if (!(at >= 0)) return;
-    const query = Object.fromEntries(
-      [...FILTERS, "sort", "desc"].filter((name) => params[name]).map((name) => [name, params[name]]),
-    );
-    const {
-      rows: [row],
-    } = await rows(app.run(), { ...query, skip: at, limit: 1 });
-    if (row) app.go("episode", { ...query, at, id: row.id, color: params.color });
+  async function move(side) {
+    const query = table(),
+      from = location.hash,
+      place = await beside(app.run(), { ...query, id });
+    if (place[side] && location.hash === from)
+      app.go("episode", { ...query, id: place[side], color: app.place.params.get("color") });
   }
 
-  function load() {
-    fetchEpisode(app.run(), id).then(
-      (found) => {
-        one = found;
-        if (!closed) draw();
-      },
-      (problem) => closed || put(root, h("p", { class: "empty" }, problem.message)),
-    );
-  }
-
-  load();
+  const fail = (problem) => put(root, h("p", { class: "empty" }, problem.message));
+  // A link can be opened before its episode is in the index, or even written.
+  const view = live({
+    about: () => {
+      const { revision, metrics, phases } = app.state.runs[app.run()] ?? {};
+      return one && settled(one) ? "settled" : JSON.stringify([revision, metrics, phases]);
+    },
+    ask: () => fetchEpisode(app.run(), id),
+    show: (found) => {
+      one = found;
+      draw();
+    },
+    fail,
+  });
+  view.load();
   const keys = {
-    j: () => move(1),
-    k: () => move(-1),
+    j: () => move("after").catch(fail),
+    k: () => move("before").catch(fail),
     c: () => bar?.next(),
     g: () => one && app.go("group", { group: one.group }),
-    Escape: () =>
-      app.go(
-        "episodes",
-        Object.fromEntries([...FILTERS, "sort", "desc", "at"].map((name) => [name, app.place.params.get(name)])),
-      ),
+    Escape: () => app.go("episodes", { ...table(), at: id }),
   };
-  // A link can be opened before its episode is in the index, or even written.
   return {
-    refresh: () => one || load(),
+    refresh: view.refresh,
     key: (key) => {
       keys[key]?.();
       return key in keys;
     },
-    close: () => {
-      closed = true;
-    },
+    close: view.close,
   };
 }

@@ -1,10 +1,11 @@
 // The bar of filters over the table: what is chosen is what the address says.
 
-import { choice, clip, count, h } from "./dom.js";
+import { choice, clip, count, h, put } from "./dom.js";
 
 export const FILTERS = ["text", "kind", "step", "reward", "turns", "stop", "errors", "source", "group", "task"];
 
-export function filterBar(app, facets, change) {
+// Stop reasons and sources come while a run goes on: `show` puts them, and nothing that is being typed is touched.
+export function filterBar(app, change) {
   const now = (name) => app.place.params.get(name) ?? "";
   const field = (name, label, hint, type = "text") =>
     h(
@@ -22,11 +23,12 @@ export function filterBar(app, facets, change) {
       }),
     );
   const stops = new Set(now("stop").split(",").filter(Boolean));
-  const stopChips = facets.stops.map(([stop, n]) =>
+  const stopChip = ([stop, n]) =>
     h(
       "button",
       {
         type: "button",
+        name: "stop " + stop,
         class: "pill",
         "aria-pressed": String(stops.has(stop)),
         onclick: () => {
@@ -36,21 +38,29 @@ export function filterBar(app, facets, change) {
       },
       stop,
       h("small", null, n.toLocaleString("en-US")),
-    ),
-  );
-  const sources =
-    facets.sources.length > 1 &&
+    );
+  const sourceField = (names) =>
     h(
       "label",
       { class: "field" },
       "source",
       h(
         "select",
-        { onchange: (event) => change({ source: event.target.value }) },
+        { name: "source", onchange: (event) => change({ source: event.target.value }) },
         h("option", { value: "" }, "all"),
-        facets.sources.map(([name]) => h("option", { value: name, selected: name === now("source") }, name)),
+        names.map((name) => h("option", { value: name, selected: name === now("source") }, name)),
       ),
     );
+  const pills = h("div", { class: "parts" }),
+    sources = h("div", { class: "parts" });
+  let names = "[]";
+  const show = (facets) => {
+    keepFocus(pills, () => put(pills, facets.stops.map(stopChip)));
+    const found = facets.sources.map(([name]) => name).sort();
+    if (JSON.stringify(found) === names) return; // a list that is open would close
+    names = JSON.stringify(found);
+    keepFocus(sources, () => put(sources, found.length > 1 && sourceField(found)));
+  };
   const fixed = ["group", "task"]
     .filter((name) => now(name))
     .map((name) =>
@@ -66,7 +76,7 @@ export function filterBar(app, facets, change) {
         name + " " + clip(now(name), 60) + " ✕",
       ),
     );
-  return h(
+  const element = h(
     "div",
     { class: "filters" },
     h(
@@ -101,7 +111,7 @@ export function filterBar(app, facets, change) {
     h(
       "div",
       { class: "toolbar" },
-      stopChips,
+      pills,
       fixed,
       h("span", { class: "grow" }),
       h("output", { class: "soft" }),
@@ -116,6 +126,14 @@ export function filterBar(app, facets, change) {
       ),
     ),
   );
+  return { element, show };
+}
+
+// Make the insides of an element anew; what was focused, found by its name, is focused again.
+export function keepFocus(element, remake) {
+  const focused = element.contains(document.activeElement) ? document.activeElement.name : null;
+  remake();
+  if (focused) element.querySelector(`[name="${CSS.escape(focused)}"]`)?.focus();
 }
 
 export function told(total, all) {

@@ -3,7 +3,8 @@
 import { episode, rows } from "./api.js";
 import { clip, count, h, number, put } from "./dom.js";
 import { conversation, heading, promptBlock, whichStep } from "./episode.js";
-import { colourBar, repaint, scaleOf, sharedAdvantage } from "./tokens.js";
+import { live } from "./live.js";
+import { colourBar, repaint, scaleOf, settled, sharedAdvantage } from "./tokens.js";
 
 const MOST = 64;
 
@@ -16,7 +17,7 @@ function spread(rewards) {
 
 export function groupView(root, app) {
   const group = app.place.params.get("group");
-  let closed = false,
+  let kept = null,
     bar = null,
     scale = null;
 
@@ -35,10 +36,15 @@ export function groupView(root, app) {
     );
   }
 
-  async function draw() {
+  // Whole episodes are much to ask for: only when a row is another one, or advantages may have come.
+  async function ask() {
     const answer = await rows(app.run(), { group, sort: "reward", desc: "1", limit: MOST, count: 1 });
-    const all = await Promise.all(answer.rows.map((row) => episode(app.run(), row.id)));
-    if (closed) return;
+    const same = kept?.all.every(settled) && JSON.stringify(kept.answer) === JSON.stringify(answer);
+    if (!same) kept = { answer, all: await Promise.all(answer.rows.map((row) => episode(app.run(), row.id))) };
+    return kept;
+  }
+
+  function draw({ answer, all }) {
     if (!all.length) return put(root, h("p", { class: "empty" }, "There is no such group in this run."));
     scale = scaleOf(all);
     bar = colourBar(app, scale, recolour);
@@ -84,15 +90,23 @@ export function groupView(root, app) {
     repaint(root, mode, scale);
   }
 
-  draw().catch((problem) => put(root, h("p", { class: "empty" }, problem.message)));
+  const view = live({
+    about: () => {
+      const { revision, metrics, phases } = app.state.runs[app.run()] ?? {};
+      return JSON.stringify(kept?.all.every(settled) ? revision : [revision, metrics, phases]);
+    },
+    ask,
+    show: draw,
+    fail: (problem) => put(root, h("p", { class: "empty" }, problem.message)),
+  });
+  view.load();
   return {
+    refresh: view.refresh,
     key: (key) => {
       if (key !== "c") return false;
       bar?.next();
       return true;
     },
-    close: () => {
-      closed = true;
-    },
+    close: view.close,
   };
 }

@@ -1,4 +1,5 @@
-// The table of an exported file: the same filters and order as the server's, over the rows inside the file.
+// The table of an exported file: filters and order are the server's, over the rows inside the file, but for two things.
+// Words are found inside longer words too, and rows with the same value in the sorted column are in the file's order.
 
 const EXACT = { group: "grp", task: "task", source: "source", id: "id" };
 const RANGES = ["step", "reward", "turns", "calls", "tokens", "seconds"];
@@ -33,12 +34,23 @@ function keeps(answers, run, row, query) {
   return [...asked].every(([, quoted, word]) => all.includes(quoted ?? word));
 }
 
-export function localRows(answers, run, query) {
+function sorted(answers, run, query) {
   const sort = query.sort || "step";
   const sign = (query.desc ?? "1") === "0" ? 1 : -1;
   const key = (row) => row[sort] ?? -Infinity;
   const kept = answers[`runs/${run}/rows`].filter((row) => keeps(answers, run, row, query));
-  kept.sort((a, b) => (key(a) < key(b) ? -sign : key(a) > key(b) ? sign : 0));
+  return kept.sort((a, b) => (key(a) < key(b) ? -sign : key(a) > key(b) ? sign : 0));
+}
+
+export function localBeside(answers, run, { id, ...query }) {
+  const names = sorted(answers, run, query).map((row) => row.id),
+    at = names.indexOf(id);
+  if (at < 0) return { at: null, before: null, after: null };
+  return { at, before: names[at - 1] ?? null, after: names[at + 1] ?? null };
+}
+
+export function localRows(answers, run, query) {
+  const kept = sorted(answers, run, query);
   const skip = Number(query.after ?? 0) + Number(query.skip ?? 0);
   const page = kept.slice(skip, skip + Number(query.limit ?? 100));
   return { rows: page, next: skip + page.length < kept.length ? String(skip + page.length) : null, count: kept.length };

@@ -1,8 +1,9 @@
 // The table of episodes. Only the rows in sight exist; a page is asked for by the key of the row before it.
 
-import { get, rows } from "./api.js";
+import { beside, get, rows } from "./api.js";
 import { h, number, oneLine, put, rewardChip, seconds, stopChip } from "./dom.js";
-import { filterBar, FILTERS, told } from "./filters.js";
+import { filterBar, FILTERS, keepFocus, told } from "./filters.js";
+import { live } from "./live.js";
 
 const ROW = 34,
   PAGE = 100,
@@ -22,26 +23,31 @@ const COLUMNS = [
 ];
 
 export function tableView(root, app) {
-  let pages = new Map(),
+  let known = new Map(), // number of a row -> the row
     fresh = new Set(), // pages that were asked for since the table last changed
     keys = new Map(),
     total = 0,
     chosen = 0,
+    picked = false, // whether a person chose it; else it is the first, whichever that is
     asked = 0,
+    other = true, // whether the rows that are asked for are of another table than those in sight
     closed = false,
-    facets = null;
+    facets = { stops: [], sources: [] },
+    filters = null;
   const bar = h("div");
-  const head = h("div", { class: "tr th", role: "row" });
+  const head = h("div", { class: "tr th", role: "row", "aria-rowindex": 1 });
   const body = h("div", { class: "rows", role: "rowgroup" });
   const nothing = h("p", { class: "empty", hidden: true });
   const drawn = new Map(); // number of a row -> its element, and the row it shows
   const scroll = h("div", { class: "scroll", onscroll: () => requestAnimationFrame(draw) }, head, body, nothing);
-  root.append(bar, h("div", { class: "card table", role: "table", "aria-label": "episodes" }, scroll));
+  const table = h("div", { class: "card table", role: "table", "aria-label": "episodes" }, scroll);
+  root.append(bar, table);
 
   const param = (name) => app.place.params.get(name);
   const query = () =>
     Object.fromEntries([...FILTERS, "sort", "desc"].map((name) => [name, param(name)]).filter(([, v]) => v));
   const sort = () => [param("sort") ?? "step", (param("desc") ?? "1") !== "0"];
+  const revision = () => app.state.runs[app.run()]?.revision;
 
   function drawHead() {
     const [by, down] = sort();
@@ -64,24 +70,25 @@ export function tableView(root, app) {
     );
   }
 
+  const link = (row) => app.link("episode", { id: row.id, ...query() });
+
   function makeRow(n) {
-    const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
+    const row = known.get(n);
+    const content = (name, cell) => (name === "id" ? h("a", { href: link(row) }, cell(row)) : cell(row));
     const cells = COLUMNS.map(([name, , cell]) =>
-      h("div", { class: "td " + name, role: "cell" }, row ? cell(row) : "·"),
+      h("div", { class: "td " + name, role: "cell" }, row ? content(name, cell) : "·"),
     );
-    const props = { class: "tr", role: "row", href: row ? link(row, n) : null, style: { top: n * ROW + "px" } };
-    return { element: h("a", props, cells), row };
+    return { element: h("div", { class: "tr", role: "row", "aria-rowindex": n + 2 }, cells), row };
   }
 
-  const link = (row, n) => app.link("episode", { id: row.id, ...query(), at: n });
-
-  // Rows that stay in sight stay as they are; only those that came are made.
+  // Rows that stay in sight stay as they are; only those that came are made, each in its place.
   function drawRow(n) {
-    const row = pages.get(Math.floor(n / PAGE))?.[n % PAGE];
-    if (drawn.get(n)?.row !== row || !drawn.has(n)) {
+    if (!drawn.has(n) || drawn.get(n).row !== known.get(n)) {
       drawn.get(n)?.element.remove();
       drawn.set(n, makeRow(n));
-      body.append(drawn.get(n).element);
+      const next = [...body.children].find((other) => Number(other.ariaRowIndex) > n + 2);
+      body.insertBefore(drawn.get(n).element, next ?? null);
+      drawn.get(n).element.style.top = n * ROW + "px";
     }
     drawn.get(n).element.classList.toggle("chosen", n === chosen);
   }
@@ -90,9 +97,10 @@ export function tableView(root, app) {
     if (closed) return;
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 6);
     const last = Math.min(total, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 6);
-    body.style.height = total * ROW + "px";
     nothing.hidden = total > 0;
-    nothing.textContent = facets?.steps.length ? "No episode is like that." : "No episodes are recorded yet.";
+    nothing.textContent = app.state.runs[app.run()]?.episodes
+      ? "No episode is like that."
+      : "No episodes are recorded yet.";
     for (const [n, { element }] of drawn) {
       if (n < first || n >= last) {
         element.remove();
@@ -108,40 +116,59 @@ export function tableView(root, app) {
     if (fresh.has(page)) return;
     fresh.add(page);
     const mark = asked;
-    const from = Math.max(0, ...[...keys.keys()].filter((known) => known <= page));
-    const answer = await rows(app.run(), {
+    const from = [...keys.keys()].reduce((best, key) => (key <= page ? Math.max(best, key) : best), 0);
+    const asking = rows(app.run(), {
       ...query(),
       limit: PAGE,
       skip: (page - from) * PAGE,
       ...(keys.has(from) ? { after: keys.get(from) } : {}),
     });
-    if (mark !== asked || closed) return;
-    pages.set(page, answer.rows);
-    if (answer.next) keys.set(page + 1, answer.next);
-    draw();
+    try {
+      const answer = await asking;
+      if (mark !== asked || closed) return;
+      take(page, answer);
+      draw();
+    } catch (problem) {
+      if (mark !== asked || closed) return;
+      fresh.delete(page);
+      say(problem.message, true);
+    }
   }
 
-  const ask = () => rows(app.run(), { ...query(), limit: PAGE, count: 1 });
+  // A row that is as it was stays the same object, so that its element stays too.
+  function take(page, answer) {
+    answer.rows.forEach((row, i) => {
+      const n = page * PAGE + i;
+      if (JSON.stringify(known.get(n)) !== JSON.stringify(row)) known.set(n, row);
+    });
+    if (answer.next) keys.set(page + 1, answer.next);
+  }
 
   function say(words, bad) {
     const output = bar.querySelector("output");
     put(output, words).classList.toggle("bad", bad);
   }
 
-  async function load(keep, asking = ask()) {
-    const mark = ++asked;
+  // The row that stays where it is while others come: the one a person chose, else the first in sight.
+  function anchor() {
+    if (picked) return chosen;
+    return scroll.scrollTop > 0 ? Math.floor(scroll.scrollTop / ROW) : null;
+  }
+
+  // Rows have no numbers that stay: where the anchor is now, or the row that somebody came back from, is asked by name.
+  async function load() {
+    const mark = ++asked,
+      from = other ? null : anchor(),
+      id = other ? param("at") : known.get(from)?.id;
     try {
-      const answer = await asking;
+      const [answer, place] = await Promise.all([
+        rows(app.run(), { ...query(), limit: PAGE, count: 1 }),
+        id ? beside(app.run(), { ...query(), id }) : null,
+      ]);
       if (mark !== asked || closed) return;
-      pages = new Map([...(keep ? pages : []), [0, answer.rows]]); // old rows stay in sight until new ones come
-      fresh = new Set([0]);
-      keys = new Map(answer.next ? [[1, answer.next]] : []);
-      total = answer.count;
-      scroll.dataset.total = total;
-      if (!keep) {
-        chosen = 0;
-        scroll.scrollTop = 0;
-      }
+      const at = place?.at ?? null;
+      if (other) begin(answer, at);
+      else renew(answer, at === null ? 0 : at - from);
       say(told(total, app.state.runs[app.run()]?.episodes ?? total), false);
       draw();
     } catch (problem) {
@@ -149,23 +176,53 @@ export function tableView(root, app) {
     }
   }
 
+  function begin(answer, at) {
+    known = new Map();
+    receive(answer);
+    other = false;
+    chosen = scroll.scrollTop = 0;
+    picked = false;
+    if (at !== null) choose(at);
+  }
+
+  // `shift`: how many rows came before the anchor. Old rows stay in sight until new ones come.
+  function renew(answer, shift) {
+    known = new Map([...known].map(([n, row]) => [n + shift, row]));
+    receive(answer);
+    chosen = Math.max(0, Math.min(total - 1, picked ? chosen + shift : 0));
+    scroll.scrollTop += shift * ROW;
+  }
+
+  function receive(answer) {
+    fresh = new Set([0]);
+    keys = new Map();
+    take(0, answer);
+    total = answer.count;
+    scroll.dataset.total = total;
+    table.ariaRowCount = total + 1;
+    body.style.height = total * ROW + "px";
+  }
+
   let typing = 0;
   function change(changes, redraw) {
-    app.adjust(changes);
+    app.adjust({ ...changes, at: "" });
+    asked += 1; // what is under way is an answer to something else
+    other = true;
     if (redraw) drawBar();
     drawHead();
     clearTimeout(typing);
-    typing = setTimeout(() => load(false), redraw ? 0 : TYPING);
+    typing = setTimeout(load, redraw ? 0 : TYPING);
   }
 
   function drawBar() {
-    const focused = bar.contains(document.activeElement) ? document.activeElement.name : null;
-    put(bar, filterBar(app, facets, change));
-    if (focused) bar.querySelector(`[name="${focused}"]`)?.focus();
+    filters = filterBar(app, change);
+    filters.show(facets);
+    keepFocus(bar, () => put(bar, filters.element));
   }
 
   function choose(n) {
     chosen = Math.max(0, Math.min(total - 1, n));
+    picked = true;
     const top = chosen * ROW;
     if (top < scroll.scrollTop) scroll.scrollTop = top;
     else if (top + 2 * ROW > scroll.scrollTop + scroll.clientHeight)
@@ -179,43 +236,41 @@ export function tableView(root, app) {
     const moves = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1, PageDown: page, PageUp: -page };
     if (name in moves) return choose(chosen + moves[name]);
     if (name === "Home" || name === "End") return choose(name === "Home" ? 0 : total - 1);
-    const row = pages.get(Math.floor(chosen / PAGE))?.[chosen % PAGE];
+    const row = known.get(chosen);
     if (name === "Enter" && row) {
-      location.hash = link(row, chosen);
+      location.hash = link(row);
       return true;
     }
     return false;
   }
 
-  async function refresh(keep) {
-    const asking = ask(),
-      mark = asked;
-    asking.catch(() => {}); // said by load, which waits for it in a moment
-    const found = await get(`runs/${app.run()}/facets`);
-    if (closed) return;
-    const news = JSON.stringify(found.stops.map((s) => s[0])) !== JSON.stringify(facets?.stops.map((s) => s[0]));
-    facets = found;
-    if (news || !keep) drawBar();
-    if (mark === asked) await load(keep, asking); // else something newer was typed meanwhile
-  }
-
-  let revision = app.state.runs[app.run()]?.revision;
-  drawHead();
-  refresh(false).then(() => {
-    if (param("at")) choose(Number(param("at")));
+  const pills = live({
+    about: () => String(revision()),
+    ask: () => get(`runs/${app.run()}/facets`),
+    show: (found) => {
+      facets = found;
+      filters.show(facets);
+    },
+    fail: (problem) => say(problem.message, true),
   });
+
+  let seen = revision();
+  drawHead();
+  drawBar();
+  pills.load();
+  load();
   addEventListener("resize", draw);
   return {
     refresh: () => {
-      const now = app.state.runs[app.run()]?.revision;
-      if (now !== revision) {
-        revision = now;
-        refresh(true);
-      }
+      pills.refresh();
+      if (revision() === seen) return;
+      seen = revision();
+      load();
     },
     key,
     close: () => {
       closed = true;
+      pills.close();
       removeEventListener("resize", draw);
     },
   };

@@ -1,8 +1,9 @@
-// A step as it ran: its phases, and each episode as a lane. White in the strip of the engine is a GPU that waits.
+// A step as it ran: its phases, and each episode as a lane. Red in the strip of the engine is a GPU that waits.
 
 import { get } from "./api.js";
 import { tickSize } from "./chart.js";
 import { choice, clip, count, h, hideTip, number, put, seconds, showTip } from "./dom.js";
+import { live } from "./live.js";
 
 const KINDS = {
   queue: "waiting for the engine",
@@ -72,9 +73,9 @@ function summary(ready) {
 }
 
 export function timelineView(root, app) {
-  let facets = null,
+  let facets = { steps: [] },
     ready = null,
-    closed = false;
+    headDrawn = "";
   const head = h("div", { class: "toolbar" });
   const words = h("p", { class: "said" });
   const canvas = h("canvas", { role: "img", "aria-label": "phases and episodes of the step over time" });
@@ -87,20 +88,24 @@ export function timelineView(root, app) {
   );
   root.append(head, words, h("div", { class: "card lanes" }, canvas), legend);
 
-  const steps = () => [...new Set(facets.steps.map((row) => row[0]))].sort((a, b) => a - b);
-  const step = () => (app.place.params.has("step") ? Number(app.place.params.get("step")) : steps().at(-1));
+  const steps = (of = facets) => [...new Set(of.steps.map((row) => row[0]))].sort((a, b) => a - b);
+  const step = (of = facets) =>
+    app.place.params.has("step") ? Number(app.place.params.get("step")) : steps(of).at(-1);
   const kinds = () => facets.steps.filter((row) => row[0] === step()).map((row) => row[1]);
   const validate = () =>
     app.place.params.has("val") ? Number(app.place.params.get("val")) : kinds().includes(0) ? 0 : 1;
   const goto = (changes) => app.go("timeline", { step: step(), ...changes });
   const move = (by) => {
-    const all = steps(),
-      at = all.indexOf(step()) + by;
-    if (all[at] !== undefined) goto({ step: all[at] });
+    const now = step(),
+      next = by > 0 ? steps().find((one) => one > now) : steps().findLast((one) => one < now);
+    if (next !== undefined) goto({ step: next });
   };
 
   function drawHead() {
     const row = facets.steps.find((one) => one[0] === step() && one[1] === validate());
+    const drawn = JSON.stringify([step(), kinds(), validate(), row]);
+    if (drawn === headDrawn) return; // somebody may be typing a step
+    headDrawn = drawn;
     put(
       head,
       h("button", { type: "button", onclick: () => move(-1), "aria-label": "step before" }, "‹"),
@@ -243,7 +248,7 @@ export function timelineView(root, app) {
 
   function onMove(event) {
     const { phase, episode, busy } = hit(event);
-    canvas.style.cursor = episode || phase ? "pointer" : "";
+    canvas.style.cursor = (episode && episode.inside !== false) || phase ? "pointer" : "";
     if (phase)
       return showTip(event, clip(phase[0]), [
         ["took", seconds(phase[2] - phase[1])],
@@ -258,6 +263,7 @@ export function timelineView(root, app) {
     showTip(event, clip(episode.id), [
       ["reward", number(episode.reward)],
       ["stop", episode.stop],
+      episode.inside === false && ["", "not in this file"],
       ...[...sums].map(([kind, spans]) => [kind, seconds(spans.reduce((sum, [, a, b]) => sum + b - a, 0))]),
     ]);
   }
@@ -268,37 +274,60 @@ export function timelineView(root, app) {
     const { phase, episode } = hit(event);
     const near = app.place.params.get("phase");
     if (phase) goto({ val: app.place.params.get("val"), phase: near === phase[0] ? "" : phase[0] });
-    if (episode) app.go("episode", { id: episode.id });
+    if (episode && episode.inside !== false) app.go("episode", { id: episode.id });
   });
   addEventListener("resize", draw);
 
-  async function refresh() {
-    const run = app.run();
-    facets = await get(`runs/${run}/facets`);
-    if (closed) return;
-    if (!steps().length) return void put(words, "No episodes are recorded yet.");
-    const data = await get(`runs/${run}/timeline/${step()}`);
-    if (closed) return;
-    drawHead();
-    ready = prepare(data, validate(), app.place.params.get("phase"));
-    put(words, data.phases.length || ready.episodes.length ? summary(ready) : "This step recorded no times.");
-    canvas.dataset.episodes = ready.episodes.length;
+  async function ask() {
+    const run = app.run(),
+      found = await get(`runs/${run}/facets`),
+      chosen = step(found);
+    if (chosen === undefined) return { found, data: null };
+    const data = await get(`runs/${run}/timeline/${chosen}`).catch((problem) => ({ problem: problem.message }));
+    return { found, data };
+  }
+
+  function show({ found, data }) {
+    facets = found;
+    ready = null;
+    if (data) drawHead();
+    if (!data) put(words, "No episodes are recorded yet.");
+    else if (data.problem) put(words, data.problem);
+    else showStep(data);
+    canvas.dataset.episodes = ready?.episodes.length ?? 0;
     draw();
   }
 
-  refresh();
-  return {
-    refresh: () => {
-      if (!app.place.params.has("step")) refresh();
+  function showStep(data) {
+    ready = prepare(data, validate(), app.place.params.get("phase"));
+    const absent = ready.episodes.filter((one) => one.inside === false).length;
+    put(
+      words,
+      data.phases.length || ready.episodes.length ? summary(ready) : "This step recorded no times.",
+      absent > 0 && ` ${count(absent, "episode is", "episodes are")} drawn here and not in this file.`,
+    );
+  }
+
+  const view = live({
+    about: () => {
+      const { revision, phases } = app.state.runs[app.run()] ?? {};
+      return JSON.stringify([revision, phases]);
     },
+    ask,
+    show,
+    fail: (problem) => put(words, problem.message),
+  });
+  view.load();
+  return {
+    refresh: view.refresh,
     update: () => {
-      refresh();
+      view.load();
       return true;
     },
     restyle: draw,
     key: (key) => ({ j: () => (move(1), true), k: () => (move(-1), true) })[key]?.() ?? false,
     close: () => {
-      closed = true;
+      view.close();
       removeEventListener("resize", draw);
     },
   };

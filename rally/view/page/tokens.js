@@ -1,6 +1,7 @@
 // Every token is one element that knows what it was: sampled or put there, how likely, how good, under which weights.
 
 import { choice, h, hideTip, number, oneLine, showTip } from "./dom.js";
+import { extent } from "./extent.js";
 
 const CUT = 2000; // tokens of a block that are shown before somebody asks for more
 const STRONGEST = 55; // % of colour behind a token; with more its text could not be read
@@ -47,8 +48,11 @@ export function sharedAdvantage(one) {
 
 export function scaleOf(episodes) {
   const spans = episodes.flatMap((one) => one.segments.flatMap((segment) => segment.advantages ?? []));
-  return { advantages: spans.length > 0, best: Math.max(1e-9, ...spans.map(([value]) => Math.abs(value))) };
+  return { advantages: spans.length > 0, best: extent([1e-9, ...spans.map(([value]) => Math.abs(value))])[1] };
 }
+
+// Advantages are written after the episode is; until then there is something to wait for.
+export const settled = (one) => one.validate || one.segments.some((segment) => segment.advantages);
 
 function paint(element, token, mode, scale) {
   element.className = "t " + token.kind;

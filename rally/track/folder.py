@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rally.redact import redact
+from rally.track.hide import hidden_lines, hidden_yaml
 from rally.track.lines import StepLines, checked_lines, write_atomic
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
@@ -81,7 +81,7 @@ class RunFolder:
         return self
 
     def save_config(self, text: str) -> None:
-        write_atomic(self.config_path, redact(text))
+        write_atomic(self.config_path, hidden_yaml(text))
 
     def save_versions(self) -> None:
         """Which Python and packages ran."""
@@ -124,7 +124,7 @@ class RunFolder:
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
-        write_atomic(self._episode_file(step, validate), map(redact, checked_lines(episodes_to_json(episodes))))
+        write_atomic(self._episode_file(step, validate), hidden_lines(episodes_to_json(episodes)))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
         """Exactly what `log_episodes` was given, known secrets aside."""

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -150,11 +151,11 @@ def test_a_configuration_without_its_secrets_cannot_go_on_by_itself() -> None:
 def test_the_step_is_saved_although_ctrl_c_also_ended_who_read_the_output(
     home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    reader, writer = os.pipe()
-    run = Run(home, tmp_path, output=writer)
-    request.addfinalizer(run.end)
-    os.close(writer)
-    os.close(reader)
+    with subprocess.Popen(["tee"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as tee:
+        assert tee.stdin is not None
+        run = Run(home, tmp_path, output=tee.stdin.fileno())
+        request.addfinalizer(run.end)
+        tee.kill()
     os.killpg(run.pid, signal.SIGINT)
     time.sleep(0.2)
     run.hold.unlink()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("mlflow")
@@ -20,6 +22,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from mlflow import MlflowClient
 from mlflow.entities import Trace as MlflowTrace
 from mlflow.entities import ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_metric
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from track_episodes import NASTY, make_episode
@@ -134,6 +138,43 @@ def test_an_mlflow_run_has_the_metrics_the_configuration_and_no_secret(place: Pl
     for name in NAMES:
         assert history(store, ledger.id, name) == [(one.position, one.metrics[name]) for one in (row(0), row(1))]
     assert [math.isnan(value) for _, value in history(store, ledger.id, "bad")] == [True, True]
+
+
+names = st.text(st.sampled_from("a/.@é \n"), max_size=8) | st.text(max_size=300)
+
+
+@given(names)
+def test_every_name_is_one_that_mlflow_takes(name: str) -> None:
+    _validate_metric(metric_name(name), 1.0, 0, 0)
+    assert metric_name("x" * 300 + name) != metric_name("x" * 301 + name), "also those that are too long stay two"
+    assert metric_name("a/./b//c/") == "a/_u2e_/b_u2f_/c_u2f_"
+    assert metric_name("critic/rewards/mean") == "critic/rewards/mean"
+
+
+def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
+    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rally.track.export.mlflow_runs.metric_name", lambda name: name)
+    tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
+    tracker.send(Found(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
+    assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
+    assert tracker.where.endswith(", without what it refused: b//")
+    store.delete_run(ledger.id)
+    with pytest.raises(MlflowException, match="active"):
+        tracker.send(Found(2, 1000.0, {"a": 1.0}))
+
+
+def test_a_run_whose_configuration_could_not_be_told_is_not_gone_on_with(
+    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*given: Any, **named: Any) -> None:
+        raise ConnectionError
+
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(MlflowClient, "log_batch", away)
+        MlflowRun(place, ledger_of(place, "mlflow"))
+    MlflowRun(place, ledger := ledger_of(place, "mlflow"))
+    assert store.get_run(ledger.id).data.params["trainer.seed"] == "3"
 
 
 def test_an_mlflow_run_goes_on_or_is_told_anew(place: Place, store: MlflowClient) -> None:

@@ -107,15 +107,29 @@ def test_event_files_hold_the_metrics_and_after_a_resume_each_step_once(place: P
     assert all(math.isnan(value) for value in found["bad"].values())
 
 
-def test_the_folder_of_the_event_files_is_the_one_the_environment_names(
+def test_event_files_go_on_after_a_failure_with_each_step_once(place: Place) -> None:
+    tracker = EventFiles(place, ledger_of(place, "tensorboard"))
+    tracker.send(row(1))
+    tracker.send(row(2))
+    tracker._writer.close()  # as after a full disk: nothing can be written any more
+    with pytest.raises(OSError, match="closed"):
+        tracker.send(row(2, shift=5))
+    tracker.send(row(2, shift=5))
+    tracker.close(ok=True)
+    wanted = {1: single(row(1).metrics[NAMES[0]]), 2: single(row(2, shift=5).metrics[NAMES[0]])}
+    assert scalars(place.folder / "tensorboard")[NAMES[0]] == wanted
+
+
+def test_the_folder_of_the_event_files_is_in_the_one_the_environment_names(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
     tracker = EventFiles(place, ledger_of(place, "tensorboard"))
     tracker.send(row(1))
     tracker.close(ok=True)
-    assert scalars(tmp_path / "elsewhere")[NAMES[0]].keys() == {1}
-    assert str(tmp_path / "elsewhere") in tracker.where
+    own = tmp_path / "elsewhere" / "project" / "experiment"
+    assert scalars(own)[NAMES[0]].keys() == {1}
+    assert str(own) in tracker.where
 
 
 # MLflow
@@ -398,7 +412,8 @@ def test_wandb_keeps_the_history_offline_and_goes_on(place: Place, monkeypatch: 
         assert {name: one[name] for name in NAMES} == {name: row(one["_step"]).metrics[name] for name in NAMES}
     config = "".join(str(record.run) for path in place.folder.glob("wandb/*/*.wandb") for record in wandb_records(path))
     assert "train_files" in config and "s3cr3t" not in config
-    assert "offline-run-" in tracker.where
+    folders = sorted(map(str, place.folder.glob("wandb/offline-run-*")))
+    assert len(folders) == 2 and tracker.where == f"wandb sync {' '.join(folders)}"
 
     WandbRun(place, ledger).close(ok=False)
     assert (ledger.id != first, ledger.through) == (True, -1)

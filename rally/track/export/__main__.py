@@ -8,14 +8,18 @@ run was killed. Each line on standard output is a JSON list of kind, name and te
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import select
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from rally.track.export.ledger import Ledger
 from rally.track.export.place import Place
@@ -25,9 +29,11 @@ from rally.track.export.spans import Decode
 from rally.track.export.stream import AnyStream, Destination, Stream
 from rally.track.export.traces import TraceBackend, Traces
 from rally.track.folder import RunFolder
+from rally.types import RallyError
 
 Tell = Callable[[str, str, str], None]
 POLL_SECONDS = 5.0  # to try again what failed; news are told
+PATIENCE = 60.0  # for what an earlier attempt still has to send
 ENDED = b"e"
 
 
@@ -43,12 +49,44 @@ def main(text: str) -> None:
         except BrokenPipeError:  # the run was killed: what it wrote is still handed on
             print(kind, name, text, file=sys.stderr)  # noqa: T201 - this is a program, and nobody else listens
 
-    streams = list(build_streams(settings, tell))
-    for stream in streams:
-        stream.open()
-    tell("ready", "", "")
-    os.nice(10)  # from here on training comes first
-    follow(streams)
+    try:
+        with alone(settings.state):
+            streams = list(build_streams(settings, tell))
+            for stream in streams:
+                stream.open()
+            tell("ready", "", "")
+            os.nice(10)  # from here on training comes first
+            follow(streams)
+    except StillSending as problem:
+        tell("refused", "", str(problem))
+
+
+class StillSending(RallyError):
+    """The process of an earlier attempt has not ended."""
+
+
+@contextmanager
+def alone(state: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Only one process hands a folder on at a time: two would both write down what the trackers have."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        ends = time.monotonic() + patience
+        while not _locked(lock):
+            if time.monotonic() >= ends:
+                raise StillSending(
+                    f"trackers are still being sent what {state.parent} holds, by another run there or by the process "
+                    "of an earlier one; wait for its end and try again"
+                )
+            time.sleep(0.1)
+        yield
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def follow(streams: list[AnyStream]) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -29,6 +30,7 @@ NONFINITE = "track/nonfinite"
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 _SETS = ("episodes", "advantages")  # folders with a file per step
+_OF_A_STEP = re.compile(r"(train|val)_\d+")
 
 
 class MetricsRow(NamedTuple):
@@ -78,6 +80,11 @@ class RunFolder:
             part.unlink()
         self._metrics.repair()
         self._timeline.repair()
+        return self
+
+    def share(self) -> RunFolder:
+        """Make the folder for episodes alone, where others may keep and write things too: all that is there stays."""
+        self.episodes_path.mkdir(parents=True, exist_ok=True)
         return self
 
     def save_config(self, text: str) -> None:
@@ -161,7 +168,8 @@ class RunFolder:
         Returns the folder `rewound-<n>` that now holds it, or None when there was nothing later. The main metrics
         file changes last: a kill in between leaves a copy too many aside and loses nothing.
         """
-        files = [p for name in _SETS for p in self.path.glob(f"{name}/[tv]*_*.jsonl") if _step_of(p) > step]
+        own = (p for name in _SETS for p in self.path.glob(f"{name}/*.jsonl") if _OF_A_STEP.fullmatch(p.stem))
+        files = [path for path in own if _step_of(path) > step]
         written = {lines: lines.rows() for lines in (self._timeline, self._metrics)}
         if not files and not any(row["step"] > step for rows in written.values() for row in rows):
             return None
@@ -171,6 +179,8 @@ class RunFolder:
             place.mkdir(exist_ok=True)
             os.replace(file, place / file.name)
         for lines, rows in written.items():
+            if not rows:
+                continue
             StepLines(aside / lines.path.name).replace(row for row in rows if row["step"] > step)
             lines.replace(row for row in rows if row["step"] <= step)
         return aside

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from transformers import PreTrainedTokenizerBase
 
 from rally.config import Config
-from rally.config.trainer import RunConfig
+from rally.config.trainer import RunConfig, TrainerConfig
 from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSettings, build_sinks
 from rally.track.export import TRACKERS
 from rally.track.lines import write_atomic
@@ -32,6 +34,23 @@ def sinks_of(
         trace=trace,
     )
     return build_sinks(trainer.logger, folder, console, steps, settings)
+
+
+def extra_folders_of(trainer: TrainerConfig) -> dict[bool, RunFolder]:
+    """Where episodes go as well, by whether they are of the validation."""
+    extra = {False: trainer.rollout_data_dir, True: trainer.validation_data_dir}
+    return {validate: RunFolder(path).share() for validate, path in extra.items() if path}
+
+
+def set_evaluation_aside(folder: RunFolder) -> None:
+    """An earlier evaluation is another one: its numbers are not read with the next one's, and trackers keep both."""
+    aside = folder.rewind(-1)
+    if aside is None:
+        return
+    kept = aside / "tracking"
+    kept.mkdir()
+    for ledger in (folder.path / "tracking").glob("*.json"):
+        os.replace(ledger, kept / ledger.name)
 
 
 def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:

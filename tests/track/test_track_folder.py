@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from track_episodes import NASTY, episodes, make_episode
 
 from rally import redact
@@ -182,6 +182,7 @@ def test_a_secret_that_is_also_a_number_or_a_field_or_a_reason_is_hidden_in_text
     assert episode == make_episode("t000001-00000-0", **changes, reward_info=told | hidden)
 
 
+@settings(max_examples=30)
 @given(episodes())
 def test_an_episode_is_read_back_whatever_the_secrets_are(episode: Episode) -> None:
     with TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:

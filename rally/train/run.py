@@ -271,7 +271,8 @@ def rewind(
 ) -> None:
     """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
     step = checkpoint.step if checkpoint else -1
-    aside = folder.rewind(step)
+    with tracking_parts.unread(folder):
+        aside = folder.rewind(step)
     if checkpoint or aside:  # else what is in the other folders is not this run's
         for other in extra:
             other.rewind(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,6 +11,7 @@ from rally.config import Config
 from rally.config.trainer import RunConfig, TrainerConfig
 from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSettings, build_sinks
 from rally.track.export import TRACKERS
+from rally.track.export.lock import alone
 from rally.track.lines import write_atomic
 from rally.types import RallyError
 
@@ -44,13 +46,20 @@ def extra_folders_of(trainer: TrainerConfig) -> dict[bool, RunFolder]:
 
 def set_evaluation_aside(folder: RunFolder) -> None:
     """An earlier evaluation is another one: its numbers are not read with the next one's, and trackers keep both."""
-    aside = folder.rewind(-1)
-    if aside is None:
-        return
-    kept = aside / "tracking"
-    kept.mkdir()
-    for ledger in (folder.path / "tracking").glob("*.json"):
-        os.replace(ledger, kept / ledger.name)
+    state = folder.path / "tracking"
+    with unread(folder):
+        aside = folder.rewind(-1)
+        if aside is None or not state.is_dir():
+            return
+        (aside / state.name).mkdir()
+        for ledger in state.glob("*.json"):
+            os.replace(ledger, aside / state.name / ledger.name)
+
+
+def unread(folder: RunFolder) -> AbstractContextManager[None]:
+    """While the block lasts, no process that sends to trackers reads the folder; an earlier run's is waited for."""
+    state = folder.path / "tracking"
+    return alone(state) if state.is_dir() else nullcontext()
 
 
 def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:

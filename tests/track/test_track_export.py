@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.__main__ import alone
 from rally.track.export.chosen import chosen
 from rally.track.export.ledger import Ledger
+from rally.track.export.lock import alone
 from rally.track.export.place import flat
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
 from rally.track.export.spans import trace_of
@@ -140,6 +140,18 @@ def test_what_a_tracker_lacks_at_the_end_is_counted(tmp_path: Path) -> None:
     stream.close(ok=False)
     assert ("missing", "tracker", "3") in bench.told
     assert bench.tracker.ended is False
+
+
+def test_a_tracker_that_cannot_be_ended_is_not_said_to_be_tried_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    stream = bench.stream()
+    bench.tracker.close = away  # type: ignore[method-assign]
+    stream.close(ok=True)
+    assert bench.told[1:] == [("unended", "tracker", "ConnectionError"), ("closed", "tracker", "here")]
+
+
+def away(ok: bool) -> None:
+    raise ConnectionError
 
 
 def test_a_tracker_that_comes_back_at_the_end_gets_everything(tmp_path: Path) -> None:

@@ -8,20 +8,17 @@ run was killed. Each line on standard output is a JSON list of kind, name and te
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import select
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from rally.track.export.ledger import Ledger
+from rally.track.export.lock import StillSending, alone
 from rally.track.export.place import Place
 from rally.track.export.settings import ExportSettings, TraceSettings
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
@@ -29,11 +26,9 @@ from rally.track.export.spans import Decode
 from rally.track.export.stream import AnyStream, Destination, Stream
 from rally.track.export.traces import TraceBackend, Traces
 from rally.track.folder import RunFolder
-from rally.types import RallyError
 
 Tell = Callable[[str, str, str], None]
 POLL_SECONDS = 5.0  # to try again what failed; news are told
-PATIENCE = 60.0  # for what an earlier attempt still has to send
 ENDED = b"e"
 
 
@@ -59,34 +54,6 @@ def main(text: str) -> None:
             follow(streams)
     except StillSending as problem:
         tell("refused", "", str(problem))
-
-
-class StillSending(RallyError):
-    """The process of an earlier attempt has not ended."""
-
-
-@contextmanager
-def alone(state: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Only one process hands a folder on at a time: two would both write down what the trackers have."""
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / "lock").open("w") as lock:
-        ends = time.monotonic() + patience
-        while not _locked(lock):
-            if time.monotonic() >= ends:
-                raise StillSending(
-                    f"trackers are still being sent what {state.parent} holds, by another run there or by the process "
-                    "of an earlier one; wait for its end and try again"
-                )
-            time.sleep(0.1)
-        yield
-
-
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def follow(streams: list[AnyStream]) -> None:

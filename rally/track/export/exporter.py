@@ -44,6 +44,7 @@ class Exporter:
             raise RallyError("; ".join(refused))
         if not any(kind == "ready" for kind, _, _ in words):
             self._process.kill()  # it may hang, and nothing was sent yet
+            self._process.wait()
             what = "their process ended" if self._gone else f"they did not answer within {OPENING_SECONDS:.0f} s"
             raise RallyError(
                 f"the trackers cannot be opened: {what}, and {self._log} says more; mend that and try again"

@@ -1,4 +1,4 @@
-"""Real TensorBoard, MLflow, W&B and OTLP: what they stored, read back by their own readers, is what the run wrote."""
+"""Real TensorBoard, MLflow and OTLP: what they stored, read back by their own readers, is what the run wrote."""
 
 import json
 import math
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("mlflow")
-pytest.importorskip("wandb")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from mlflow import MlflowClient
@@ -27,11 +26,9 @@ from mlflow.utils.validation import _validate_metric
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from track_episodes import NASTY, make_episode
-from wandb.proto.wandb_internal_pb2 import Record
+from tracker_cases import NAMES, ledger_of, make_place, row, send
 
-from rally.redact import learn_tree
 from rally.track.export.event_files import EventFiles
-from rally.track.export.ledger import Ledger
 from rally.track.export.mlflow_runs import MlflowRun, connect, experiment_of, how_to_look, metric_name
 from rally.track.export.mlflow_traces import MlflowTraces
 from rally.track.export.otel_traces import OtelTraces
@@ -39,20 +36,15 @@ from rally.track.export.place import Place
 from rally.track.export.sources import EpisodeFile, Found
 from rally.track.export.spans import trace_of
 from rally.track.export.traces import Traces
-from rally.track.export.wandb_runs import WandbRun
 from rally.track.folder import RunFolder
 from rally.types import Episode, RallyError, ToolCall, ToolResponse, ToolResult, ToolStatus
 
-NAMES = ("critic/rewards/mean", "val-core/rally/arithmetic/reward/mean@4", "val-core/数据 #1/acc/best@2/mean")
 HOSTILE = NASTY + "\x00 end"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    folder = RunFolder(tmp_path / "run").create()
-    learn_tree({"api_key": "s3cr3t-of-the-test"})
-    folder.save_config("trainer:\n  seed: 3\n  key: 's3cr3t-of-the-test'\ndata:\n  train_files: [a, b]\n")
-    return Place(folder.path, "project", "experiment", -1)
+    return make_place(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +54,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", uri)
         yield MlflowClient(tracking_uri=uri)
-
-
-def row(step: int, shift: float = 0.0) -> Found:
-    return Found(step, 1000.0 + step, {name: step / 3 + i + shift for i, name in enumerate(NAMES)} | {"bad": math.nan})
-
-
-def ledger_of(place: Place, name: str) -> Ledger:
-    return Ledger.read(place.folder / "tracking" / f"{name}.json")
-
-
-def send(tracker: Any, ledger: Ledger, *rows: Found) -> None:
-    for one in rows:
-        ledger.will_send(one.position)
-        tracker.send(one)
-        ledger.was_sent(one.position)
 
 
 # TensorBoard
@@ -361,59 +338,3 @@ def test_a_collector_that_refuses_is_told_of(collector: type[Collector]) -> None
     backend = OtelTraces("project", "experiment")
     with pytest.raises(RallyError, match="did not take the spans"):
         backend.add([trace_of(make_episode(), run="r", sample=0)])
-
-
-# W&B
-
-HEADER, BLOCK, CHUNK = 7, 32768, struct.Struct("<IHB")
-
-
-def wandb_records(path: Path) -> Iterator[Record]:
-    """The records of an offline run: a LevelDB log of protocol buffers, for which W&B has no reader in Python."""
-    data, at, whole = path.read_bytes(), HEADER, b""
-    while at < len(data):
-        left = BLOCK - at % BLOCK
-        if left < CHUNK.size:
-            at += left
-            continue
-        _, length, kind = CHUNK.unpack_from(data, at)
-        at += CHUNK.size
-        whole += data[at : at + length]
-        at += length
-        if kind in (1, 4):  # full, or last
-            yield Record.FromString(whole)
-            whole = b""
-
-
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    rows = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for record in wandb_records(path):
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return rows
-
-
-def test_wandb_keeps_the_history_offline_and_goes_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    ledger = ledger_of(place, "wandb")
-    tracker = WandbRun(place, ledger)
-    send(tracker, ledger, row(0), row(1))
-    tracker.close(ok=True)
-    first = ledger.id
-    tracker = WandbRun(replace(place, after=1), ledger)
-    send(tracker, ledger, row(2))
-    tracker.close(ok=True)
-    assert (ledger.id, ledger.through) == (first, 2)
-    rows = wandb_history(place.folder)
-    assert [one["_step"] for one in rows] == [0, 1, 2]
-    for one in rows:
-        assert {name: one[name] for name in NAMES} == {name: row(one["_step"]).metrics[name] for name in NAMES}
-    config = "".join(str(record.run) for path in place.folder.glob("wandb/*/*.wandb") for record in wandb_records(path))
-    assert "train_files" in config and "s3cr3t" not in config
-    folders = sorted(map(str, place.folder.glob("wandb/offline-run-*")))
-    assert len(folders) == 2 and tracker.where == f"wandb sync {' '.join(folders)}"
-
-    WandbRun(place, ledger).close(ok=False)
-    assert (ledger.id != first, ledger.through) == (True, -1)

@@ -149,7 +149,7 @@ def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
     tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
     tracker.send(Found(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
     assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
-    assert tracker.where.endswith(", without what it refused: b//")
+    assert tracker.where.endswith(", without 1 metrics that it refused (tracking/log.txt)")
     store.delete_run(ledger.id)
     with pytest.raises(MlflowException, match="active"):
         tracker.send(Found(2, 1000.0, {"a": 1.0}))

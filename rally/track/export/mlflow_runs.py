@@ -75,9 +75,7 @@ class MlflowRun:
 
     @property
     def where(self) -> str:
-        lacking = (
-            f", without {len(self._refused)} metrics that it refused (tracking/log.txt)" if self._refused else ""
-        )
+        lacking = f", without {len(self._refused)} metrics that it refused (tracking/log.txt)" if self._refused else ""
         return how_to_look(self._client) + lacking
 
     def send(self, item: Found) -> None:

@@ -50,6 +50,22 @@ def redact_tree(value: Any) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
+def redact_texts(value: Any) -> Any:
+    """Mappings and lists with every text redacted; a number or a name that a secret happens to be stays as it is."""
+    if isinstance(value, Mapping):
+        return {key: redact_texts(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_texts(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def redacted_json(value: Any) -> str:
+    """The value as JSON in ASCII, without any known secret in its texts."""
+    text = json.dumps(value, allow_nan=False)
+    # The walk is slow, and nearly always there is nothing to hide.
+    return text if redact(text) == text else json.dumps(redact_texts(value), allow_nan=False)
+
+
 def learn_tree(written: Any) -> None:
     """Learn the secrets of a configuration as it was written, its interpolations not yet resolved."""
     if isinstance(written, Mapping):

@@ -1,6 +1,7 @@
 """A secret of the configuration or the environment is in nothing that leaves: answers, logs, episodes, saved files."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from track.track_episodes import make_episode
 from rally import redact as redact_module
 from rally.cli import main
 from rally.config import load_config
-from rally.redact import learn_environment, learn_tree, redact, says_secret
+from rally.redact import learn_environment, learn_tree, redact, redacted_json, says_secret
 from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.track import RunConsole, RunFolder
 from rally.types import Task, ToolCall
@@ -136,3 +137,9 @@ def test_of_two_secrets_the_longer_goes_first_and_short_ones_stay() -> None:
         }
     )
     assert redact("abcdefghi abcdef abc xyzxyz") == "*** *** abc ***"
+
+
+def test_json_that_leaves_is_json_also_when_a_secret_is_a_number_or_a_name_in_it() -> None:
+    learn_tree({"password": "123456", "token": "reward"})
+    value = {"reward": [123456, 0.123456, {"text": "pin 123456, reward"}], "none": None}
+    assert json.loads(redacted_json(value)) == value | {"reward": [123456, 0.123456, {"text": "pin ***, ***"}]}

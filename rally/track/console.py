@@ -6,6 +6,7 @@ Whatever a model, tool or user wrote is shown as text: no markup is read from it
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,11 +55,24 @@ class Phase:
         self._on_advance(n)
 
 
+class LastingConsole(Console):
+    """A console that falls silent when whoever reads its output is gone: that is no reason to end a run.
+
+    Ctrl-C also ends the `tee` that a run is piped into, and the step under way is still to be finished and saved.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what is left in its buffer would fail again when the process ends
+        os.close(nowhere)
+
+
 class RunConsole:
     """What the user sees of a run. `console` and `clock` can be given so that tests see the same."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or LastingConsole(highlight=False)
         self._clock = clock
         self._live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._progress: Progress | None = None

@@ -13,13 +13,14 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rally.redact import redact
+from rally.track.hide import hidden_lines, hidden_yaml
 from rally.track.lines import StepLines, checked_lines, write_atomic
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
@@ -29,6 +30,7 @@ NONFINITE = "track/nonfinite"
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 _SETS = ("episodes", "advantages")  # folders with a file per step
+_OF_A_STEP = re.compile(r"(train|val)_\d+")
 
 
 class MetricsRow(NamedTuple):
@@ -80,8 +82,13 @@ class RunFolder:
         self._timeline.repair()
         return self
 
+    def share(self) -> RunFolder:
+        """Make the folder for episodes alone, where others may keep and write things too: all that is there stays."""
+        self.episodes_path.mkdir(parents=True, exist_ok=True)
+        return self
+
     def save_config(self, text: str) -> None:
-        write_atomic(self.config_path, redact(text))
+        write_atomic(self.config_path, hidden_yaml(text))
 
     def save_versions(self) -> None:
         """Which Python and packages ran."""
@@ -124,7 +131,7 @@ class RunFolder:
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
-        write_atomic(self._episode_file(step, validate), map(redact, checked_lines(episodes_to_json(episodes))))
+        write_atomic(self._episode_file(step, validate), hidden_lines(episodes_to_json(episodes)))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
         """Exactly what `log_episodes` was given, known secrets aside."""
@@ -161,7 +168,8 @@ class RunFolder:
         Returns the folder `rewound-<n>` that now holds it, or None when there was nothing later. The main metrics
         file changes last: a kill in between leaves a copy too many aside and loses nothing.
         """
-        files = [p for name in _SETS for p in self.path.glob(f"{name}/[tv]*_*.jsonl") if _step_of(p) > step]
+        own = (p for name in _SETS for p in self.path.glob(f"{name}/*.jsonl") if _OF_A_STEP.fullmatch(p.stem))
+        files = [path for path in own if _step_of(path) > step]
         written = {lines: lines.rows() for lines in (self._timeline, self._metrics)}
         if not files and not any(row["step"] > step for rows in written.values() for row in rows):
             return None
@@ -171,6 +179,8 @@ class RunFolder:
             place.mkdir(exist_ok=True)
             os.replace(file, place / file.name)
         for lines, rows in written.items():
+            if not rows:
+                continue
             StepLines(aside / lines.path.name).replace(row for row in rows if row["step"] > step)
             lines.replace(row for row in rows if row["step"] <= step)
         return aside

@@ -10,7 +10,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -78,10 +78,15 @@ def stopped(console: RunConsole, done: int, total: int, command: str) -> RunStop
 
 def _say(words: str) -> None:
     # A signal handler may run in the midst of a print, so it keeps away from the buffers that prints share.
-    os.write(STDERR, f"\nrally: {words}\n".encode())
+    _write(f"\nrally: {words}\n")
 
 
 def _leave() -> None:
     if os.isatty(STDERR):
-        os.write(STDERR, SHOW_CURSOR.encode())  # a progress bar had hidden it
+        _write(SHOW_CURSOR)  # a progress bar had hidden it
     os._exit(EXIT_CODE)
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):  # Ctrl-C also ended the `tee` that would have read it; the signal still counts
+        os.write(STDERR, text.encode())

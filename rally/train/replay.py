@@ -24,7 +24,7 @@ from rally.train import parts
 from rally.train.batch import GREEDY
 from rally.train.checkpoint import Checkpoint
 from rally.train.compare import departure, logprob_gap
-from rally.train.resample import ID, company_of, sample_again, version_of, weights_of
+from rally.train.resample import ID, company_of, same_rollout, sample_again, version_of, weights_of
 from rally.train.rollout import with_score
 from rally.train.run import Inputs, scorer_of
 from rally.types import Episode, RallyError
@@ -132,7 +132,8 @@ async def rescored(record: Recorded, config: Config) -> Finding:
     if "score" not in episode.timings:
         return Finding("reward", Verdict.SKIPPED, "the agent loop gave the reward itself")
     in_batch = parts.reward_spec_of(config).batch
-    asked = [_unscored(e) for e in record.step if e.error is None] if in_batch else [_unscored(episode)]
+    held = same_rollout(episode, record.step, config) if in_batch else [episode]
+    asked = [_unscored(e) for e in held if e.error is None]
     try:
         async with scorer_of(config) as scorer:
             scores = await scorer.score_batch(asked) if in_batch else [await scorer.score(asked[0])]

@@ -22,7 +22,7 @@ from rally.train.load import pick_device
 from rally.train.run import Inputs, runner_of
 from rally.types import Episode, RallyError, SamplingParams
 
-ID = re.compile(r"(?P<kind>[tv])(?P<step>\d+)-(?P<prompt>\d+)-(?P<sample>\d+|greedy)")
+ID = re.compile(r"(?P<kind>[tv])(?P<step>\d+)-(?P<prompt>\d+)(-(?P<suffix>[a-z]+))?-(?P<sample>\d+|greedy)")
 
 
 class WeightsGone(RallyError):
@@ -37,9 +37,19 @@ class Place(NamedTuple):
 
 
 def place_of(episode: Episode) -> Place:
+    parsed = _parsed(episode)
+    return Place(int(parsed["prompt"]), float("inf") if parsed["sample"] == "greedy" else float(parsed["sample"]))
+
+
+def pass_of(episode: Episode) -> str:
+    """The suffix of the validation pass it was held in; the main one, and training, have none."""
+    return _parsed(episode)["suffix"] or ""
+
+
+def _parsed(episode: Episode) -> re.Match[str]:
     parsed = ID.fullmatch(episode.id)
     assert parsed is not None, "ids are our own"
-    return Place(int(parsed["prompt"]), float("inf") if parsed["sample"] == "greedy" else float(parsed["sample"]))
+    return parsed
 
 
 def weights_of(episode: Episode, config: Config, run: Path, given: Path | None) -> Checkpoint | None:
@@ -67,11 +77,19 @@ def company_of(episode: Episode, step: Sequence[Episode], config: Config) -> lis
     """Those of its step that have to be sampled with it, in their order."""
     if pick_device(config.trainer.device).type == "cuda":
         return [episode]  # deterministic kernels: nobody's bits depend on others
-    size = config.data.val_batch_size
-    if not episode.validate or size is None:
-        return sorted(step, key=place_of)
+    return sorted(same_rollout(episode, step, config), key=place_of)
+
+
+def same_rollout(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
+    """Those of its step that were held in the same rollout: validation has one for each pass and part."""
+    if not episode.validate:
+        return list(step)
+    size, own = config.data.val_batch_size, pass_of(episode)
+    held = [e for e in step if pass_of(e) == own]
+    if size is None:
+        return held
     part = place_of(episode).prompt // size
-    return sorted((e for e in step if place_of(e).prompt // size == part), key=place_of)
+    return [e for e in held if place_of(e).prompt // size == part]
 
 
 async def sample_again(
@@ -92,7 +110,12 @@ async def sample_again(
 
 def _sampling(episode: Episode, config: Config, inputs: Inputs) -> SamplingParams:
     sampling = parts.sampling_of(config, inputs.codec)
-    return parts.validation_passes(config, sampling)[0].sampling if episode.validate else sampling
+    if not episode.validate:
+        return sampling
+    passes = {one.suffix: one.sampling for one in parts.validation_passes(config, sampling)}
+    if (own := pass_of(episode)) not in passes:
+        raise RallyError(f"the configuration has no validation pass {own!r}, which sampled it; set val_kwargs as then")
+    return passes[own]
 
 
 @dataclass(frozen=True)

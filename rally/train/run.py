@@ -117,7 +117,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
         )
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    rewind(folder, store, checkpoint, console)
+    rewind(folder, store, checkpoint, console, tuple(tracking_parts.extra_folders_of(config.trainer).values()))
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
     with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
         metrics = run(trainer)
@@ -155,7 +155,6 @@ def _trainer(
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))
     sampling = parts.sampling_of(config, inputs.codec)
-    extra = {False: config.trainer.rollout_data_dir, True: config.trainer.validation_data_dir}
     return Trainer(
         settings=fit_settings(config, steps),
         update=parts.update_settings_of(config),
@@ -183,7 +182,7 @@ def _trainer(
         reference=parts.reference_of(config, model) if steps else None,
         reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
         critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
-        extra_episode_folders={k: RunFolder(v).create() for k, v in extra.items() if v},
+        extra_episode_folders=tracking_parts.extra_folders_of(config.trainer),
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
@@ -263,10 +262,20 @@ def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | Non
     return None
 
 
-def rewind(folder: RunFolder, store: CheckpointStore, checkpoint: Checkpoint | None, console: RunConsole) -> None:
+def rewind(
+    folder: RunFolder,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    console: RunConsole,
+    extra: Sequence[RunFolder] = (),
+) -> None:
     """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
     step = checkpoint.step if checkpoint else -1
-    aside = folder.rewind(step)
+    with tracking_parts.unread(folder):
+        aside = folder.rewind(step)
+    if checkpoint or aside:  # else what is in the other folders is not this run's
+        for other in extra:
+            other.rewind(step)
     for place in store.supersede_after(step):
         console.note(f"a checkpoint of a later step is now {place}")
     if checkpoint:
@@ -292,7 +301,7 @@ def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
     folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
-    folder.rewind(-1)  # an earlier evaluation is another one: its numbers must not be read with these
+    tracking_parts.set_evaluation_aside(folder)
     folder.save_config(config.to_yaml())
     folder.save_versions()
     store = CheckpointStore(config.run_dir / "checkpoints", warn=console.note)

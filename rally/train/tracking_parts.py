@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+
 from transformers import PreTrainedTokenizerBase
 
 from rally.config import Config
-from rally.config.trainer import RunConfig
+from rally.config.trainer import RunConfig, TrainerConfig
 from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSettings, build_sinks
 from rally.track.export import TRACKERS
+from rally.track.export.lock import alone
 from rally.track.lines import write_atomic
 from rally.types import RallyError
 
@@ -32,6 +36,30 @@ def sinks_of(
         trace=trace,
     )
     return build_sinks(trainer.logger, folder, console, steps, settings)
+
+
+def extra_folders_of(trainer: TrainerConfig) -> dict[bool, RunFolder]:
+    """Where episodes go as well, by whether they are of the validation."""
+    extra = {False: trainer.rollout_data_dir, True: trainer.validation_data_dir}
+    return {validate: RunFolder(path).share() for validate, path in extra.items() if path}
+
+
+def set_evaluation_aside(folder: RunFolder) -> None:
+    """An earlier evaluation is another one: its numbers are not read with the next one's, and trackers keep both."""
+    state = folder.path / "tracking"
+    with unread(folder):
+        aside = folder.rewind(-1)
+        if aside is None or not state.is_dir():
+            return
+        (aside / state.name).mkdir()
+        for ledger in state.glob("*.json"):
+            os.replace(ledger, aside / state.name / ledger.name)
+
+
+def unread(folder: RunFolder) -> AbstractContextManager[None]:
+    """While the block lasts, no process that sends to trackers reads the folder; an earlier run's is waited for."""
+    state = folder.path / "tracking"
+    return alone(state) if state.is_dir() else nullcontext()
 
 
 def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
-from rally.redact import redact
+from rally.redact import redacted_json
 from rally.track.lines import write_atomic
 from rally.types import RallyError
 from rally.view.page import INDEX, page_files
@@ -65,7 +64,7 @@ def bundle(data: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
     # With every < written as an escape, no text of a model can end the element that holds it.
-    inside = redact(json.dumps(data, allow_nan=False)).replace("<", "\\u003c")
+    inside = redacted_json(data).replace("<", "\\u003c")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     tail = f'<script type="application/json" id="data">{inside}</script>\n<script type="module">{script}</script>\n'
     page = _LINKS.sub(lambda _: head, files[INDEX])

@@ -4,7 +4,6 @@ and name alone, and the browser may load nothing from anywhere else."""
 from __future__ import annotations
 
 import hmac
-import json
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rally.redact import redact
+from rally.redact import redacted_json
 from rally.types import RallyError
 from rally.view.page import INDEX, MIME, page_files
 from rally.view.run import Missing, Run
@@ -149,7 +148,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
 
 def _answered(value: Any, status: int) -> Response:
     # Escaped to ASCII: what a model wrote may hold half a character, which has no UTF-8.
-    return Response(redact(json.dumps(value, allow_nan=False)), status, media_type="application/json")
+    return Response(redacted_json(value), status, media_type="application/json")
 
 
 def _text(text: str, status: int) -> Response:

@@ -111,9 +111,12 @@ def text_of(value: Any) -> str:
     """The words in a recorded value: a text as it is, the texts of content parts, anything else as JSON."""
     if isinstance(value, str) and value.isascii():
         return value
-    value = shown(value)
+    return _words(shown(value))
+
+
+def _words(value: Any) -> str:
     if isinstance(value, list):
-        return "\n".join(text_of(part) for part in value)
+        return "\n".join(map(_words, value))
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         value = value["text"]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import re
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from track_episodes import NASTY, make_episode
 
 from rally.track import RunConsole, build_sinks, conversation_text
+from rally.track.console import LastingConsole
 from rally.track.folder import RunFolder
 from rally.types import RallyError, StopReason, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
 
@@ -146,3 +148,14 @@ def test_the_title_of_a_narrow_table_stays_on_one_line() -> None:
     file = io.StringIO()
     RunConsole(Console(file=file, width=80)).table("success on 200 held-out problems", [["a", "1"]])
     assert "success on 200 held-out problems" in file.getvalue()
+
+
+def test_a_console_whose_reader_is_gone_falls_silent_and_nothing_else() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        console = RunConsole(LastingConsole(file=file))
+        with console.phase("rollout 1/2", 1) as phase:
+            console.note("nobody reads this")
+            phase.advance()
+        console.step_line(1, 2, {})

@@ -14,6 +14,7 @@ from track_episodes import episodes, make_episode
 from rally.track.export import ExportSettings, TraceSettings, require_packages
 from rally.track.export.chosen import chosen
 from rally.track.export.ledger import Ledger
+from rally.track.export.lock import alone
 from rally.track.export.place import flat
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
 from rally.track.export.spans import trace_of
@@ -111,6 +112,26 @@ def test_a_tracker_that_comes_back_gets_what_it_missed_and_is_not_asked_all_the_
     assert bench.tracker.got == [1, 2]
 
 
+def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    stream = bench.stream()
+    bench.folder.metrics_path.write_text("{torn\n")
+    stream.pump()
+    assert [kind for kind, _, _ in bench.told] == ["opened", "failed"]
+    bench.folder.metrics_path.unlink()
+    bench.log(1)
+    bench.now += 10
+    stream.pump()
+    assert bench.tracker.got == [1]
+
+
+def test_only_one_process_hands_a_folder_on(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(RallyError, match="wait for its end and try again"), alone(tmp_path, 0.0):
+        pass
+    with alone(tmp_path, 0.0):
+        pass
+
+
 def test_what_a_tracker_lacks_at_the_end_is_counted(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     stream = bench.stream()
@@ -119,6 +140,18 @@ def test_what_a_tracker_lacks_at_the_end_is_counted(tmp_path: Path) -> None:
     stream.close(ok=False)
     assert ("missing", "tracker", "3") in bench.told
     assert bench.tracker.ended is False
+
+
+def test_a_tracker_that_cannot_be_ended_is_not_said_to_be_tried_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    stream = bench.stream()
+    bench.tracker.close = away  # type: ignore[method-assign]
+    stream.close(ok=True)
+    assert bench.told[1:] == [("unended", "tracker", "ConnectionError"), ("closed", "tracker", "here")]
+
+
+def away(ok: bool) -> None:
+    raise ConnectionError
 
 
 def test_a_tracker_that_comes_back_at_the_end_gets_everything(tmp_path: Path) -> None:
@@ -141,7 +174,7 @@ def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> Non
     stream.open()
     stream.pump()
     stream.close(ok=True)
-    assert told == [("refused", "tracker", "OSError")]
+    assert told == [("refused", "tracker", "tracker cannot be opened (OSError); mend that, or leave tracker out")]
 
 
 def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rally.track import RunConsole, RunFolder, build_sinks
-from rally.track.export import ExportSettings
+from rally.track.export import ExportSettings, exporter
 from rally.types import RallyError
 
 
@@ -48,6 +48,19 @@ def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
     sinks = build_sinks(["tensorboard"], folder, paper()[0], 3, settings)
     with pytest.raises(RallyError, match=r"^tensorboard cannot be opened \(NotADirectoryError: .*; mend that"):
         sinks.__enter__()
+
+
+def test_a_process_that_never_gets_ready_stops_the_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path).create()
+    settings = ExportSettings(folder=str(folder.path), project="p", name="n", trackers=("tensorboard",))
+    (tmp_path / "tracking").mkdir()
+    (tmp_path / "tracking" / "tensorboard.json").write_text("{")
+    with pytest.raises(RallyError, match=r"cannot be opened: their process ended, and .*tracking/log\.txt says more"):
+        build_sinks(["tensorboard"], folder, paper()[0], 3, settings).__enter__()
+    assert "JSONDecodeError" in (tmp_path / "tracking" / "log.txt").read_text()
+    monkeypatch.setattr(exporter, "OPENING_SECONDS", 0.0)
+    with pytest.raises(RallyError, match=r"they did not answer within 0 s"):
+        build_sinks(["tensorboard"], folder, paper()[0], 3, settings).__enter__()
 
 
 def test_a_process_that_dies_is_told_of_once_and_training_goes_on(tmp_path: Path) -> None:

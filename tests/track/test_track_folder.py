@@ -5,13 +5,19 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
-from track_episodes import NASTY, make_episode
+import yaml
+from hypothesis import given, settings
+from track_episodes import NASTY, episodes, make_episode
 
+from rally import redact
 from rally.track import MetricsRow, RunFolder
-from rally.types import RallyError
+from rally.types import Episode, RallyError, StopReason
 
 
 @pytest.fixture
@@ -154,3 +160,43 @@ def test_writing_versions_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "versions.json").exists()
+
+
+def written_with(folder: RunFolder, *secrets: str, **changes: Any) -> Episode:
+    """An episode as it is read back after it was written while these were secrets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redact, "_known", {})
+        redact.learn_tree([{"password": secret} for secret in secrets])
+        folder.log_episodes(1, [make_episode("t000001-00000-0", **changes)])
+    [episode] = folder.read_episodes(1)
+    return episode
+
+
+def test_a_secret_that_is_also_a_number_or_a_field_or_a_reason_is_hidden_in_texts_alone(folder: RunFolder) -> None:
+    segment = replace(make_episode().segments[0], prompt_ids=(123456, 1234567))
+    changes = {"segments": (segment,), "seed": 9123456, "stop_reason": StopReason.LENGTH, "extra": {"reward": 0.123456}}
+    told = {"text": "pin 123456 of length", "odd": "123456 \ud800", "big": 0x123456 << 20_000, "bad": math.inf}
+    secrets = ("123456", "length", "reward", "assistant", "000001", "segments")
+    episode = written_with(folder, *secrets, **changes, reward_info=told)
+    hidden = {"text": "pin *** of ***", "odd": "*** \ud800"}
+    assert episode == make_episode("t000001-00000-0", **changes, reward_info=told | hidden)
+
+
+@settings(max_examples=30)
+@given(episodes())
+def test_an_episode_is_read_back_whatever_the_secrets_are(episode: Episode) -> None:
+    with TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redact, "_known", dict.fromkeys("0123456789abcdefghijklmnopqrstuvwxyz", "*"))
+        folder = RunFolder(path).create()
+        folder.log_episodes(1, [episode])
+        [read] = folder.read_episodes(1)
+    names = ("id", "group", "segments", "reward", "seed", "stop_reason")
+    assert [getattr(read, name) for name in names] == [getattr(episode, name) for name in names]
+
+
+def test_a_configuration_with_a_number_that_is_a_secret_can_be_loaded(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redact, "_known", {"123456": "***"})
+    folder.save_config("trainer:\n  seed: 123456\n  note: my 123456\n")
+    assert yaml.safe_load(folder.config_path.read_text()) == {"trainer": {"seed": 123456, "note": "my ***"}}

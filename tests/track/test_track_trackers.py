@@ -1,4 +1,4 @@
-"""Real TensorBoard, MLflow, W&B and OTLP: what they stored, read back by their own readers, is what the run wrote."""
+"""Real TensorBoard, MLflow and OTLP: what they stored, read back by their own readers, is what the run wrote."""
 
 import json
 import math
@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("mlflow")
-pytest.importorskip("wandb")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from mlflow import MlflowClient
 from mlflow.entities import Trace as MlflowTrace
 from mlflow.entities import ViewType
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_metric
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from track_episodes import NASTY, make_episode
-from wandb.proto.wandb_internal_pb2 import Record
+from tracker_cases import NAMES, ledger_of, make_place, row, send
 
-from rally.redact import learn_tree
 from rally.track.export.event_files import EventFiles
-from rally.track.export.ledger import Ledger
 from rally.track.export.mlflow_runs import MlflowRun, connect, experiment_of, how_to_look, metric_name
 from rally.track.export.mlflow_traces import MlflowTraces
 from rally.track.export.otel_traces import OtelTraces
@@ -35,20 +36,15 @@ from rally.track.export.place import Place
 from rally.track.export.sources import EpisodeFile, Found
 from rally.track.export.spans import trace_of
 from rally.track.export.traces import Traces
-from rally.track.export.wandb_runs import WandbRun
 from rally.track.folder import RunFolder
 from rally.types import Episode, RallyError, ToolCall, ToolResponse, ToolResult, ToolStatus
 
-NAMES = ("critic/rewards/mean", "val-core/rally/arithmetic/reward/mean@4", "val-core/数据 #1/acc/best@2/mean")
 HOSTILE = NASTY + "\x00 end"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    folder = RunFolder(tmp_path / "run").create()
-    learn_tree({"api_key": "s3cr3t-of-the-test"})
-    folder.save_config("trainer:\n  seed: 3\n  key: 's3cr3t-of-the-test'\ndata:\n  train_files: [a, b]\n")
-    return Place(folder.path, "project", "experiment", -1)
+    return make_place(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +54,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", uri)
         yield MlflowClient(tracking_uri=uri)
-
-
-def row(step: int, shift: float = 0.0) -> Found:
-    return Found(step, 1000.0 + step, {name: step / 3 + i + shift for i, name in enumerate(NAMES)} | {"bad": math.nan})
-
-
-def ledger_of(place: Place, name: str) -> Ledger:
-    return Ledger.read(place.folder / "tracking" / f"{name}.json")
-
-
-def send(tracker: Any, ledger: Ledger, *rows: Found) -> None:
-    for one in rows:
-        ledger.will_send(one.position)
-        tracker.send(one)
-        ledger.was_sent(one.position)
 
 
 # TensorBoard
@@ -103,15 +84,29 @@ def test_event_files_hold_the_metrics_and_after_a_resume_each_step_once(place: P
     assert all(math.isnan(value) for value in found["bad"].values())
 
 
-def test_the_folder_of_the_event_files_is_the_one_the_environment_names(
+def test_event_files_go_on_after_a_failure_with_each_step_once(place: Place) -> None:
+    tracker = EventFiles(place, ledger_of(place, "tensorboard"))
+    tracker.send(row(1))
+    tracker.send(row(2))
+    tracker._writer.close()  # as after a full disk: nothing can be written any more
+    with pytest.raises(OSError, match="closed"):
+        tracker.send(row(2, shift=5))
+    tracker.send(row(2, shift=5))
+    tracker.close(ok=True)
+    wanted = {1: single(row(1).metrics[NAMES[0]]), 2: single(row(2, shift=5).metrics[NAMES[0]])}
+    assert scalars(place.folder / "tensorboard")[NAMES[0]] == wanted
+
+
+def test_the_folder_of_the_event_files_is_in_the_one_the_environment_names(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
     tracker = EventFiles(place, ledger_of(place, "tensorboard"))
     tracker.send(row(1))
     tracker.close(ok=True)
-    assert scalars(tmp_path / "elsewhere")[NAMES[0]].keys() == {1}
-    assert str(tmp_path / "elsewhere") in tracker.where
+    own = tmp_path / "elsewhere" / "project" / "experiment"
+    assert scalars(own)[NAMES[0]].keys() == {1}
+    assert str(own) in tracker.where
 
 
 # MLflow
@@ -134,6 +129,43 @@ def test_an_mlflow_run_has_the_metrics_the_configuration_and_no_secret(place: Pl
     for name in NAMES:
         assert history(store, ledger.id, name) == [(one.position, one.metrics[name]) for one in (row(0), row(1))]
     assert [math.isnan(value) for _, value in history(store, ledger.id, "bad")] == [True, True]
+
+
+names = st.text(st.sampled_from("a/.@é \n"), max_size=8) | st.text(max_size=300)
+
+
+@given(names)
+def test_every_name_is_one_that_mlflow_takes(name: str) -> None:
+    _validate_metric(metric_name(name), 1.0, 0, 0)
+    assert metric_name("x" * 300 + name) != metric_name("x" * 301 + name), "also those that are too long stay two"
+    assert metric_name("a/./b//c/") == "a/_u2e_/b_u2f_/c_u2f_"
+    assert metric_name("critic/rewards/mean") == "critic/rewards/mean"
+
+
+def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
+    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rally.track.export.mlflow_runs.metric_name", lambda name: name)
+    tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
+    tracker.send(Found(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
+    assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
+    assert tracker.where.endswith(", without 1 metrics that it refused (tracking/log.txt)")
+    store.delete_run(ledger.id)
+    with pytest.raises(MlflowException, match="active"):
+        tracker.send(Found(2, 1000.0, {"a": 1.0}))
+
+
+def test_a_run_whose_configuration_could_not_be_told_is_not_gone_on_with(
+    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*given: Any, **named: Any) -> None:
+        raise ConnectionError
+
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError):
+        patch.setattr(MlflowClient, "log_batch", away)
+        MlflowRun(place, ledger_of(place, "mlflow"))
+    MlflowRun(place, ledger := ledger_of(place, "mlflow"))
+    assert store.get_run(ledger.id).data.params["trainer.seed"] == "3"
 
 
 def test_an_mlflow_run_goes_on_or_is_told_anew(place: Place, store: MlflowClient) -> None:
@@ -306,58 +338,3 @@ def test_a_collector_that_refuses_is_told_of(collector: type[Collector]) -> None
     backend = OtelTraces("project", "experiment")
     with pytest.raises(RallyError, match="did not take the spans"):
         backend.add([trace_of(make_episode(), run="r", sample=0)])
-
-
-# W&B
-
-HEADER, BLOCK, CHUNK = 7, 32768, struct.Struct("<IHB")
-
-
-def wandb_records(path: Path) -> Iterator[Record]:
-    """The records of an offline run: a LevelDB log of protocol buffers, for which W&B has no reader in Python."""
-    data, at, whole = path.read_bytes(), HEADER, b""
-    while at < len(data):
-        left = BLOCK - at % BLOCK
-        if left < CHUNK.size:
-            at += left
-            continue
-        _, length, kind = CHUNK.unpack_from(data, at)
-        at += CHUNK.size
-        whole += data[at : at + length]
-        at += length
-        if kind in (1, 4):  # full, or last
-            yield Record.FromString(whole)
-            whole = b""
-
-
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    rows = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for record in wandb_records(path):
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return rows
-
-
-def test_wandb_keeps_the_history_offline_and_goes_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    ledger = ledger_of(place, "wandb")
-    tracker = WandbRun(place, ledger)
-    send(tracker, ledger, row(0), row(1))
-    tracker.close(ok=True)
-    first = ledger.id
-    tracker = WandbRun(replace(place, after=1), ledger)
-    send(tracker, ledger, row(2))
-    tracker.close(ok=True)
-    assert (ledger.id, ledger.through) == (first, 2)
-    rows = wandb_history(place.folder)
-    assert [one["_step"] for one in rows] == [0, 1, 2]
-    for one in rows:
-        assert {name: one[name] for name in NAMES} == {name: row(one["_step"]).metrics[name] for name in NAMES}
-    config = "".join(str(record.run) for path in place.folder.glob("wandb/*/*.wandb") for record in wandb_records(path))
-    assert "train_files" in config and "s3cr3t" not in config
-    assert "offline-run-" in tracker.where
-
-    WandbRun(place, ledger).close(ok=False)
-    assert (ledger.id != first, ledger.through) == (True, -1)

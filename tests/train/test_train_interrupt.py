@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,10 +36,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def command_line(log: Path, words: list[str]) -> None:
-    """What a shell does: a process group of its own, both outputs in one file, the words as arguments."""
+def command_line(output: Path | int, words: list[str]) -> None:
+    """What a shell does: a process group of its own, both outputs in one file or pipe, the words as arguments."""
     os.setsid()
-    with log.open("w", buffering=1) as sys.stdout:
+    with open(output, "w", buffering=1, encoding="utf-8") as sys.stdout:
         os.dup2(sys.stdout.fileno(), 2)
         sys.stderr, sys.argv = sys.stdout, ["rally", *words]
         main()
@@ -47,7 +48,8 @@ def command_line(log: Path, words: list[str]) -> None:
 class Run:
     """`rally train` in a process group of its own, which stops in the midst of its first step until it is let go."""
 
-    def __init__(self, home: Path, folder: Path, *overrides: str) -> None:
+    def __init__(self, home: Path, folder: Path, *overrides: str, output: int | None = None) -> None:
+        self.output = output
         self.out, self.log, self.hold = folder / "run", folder / "log", folder / "hold"
         self.scored, held = folder / "scored", EPISODES // 2
         (folder / "reward.py").write_text(REWARD.format(held=held), encoding="utf-8")
@@ -61,7 +63,7 @@ class Run:
         self.until(lambda: self.scored.exists() and self.scored.stat().st_size > held)
 
     def start(self, *words: str) -> BaseProcess:
-        process = FORK.Process(target=command_line, args=(self.log, list(words)))
+        process = FORK.Process(target=command_line, args=(self.output or self.log, list(words)))
         process.start()
         return process
 
@@ -144,3 +146,19 @@ def test_a_configuration_without_its_secrets_cannot_go_on_by_itself() -> None:
     assert resume_command("train", Path("a b/config.yaml"), "x: 1", "auto") == "rally train 'a b/config.yaml'"
     assert resume_command("sft", Path("c.yaml"), "x: 1", "auto") == "rally sft c.yaml"
     assert resume_command("train", Path("c.yaml"), "key: '***'", "auto") == "the same command again"
+
+
+def test_the_step_is_saved_although_ctrl_c_also_ended_who_read_the_output(
+    home: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with subprocess.Popen(["tee"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as tee:
+        assert tee.stdin is not None
+        run = Run(home, tmp_path, output=tee.stdin.fileno())
+        request.addfinalizer(run.end)
+        tee.kill()
+    os.killpg(run.pid, signal.SIGINT)
+    time.sleep(0.2)
+    run.hold.unlink()
+    assert run.wait() == EXIT_CODE
+    last = RunFolder(run.out).read_metrics()[-1].step
+    assert last < STEPS and (run.out / "checkpoints" / f"global_step_{last}").is_dir()

@@ -163,3 +163,29 @@ def test_scoring_in_a_batch_is_a_phase_of_its_own(home: Path, tmp_path: Path) ->
         phases[:3] == ["gen", "reward", "gen"]
         and "timing_s/reward" in RunFolder(tmp_path / "run").read_metrics()[-1].metrics
     )
+
+
+def test_episodes_elsewhere_go_back_with_the_run_and_what_others_keep_there_stays(home: Path, tmp_path: Path) -> None:
+    rollouts, out = tmp_path / "rollouts", tmp_path / "run"
+    foreign = [rollouts / ".big.part", rollouts / "episodes" / ".theirs.part", rollouts / "episodes" / "test_set.jsonl"]
+    foreign[1].parent.mkdir(parents=True)
+    for path in foreign:
+        path.touch()
+    overrides = (f"trainer.rollout_data_dir={rollouts}", "trainer.save_freq=1", "data.val_files=[]")
+    train(run_config(home, out, *overrides, "trainer.total_training_steps=2"), Paper().console)
+    again = (*overrides, f"trainer.resume_from_path={out / 'checkpoints' / 'global_step_1'}")
+    seen: list[list[int]] = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*given: object) -> None:
+        seen.append(RunFolder(rollouts).episode_steps())
+        raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("rally.train.run._trainer", stop)
+        train(run_config(home, out, *again, "trainer.resume_mode=resume_path"), Paper().console)
+    assert seen == [[1]] and RunFolder(rollouts / "rewound-1").episode_steps() == [2]
+    assert all(path.exists() for path in foreign)
+    assert not (rollouts / "metrics.jsonl").exists()

@@ -17,7 +17,7 @@ from rally.config import load_config
 from rally.track import RunFolder
 from rally.train.compare import departure, logprob_gap
 from rally.train.replay import Replayed, ReplayError, Verdict, find_episode, replay
-from rally.train.run import train
+from rally.train.run import evaluate, train
 from rally.types import Segment
 
 DETERMINISTIC = "actor_rollout_ref.rollout.deterministic=true"
@@ -75,6 +75,43 @@ def test_an_episode_of_a_deterministic_run_is_the_same_bit_by_bit(run: Path, id:
     assert set(verdicts(found).values()) == {Verdict.SAME} and found.exit_code == 0, found.findings
     company = len(RunFolder(run).read_episodes(int(id[1:7]))) if id[0] == "t" else 2
     assert f"the same in {company} of {company} episodes sampled together" in words(found, "sampling")
+
+
+BATCH_REWARD = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    return [len(solution_strs) + len(text) / 100 for text in solution_strs]
+"""
+
+
+@pytest.fixture(scope="module")
+def evaluated(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two passes of validation, sampled and greedy, in parts of two prompts; a reward that sees its whole batch."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    (folder.parent / "batch.py").write_text(BATCH_REWARD)
+    config = run_config(
+        home,
+        folder,
+        DETERMINISTIC,
+        "actor_rollout_ref.rollout.val_kwargs={do_sample: true, temperature: 1.0, n: 2}",
+        f"custom_reward_function.path={folder.parent / 'batch.py'}",
+        "reward_model.reward_manager=batch",
+        "data.val_batch_size=2",
+    )
+    return evaluate(config, Paper().console).folder
+
+
+@pytest.mark.parametrize(("id", "company"), [("v000000-00003-1", 4), ("v000000-00003-greedy-0", 2)])
+def test_each_pass_of_a_validation_is_held_again_by_itself(evaluated: Path, id: str, company: int) -> None:
+    found = again(evaluated, id)
+    assert set(verdicts(found).values()) == {Verdict.SAME}, found.findings
+    assert f"reward {company}." in words(found, "reward")
+    assert f"the same in {company} of {company} episodes sampled together" in words(found, "sampling")
+
+
+def test_a_pass_that_the_configuration_no_longer_has_is_named(evaluated: Path) -> None:
+    greedy = [f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in ("do_sample=false", "temperature=0", "n=1")]
+    found = again(evaluated, "v000000-00003-greedy-0", *greedy)
+    assert verdicts(found)["sampling"] is Verdict.CANNOT and "no validation pass 'greedy'" in words(found, "sampling")
 
 
 def test_it_says_which_sampled_token_departs(copy: Path) -> None:

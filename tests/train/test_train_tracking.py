@@ -15,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rally.chat import tiny_tokenizer
 from rally.config import ConfigError
 from rally.track import RunFolder
+from rally.track.export.ledger import Ledger
 from rally.track.export.mlflow_runs import metric_name
 from rally.train.run import train
+from rally.train.tracking_parts import set_evaluation_aside
 
 TRACKED = (
     "trainer.logger=[tensorboard,mlflow]",
@@ -80,3 +82,15 @@ def test_a_trace_key_without_a_backend_is_named(home: Path, tmp_path: Path) -> N
         run_config(home, tmp_path, "actor_rollout_ref.rollout.trace.token2text=true")
     with pytest.raises(ConfigError, match=r"trace.backend=weave is not built yet; use mlflow or otel"):
         run_config(home, tmp_path, "actor_rollout_ref.rollout.trace.backend=weave")
+
+
+def test_a_second_evaluation_leaves_the_first_in_its_tracker(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path).create()
+    ledger = tmp_path / "tracking" / "mlflow.json"
+    Ledger(ledger).begin("first", 0)
+    set_evaluation_aside(folder)
+    assert Ledger.read(ledger).id == "first", "it was killed before its first number, so it is begun again"
+    folder.log_metrics(0, {"a": 1.0})
+    set_evaluation_aside(folder)
+    assert not Ledger.read(ledger).id and not folder.read_metrics()
+    assert Ledger.read(tmp_path / "rewound-1" / "tracking" / "mlflow.json").id == "first"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from rally.track.export.ledger import Ledger
+from rally.track.export.lock import StillSending, alone
 from rally.track.export.place import Place
 from rally.track.export.settings import ExportSettings, TraceSettings
 from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
@@ -43,12 +44,16 @@ def main(text: str) -> None:
         except BrokenPipeError:  # the run was killed: what it wrote is still handed on
             print(kind, name, text, file=sys.stderr)  # noqa: T201 - this is a program, and nobody else listens
 
-    streams = list(build_streams(settings, tell))
-    for stream in streams:
-        stream.open()
-    tell("ready", "", "")
-    os.nice(10)  # from here on training comes first
-    follow(streams)
+    try:
+        with alone(settings.state):
+            streams = list(build_streams(settings, tell))
+            for stream in streams:
+                stream.open()
+            tell("ready", "", "")
+            os.nice(10)  # from here on training comes first
+            follow(streams)
+    except StillSending as problem:
+        tell("refused", "", str(problem))
 
 
 def follow(streams: list[AnyStream]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -19,30 +20,50 @@ from rally.track.export.sources import Found
 
 
 class EventFiles:
-    """Event files under TENSORBOARD_DIR, or tensorboard/ in the run folder."""
+    """Event files in a folder of this run under TENSORBOARD_DIR, or tensorboard/ in the run folder."""
 
     def __init__(self, place: Place, ledger: Ledger) -> None:
-        folder = Path(os.environ.get("TENSORBOARD_DIR") or place.folder / "tensorboard").absolute()
+        folder = _folder_of(place).absolute()
         kept = min(ledger.through, place.after) if ledger.id == str(folder) else -1
         self.where = f"tensorboard --logdir {folder}"
-        self._writer = EventFileWriter(str(folder))
-        # A session that starts at a step tells readers to forget what earlier files say of that step and later ones.
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=kept + 1, session_log=start))
-        self._add_text("config", f"```yaml\n{place.config_text()}```", kept + 1)
-        self._writer.flush()
+        self._folder, self._place = folder, place
+        self._writer = self._begun_at(kept + 1)
         ledger.begin(str(folder), kept)
 
     def send(self, item: Found) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in item.metrics.items()]
-        self._writer.add_event(Event(wall_time=item.at, step=item.position, summary=Summary(value=values)))
-        self._writer.flush()
+        try:
+            self._writer.add_event(Event(wall_time=item.at, step=item.position, summary=Summary(value=values)))
+            self._writer.flush()
+        except OSError:
+            # A writer that failed fails for ever, and its file may end in half a record.
+            with suppress(OSError):
+                self._writer.close()
+            self._writer = self._begun_at(item.position)
+            raise
 
     def close(self, ok: bool) -> None:
         self._writer.close()
 
-    def _add_text(self, tag: str, text: str, step: int) -> None:
-        plugin = SummaryMetadata.PluginData(plugin_name="text")
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto())
-        value = Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+    def _begun_at(self, step: int) -> EventFileWriter:
+        """A new file, which goes on from a step."""
+        writer = EventFileWriter(str(self._folder))
+        # A session that starts at a step tells readers to forget what earlier files say of that step and later ones.
+        start = SessionLog(status=SessionLog.START)
+        writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+        text = _text("config", f"```yaml\n{self._place.config_text()}```")
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[text])))
+        writer.flush()
+        return writer
+
+
+def _folder_of(place: Place) -> Path:
+    """Several runs may name one TENSORBOARD_DIR, and each folder in it is one run to TensorBoard."""
+    shared = os.environ.get("TENSORBOARD_DIR")
+    return Path(shared) / place.project / place.name if shared else place.folder / "tensorboard"
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=TensorShapeProto())
+    return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)

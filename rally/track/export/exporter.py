@@ -38,15 +38,19 @@ class Exporter:
     def __enter__(self) -> Exporter:
         """Start, and wait until every tracker is open."""
         self._start()
-        refused = []
-        for kind, name, text in self._words(OPENING_SECONDS, until="ready"):
-            if kind == "refused":
-                refused.append(f"{name} cannot be opened ({text}); mend that, or leave {name} out")
-            else:
-                self._pass_on(kind, name, text)
-        if refused:
+        words = list(self._words(OPENING_SECONDS, until="ready"))
+        if refused := [text for kind, _, text in words if kind == "refused"]:
             self._in.close()
             raise RallyError("; ".join(refused))
+        if not any(kind == "ready" for kind, _, _ in words):
+            self._process.kill()  # it may hang, and nothing was sent yet
+            self._process.wait()
+            what = "their process ended" if self._gone else f"they did not answer within {OPENING_SECONDS:.0f} s"
+            raise RallyError(
+                f"the trackers cannot be opened: {what}, and {self._log} says more; mend that and try again"
+            )
+        for word in words:
+            self._pass_on(*word)
         return self
 
     def _start(self) -> None:
@@ -90,7 +94,9 @@ class Exporter:
             case "missing":
                 told = f"{name} lacks the last {text} of this run; all of it is in {self._settings.folder}"
                 self._console.warn_once(f"missing {name}", told)
-            case "failed" | "refused":
+            case "unended":
+                self._console.warn_once(f"unended {name}", f"{name} has all it was sent, but failed to end ({text})")
+            case "failed":
                 told = f"{name} failed ({text}); training goes on, {name} is tried again, and the run folder has all"
                 self._console.warn_once(f"failed {name}", told)
             case "gone":
@@ -98,7 +104,7 @@ class Exporter:
                 self._console.warn_once("trackers", told)
 
     def _words(self, seconds: float, until: str | None = None) -> Iterator[tuple[str, str, str]]:
-        """What the process says within so many seconds, or before it says `until`, or ends."""
+        """What the process says within so many seconds, or until it has said `until`, or ends."""
         ends = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
@@ -108,11 +114,10 @@ class Exporter:
                     yield from self._ended()
                     return
                 *lines, self._said = (self._said + part).split(b"\n")
-                for line in lines:
-                    kind, name, text = json.loads(line)
-                    if kind == until:
-                        return
-                    yield kind, name, text
+                said = [json.loads(line) for line in lines]
+                yield from ((kind, name, text) for kind, name, text in said)
+                if any(kind == until for kind, _, _ in said):
+                    return
 
     def _ended(self) -> Iterator[tuple[str, str, str]]:
         self._gone = True

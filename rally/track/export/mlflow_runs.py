@@ -6,6 +6,8 @@ from the first step, and its earlier telling goes to MLflow's trash, from where 
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import re
 from importlib.util import find_spec
@@ -19,10 +21,15 @@ from rally.track.export.ledger import Ledger
 from rally.track.export.place import Place, flat, without_password
 from rally.track.export.sources import Found
 
+REFUSED = "INVALID_PARAMETER_VALUE"
 MAX_METRICS = 1000  # of one request
 MAX_PARAMS = 100
 MAX_PARAM = 6000  # characters
-_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
+MAX_NAME = 250
+# Characters it has no use for, and what a path could be written without: a slash before a slash or at either end, and
+# the parts `.` and `..`.
+_FORBIDDEN = re.compile(r"[^\w\-. :/]|^/|/(?=/|$)|(?<![^/])\.{1,2}(?![^/])", re.ASCII)
+_log = logging.getLogger(__name__)
 
 
 def connect(folder: Path) -> MlflowClient:
@@ -58,12 +65,18 @@ class MlflowRun:
         if ledger.continues(place.after) and self._shown(ledger.id):
             self._client.update_run(ledger.id, status="RUNNING")
         else:
+            id = str(self._client.create_run(experiment, run_name=place.name).info.run_id)
+            self._tell_config(id, place)  # a run that the ledger knows has it: who goes on there does not tell it again
             if ledger.id and self._shown(ledger.id):
                 self._client.delete_run(ledger.id)
-            ledger.begin(str(self._client.create_run(experiment, run_name=place.name).info.run_id))
-            self._tell_config(ledger.id, place)
+            ledger.begin(id)
         self._id = ledger.id
-        self.where = how_to_look(self._client)
+        self._refused: set[str] = set()
+
+    @property
+    def where(self) -> str:
+        lacking = f", without {len(self._refused)} metrics that it refused (tracking/log.txt)" if self._refused else ""
+        return how_to_look(self._client) + lacking
 
     def send(self, item: Found) -> None:
         # The time is the one of the finding: a row that is sent again is the same row, which MLflow then has once.
@@ -71,7 +84,22 @@ class MlflowRun:
             Metric(metric_name(name), value, int(item.at * 1000), item.position) for name, value in item.metrics.items()
         ]
         for first in range(0, len(points), MAX_METRICS):
-            self._client.log_batch(self._id, metrics=points[first : first + MAX_METRICS])
+            self._add(points[first : first + MAX_METRICS])
+
+    def _add(self, points: list[Metric]) -> None:
+        """All of them, or of a request that is refused every one that is not refused by itself."""
+        try:
+            self._client.log_batch(self._id, metrics=points)
+        except MlflowException as error:
+            if error.error_code != REFUSED or not self._shown(self._id):
+                raise
+            if len(points) > 1:
+                half = len(points) // 2
+                self._add(points[:half])
+                self._add(points[half:])
+            else:
+                self._refused.add(points[0].key)
+                _log.warning("MLflow refused %s: %s", points[0].key, error)
 
     def close(self, ok: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if ok else "KILLED")
@@ -91,8 +119,17 @@ class MlflowRun:
 
 
 def metric_name(name: str) -> str:
-    """The name with what MLflow refuses spelled out: `@` as `_at_`, other characters by their number."""
-    return _FORBIDDEN.sub(lambda match: f"_u{ord(match.group()):x}_", name.replace("@", "_at_"))
+    """The name with what MLflow refuses spelled out: `@` as `_at_`, other characters by their number. What is too long
+    is cut, and ends with a hash of the whole, so that two names stay two."""
+    spelled = _FORBIDDEN.sub(_spelled, name.replace("@", "_at_")) or "_"
+    if len(spelled) <= MAX_NAME:
+        return spelled
+    tail = "_" + hashlib.blake2b(spelled.encode(), digest_size=4).hexdigest()
+    return spelled[: MAX_NAME - len(tail)] + tail
+
+
+def _spelled(match: re.Match[str]) -> str:
+    return "".join(f"_u{ord(character):x}_" for character in match.group())
 
 
 def _local(folder: Path) -> str:

@@ -42,8 +42,8 @@ class MetricsTail:
         with self._path.open("rb") as file:
             file.seek(self._read)
             whole, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(newline)
         rows = [json.loads(line) for line in whole.split(b"\n") if line]
+        self._read += len(whole) + len(newline)  # last, so that what could not be read is read again
         return [Found(row.pop("step"), now, {k: math.nan if v is None else v for k, v in row.items()}) for row in rows]
 
 

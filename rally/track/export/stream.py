@@ -63,7 +63,8 @@ class Stream(Generic[T]):
         try:
             self._destination = self.connect(self.ledger)
         except Exception as error:  # noqa: BLE001 - a tracker's library and its server may raise anything
-            self.tell("refused", self.name, words(error))
+            told = f"{self.name} cannot be opened ({words(error)}); mend that, or leave {self.name} out"
+            self.tell("refused", self.name, told)
         else:
             self._has = self.ledger.through
             self.tell("opened", self.name, self._destination.where)
@@ -73,10 +74,10 @@ class Stream(Generic[T]):
         if self._destination is None:
             return
         now = self.clock()
-        self._waiting.extend(item for item in self.source.news(now) if item.position > self._has)
-        if now < self._retry_at and not last:
-            return
         try:
+            self._waiting.extend(item for item in self.source.news(now) if item.position > self._has)
+            if now < self._retry_at and not last:
+                return
             while self._waiting:
                 self._send(self._destination, self._waiting[0])
                 self._waiting.popleft()
@@ -99,7 +100,7 @@ class Stream(Generic[T]):
         try:
             self._destination.close(ok)
         except Exception as error:  # noqa: BLE001 - as above
-            self.tell("failed", self.name, words(error))
+            self.tell("unended", self.name, words(error))
         if missing:
             self.tell("missing", self.name, str(missing))
         self.tell("closed", self.name, self._destination.where)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
+from pathlib import Path
 from typing import Literal
 
 import wandb
@@ -37,14 +39,19 @@ class WandbRun:
         )
         if not continued:
             ledger.begin(id)
-        offline = f"wandb sync {os.path.dirname(self._run.dir)}"
-        self.where = offline if self._run.offline else self._run.url or "nowhere, as WANDB_MODE says"
+        self.where = self._how_to_sync() if self._run.offline else self._run.url or "nowhere, as WANDB_MODE says"
 
     def send(self, item: Found) -> None:
-        self._run.log(item.metrics, step=item.position)
+        # Without commit, W&B keeps a step back until the next one comes, and a kill would lose it.
+        self._run.log(item.metrics, step=item.position, commit=True)
 
     def close(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)
+
+    def _how_to_sync(self) -> str:
+        """Each time that a run goes on offline it has one more folder, and all of them together are the run."""
+        folders = Path(self._run.dir).parent.parent.glob(f"offline-run-*-{self._run.id}")
+        return shlex.join(["wandb", "sync", *map(str, sorted(folders))])
 
 
 def _mode() -> Literal["offline"] | None:

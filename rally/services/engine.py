@@ -1,6 +1,6 @@
 """An embedded engine over HTTP: our token protocol for other Rally processes, OpenAI's for everybody else.
 
-    POST /generate, GET /health                              as told in rally/engines/rally_replica.py
+    POST /generate, GET /health                              as told in rally/engines/token_protocol.py
     POST /v1/completions, /v1/chat/completions, GET /v1/models     as OpenAI's
     POST /load_weights {"folder", "version", "in_flight"}    other weights of the same model, where that is allowed
     GET  /metrics                                            as Prometheus reads it
@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rally.engines.exposition import CONTENT_TYPE, exposition
-from rally.engines.rally_replica import generation_to_wire
+from rally.engines.token_protocol import generation_to_wire
 from rally.services.desk import Ask, ClientGone, Desk, Refused, Served, unless_gone
 from rally.services.openai_api import OpenAI, error_body
 from rally.services.serving import carries

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.engines import EngineError
-from rally.engines.rally_replica import RallyReplica
+from rally.engines.remote import RallyReplica
 from rally.engines.replica import ReplicaGone
 from rally.engines.router import Router
 from rally.engines.standing import RouterSettings
@@ -229,7 +229,7 @@ async def test_ids_over_the_token_protocol_are_those_of_the_engine(home: Home) -
 
 async def test_a_server_killed_in_mid_episode_costs_its_turn_and_nothing_else(home: Home) -> None:
     settings = RouterSettings(open_after=1, health_every=0.2)
-    replicas = [RallyReplica(home.server.url, "survivor"), RallyReplica(home.mortal.url, "mortal")]
+    replicas = [RallyReplica(home.server.url), RallyReplica(home.mortal.url)]
     router = Router(replicas, settings, max_model_len=1024)
 
     async def episode(number: int) -> list[int]:

@@ -5,7 +5,7 @@ from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
 from rally.engines.remote.handles import WeightHandles
 from rally.engines.remote.own_server import OwnServer
-from rally.engines.remote.rally import Rally
+from rally.engines.remote.rally import Rally, RallyReplica
 from rally.engines.remote.sglang import Sglang
 from rally.engines.remote.vllm import Vllm
 from rally.engines.remote.weights import WeightFiles, WeightTransport, roomy, sweep
@@ -19,6 +19,7 @@ __all__ = [
     "Oracle",
     "OwnServer",
     "Rally",
+    "RallyReplica",
     "RemoteEngine",
     "RemoteSettings",
     "ServerReplica",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rally.engines.base import EngineError
 from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
 from rally.engines.replica import ReplicaBusy, ReplicaGone
+from rally.engines.token_protocol import TOKEN_VARIABLE
 from rally.types import Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -274,6 +275,8 @@ def _retry_after(response: httpx.Response) -> float:
 def _cure(path: str, status: int) -> str:
     if path.startswith("/inference/") and status in (403, 404):
         return "; start vLLM with --enable-scale-out, which opens the route for token ids"
+    if status == 401:
+        return f"; set {TOKEN_VARIABLE} to the token that it was started with"
     if status == 404:
         return "; start the server with its routes for weight updates (vLLM: VLLM_SERVER_DEV_MODE=1)"
     return ""

@@ -10,8 +10,9 @@ import os
 from typing import Any
 
 from rally.engines.base import EngineError
-from rally.engines.rally_replica import TOKEN_VARIABLE, sampling_to_wire
+from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.wire import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.engines.token_protocol import TOKEN_VARIABLE, sampling_to_wire
 from rally.types import Generation
 
 
@@ -82,6 +83,14 @@ class Rally:
     def headers(self) -> dict[bytes, bytes]:
         token = os.environ.get(TOKEN_VARIABLE)
         return {b"Authorization": f"Bearer {token}".encode()} if token else {}
+
+
+class RallyReplica(ServerReplica):
+    """A running `rally serve engine` that samples from whatever weights it has."""
+
+    def __init__(self, url: str, settings: ClientSettings | None = None) -> None:
+        super().__init__(url, Rally(), settings)
+        self.version, self.serving = 0, True
 
 
 def _load(source: Source, version: int, in_flight: InFlight) -> Call:

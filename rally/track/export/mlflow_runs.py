@@ -26,9 +26,9 @@ MAX_METRICS = 1000  # of one request
 MAX_PARAMS = 100
 MAX_PARAM = 6000  # characters
 MAX_NAME = 250
-# Characters it has no use for, and what a path could be written without: a slash before a slash or at either end, and
-# the parts `.` and `..`.
-_FORBIDDEN = re.compile(r"[^\w\-. :/]|^/|/(?=/|$)|(?<![^/])\.{1,2}(?![^/])", re.ASCII)
+# Characters it has no use for; what a path could be written without, a slash before a slash or at either end, and the
+# parts `.` and `..`; and two dots at the beginning, whatever follows.
+_FORBIDDEN = re.compile(r"[^\w\-. :/]|^/|/(?=/|$)|^\.\.|(?<![^/])\.{1,2}(?![^/])", re.ASCII)
 _log = logging.getLogger(__name__)
 
 

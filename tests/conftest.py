@@ -10,8 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Machines are shared and slow at times: an example may take long, and that is no failure. `gate` tries the same examples
-# every time, so that what lands is not decided by luck; `fuzz` looks for new ones.
+# Machines are shared and slow at times: an example may take long, and that is no failure. `gate` tries the same
+# examples every time, so that what lands is not decided by luck; `fuzz` looks for new ones.
 settings.register_profile("rally", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("gate", settings.get_profile("rally"), derandomize=True)
 settings.register_profile("fuzz", settings.get_profile("rally"), max_examples=2000)

@@ -65,11 +65,12 @@ def search_r1(
         typer.Option(help="A folder with train.jsonl and corpus.jsonl; HotpotQA is downloaded if not given."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML with `system` and `user`, the prompt to use.")] = None,
+    sft: Annotated[bool, typer.Option("--sft", help="Also write conversations for `rally sft`.")] = False,
 ) -> None:
     """Multi-hop questions for an agent that searches, held-out ones apart, and the corpus to index."""
     from rally.recipes import build
 
-    _tell(build.search_r1(out, source, config))
+    _tell(build.search_r1(out, source, config, sft))
 
 
 @data_app.command()

@@ -48,6 +48,7 @@ class ModelConfig(LoraKeys):
     tokenizer_path: PathText | None = None
     """None takes the model's own."""
     custom_chat_template: str | None = None
+    """Instead of the tokenizer's own: the text of a template, or the path of a .jinja file; kept in checkpoints."""
     trust_remote_code: bool = False
     enable_gradient_checkpointing: bool = True
     override_config: dict[str, Any] = Field(default_factory=dict)

@@ -1,13 +1,14 @@
 """Multi-hop questions become rows for an agent that searches; what is tested was never trained on.
 
 A question belongs to the split `test` when the MD5 of its id is a multiple of five, else to `train`, whatever else the
-source holds. The passages of all questions are one corpus: to find the right ones is the agent's task.
+source holds. The passages of all questions are one corpus: to find the right ones is the agent's task. A conversation
+to imitate searches for what an honest reader could name at that point, and reads what the search really finds.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,9 @@ from rally.data.read import DataError, Row, read_rows
 from rally.types import Message
 
 DATA_SOURCE = "searchR1_hotpotqa"
+TOOL = "search"
 Split = Literal["train", "test"]
+SearchAll = Callable[[Sequence[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,57 @@ def rows(questions: Iterable[Row], split: Split, prompt: Prompt | None = None) -
             "reward_model": {"style": "rule", "ground_truth": {"target": item["golden_answers"]}},
             "extra_info": {"split": split, "index": index, "id": item["id"], "question": item["question"], **about},
         }
+
+
+def sft_rows(
+    questions: Iterable[Row], search_all: SearchAll, tools: Sequence[dict[str, Any]], prompt: Prompt | None = None
+) -> Iterator[Row]:
+    """Conversations about train questions; `search_all` says what the tool finds for each query.
+
+    First the question itself is searched for, then the titles that are still missing, each only once it was read
+    somewhere. A question whose passages are not found that way is left out, for it would teach to guess.
+    """
+    prompt = prompt or Prompt()
+    asked = [item for item in _checked(questions) if not held_out(item["id"]) and item.get("supporting_titles")]
+    wanted = {title for item in asked for title in item["supporting_titles"]}
+    queries = [*(item["question"] for item in asked), *wanted]
+    found = dict(zip(queries, search_all(queries), strict=True))
+    for item in asked:
+        if steps := _search(item, found):
+            turns = [turn for step in steps for turn in _turns(step)]
+            answer = {"role": "assistant", "content": f"<answer>{item['golden_answers'][0]}</answer>"}
+            yield {"messages": [*prompt.messages(item["question"]), *turns, answer], "tools": list(tools)}
+
+
+class _Step(NamedTuple):
+    thought: str
+    query: str
+    result: str
+
+
+def _search(item: Row, found: Mapping[str, str]) -> list[_Step]:
+    """The searches that find all supporting passages; none where they cannot all be found."""
+    question = item["question"]
+    steps = [_Step("I search for the question as it is.", question, found[question])]
+    read, missing = question + found[question], list(item["supporting_titles"])
+    while missing := [title for title in missing if not _holds(read, title)]:
+        named = next((title for title in missing if title.partition(" (")[0] in read), None)
+        if named is None or not _holds(found[named], named):
+            return []
+        steps.append(_Step(f"I still need to know more about {named}.", named, found[named]))
+        read += found[named]
+    return steps
+
+
+def _holds(text: str, title: str) -> bool:
+    """Whether the passage of that title is among what the tool told."""
+    return f'(Title: "{title}")' in text
+
+
+def _turns(step: _Step) -> Iterator[Message]:
+    call = {"type": "function", "function": {"name": TOOL, "arguments": {"query": step.query}}}
+    yield {"role": "assistant", "content": step.thought, "tool_calls": [call]}
+    yield {"role": "tool", "content": step.result, "name": TOOL}
 
 
 def _checked(questions: Iterable[Row]) -> Iterator[Row]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rally.data import retool as retool_data
@@ -14,8 +16,9 @@ from rally.data import triage as triage_data
 from rally.data import write_rows
 from rally.data.commands import Written
 from rally.data.read import Row
+from rally.retrieval import IndexSpec, build_index
 from rally.tools import ToolBox, ToolLimits, load_tools
-from rally.types import Task, ToolCall
+from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 HABITS: dict[triage_data.Habit, float] = {"good": 0.2, "guess": 0.55, "prose": 0.2, "wrong_code": 0.05}
 
@@ -33,15 +36,26 @@ class TriageSizes(NamedTuple):
     mixed: int
 
 
-def search_r1(out: Path, source: Path | None, prompt_file: Path | None) -> list[Written]:
-    """train.parquet, test.parquet and corpus.jsonl."""
+def search_r1(out: Path, source: Path | None, prompt_file: Path | None, sft: bool = False) -> list[Written]:
+    """train.parquet, test.parquet, corpus.jsonl, and for `sft` sft.parquet, whose searches are made by BM25."""
     prompt = search_data.Prompt.read(prompt_file) if prompt_file else search_data.Prompt()
     questions, passages = search_data.read_source(source)
-    return [
+    written = [
         _write(out / "train.parquet", search_data.rows(questions, "train", prompt)),
         _write(out / "test.parquet", search_data.rows(questions, "test", prompt)),
         _write(out / "corpus.jsonl", passages),
     ]
+    return [*written, _write_searches(out, questions, prompt)] if sft else written
+
+
+def _write_searches(out: Path, questions: Sequence[Row], prompt: search_data.Prompt) -> Written:
+    with TemporaryDirectory() as folder:
+        index = build_index(out / "corpus.jsonl", Path(folder) / "index", IndexSpec()).path
+        tool = {"name": search_data.TOOL, "config": {"index_path": str(index), "topk": 3}}
+        tools = ToolBox(load_tools({"tools": [tool]}), ToolLimits(max_response_chars=2000, truncate_side="right"))
+        searches = partial(answers, tools, search_data.TOOL, "query")
+        rows = search_data.sft_rows(questions, searches, tools.schemas(), prompt)
+        return _write(out / "sft.parquet", rows)
 
 
 def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
@@ -51,7 +65,8 @@ def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None,
     written = [_write(out / "train.parquet", train), _write(out / "test.parquet", test)]
     if sizes.sft:
         tools = ToolBox(load_tools({"tools": [{"name": retool_data.TOOL}]}), ToolLimits(max_response_chars=1024))
-        conversations = retool_data.sft_rows(sizes.sft, seed, lambda codes: run_codes(tools, codes), tools.schemas())
+        programs = partial(answers, tools, retool_data.TOOL, "code")
+        conversations = retool_data.sft_rows(sizes.sft, seed, programs, tools.schemas())
         written.append(_write(out / "sft.parquet", conversations))
     return written
 
@@ -70,17 +85,19 @@ def triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
     return [*written, Written(out / "words.txt", len(triage_data.WORDS))]
 
 
-def run_codes(tools: ToolBox, codes: Sequence[str]) -> list[str]:
-    """What the tool itself answers to each program, as an episode would read it."""
-    task = Task(id="sft", data_source=retool_data.DATA_SOURCE, prompt=({"role": "user", "content": "run"},))
+def answers(tools: ToolBox, name: str, argument: str, values: Sequence[str]) -> list[str]:
+    """What a tool itself answers to each value of its one argument, as an episode would read it."""
+    task = Task(id="sft", data_source="sft", prompt=({"role": "user", "content": "run"},))
 
     async def run_all() -> list[str]:
         session = tools.open(task, "sft")
         try:
-            calls = [ToolCall(name=retool_data.TOOL, arguments={"code": code}) for code in codes]
-            return [result.response.text or "" for result in await session.run(calls)]
+            results = await session.run([ToolCall(name=name, arguments={argument: value}) for value in values])
         finally:
             await session.close()
+        if failed := next((result for result in results if result.status is not ToolStatus.OK), None):
+            raise RallyError(f"the tool {name} failed while conversations were written: {failed.response.text}")
+        return [result.response.text or "" for result in results]
 
     return asyncio.run(run_all())
 

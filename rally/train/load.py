@@ -99,16 +99,35 @@ def load_model_config(
     return config
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth."""
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth.
+
+    A template in place of its own, as text or as the path of a .jinja file, goes wherever the tokenizer goes: into
+    checkpoints and to servers too.
+    """
     where, gguf = _locate(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             where, trust_remote_code=trust_remote_code, **gguf
         )
-        return tokenizer if _agrees(tokenizer, Path(where) / "tokenizer.json") else _plain_tokenizer(where)
+        if not _agrees(tokenizer, Path(where) / "tokenizer.json"):
+            tokenizer = _plain_tokenizer(where)
     except (OSError, ValueError, ImportError) as problem:
         raise LoadError(_sentence("tokenizer", path, problem)) from problem
+    if chat_template is not None:
+        tokenizer.chat_template = _template(chat_template)
+    return tokenizer
+
+
+def _template(given: str) -> str:
+    if not given.endswith(".jinja"):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except OSError as problem:
+        raise LoadError(f"the chat template {given} cannot be read ({problem.strerror}); name another file") from None
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Path) -> bool:

@@ -73,7 +73,11 @@ def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
 
 def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     model = config.model
-    return load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
+    return load_tokenizer(
+        model.tokenizer_path or str(model.path),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
 
 
 def toolbox_of(config: Config) -> ToolBox:
@@ -111,7 +115,6 @@ def codec_of(config: Config, tokenizer: PreTrainedTokenizerBase, toolbox: ToolBo
         tokenizer,
         config.rollout.multi_turn.format,
         toolbox.schemas(),
-        chat_template=config.model.custom_chat_template,
         template_kwargs=dict(config.data.apply_chat_template_kwargs),
     )
 

@@ -147,7 +147,11 @@ def show(config: SftConfig, console: RunConsole) -> None:
 
 def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
     model = config.model
-    return load_tokenizer(model.tokenizer_path or str(config.model_path), trust_remote_code=model.trust_remote_code)
+    return load_tokenizer(
+        model.tokenizer_path or str(config.model_path),
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
 
 
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
@@ -155,7 +159,6 @@ def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bo
     return ChatCodec(
         tokenizer,
         config.data.tool_format,
-        chat_template=config.model.custom_chat_template,
         template_kwargs={**config.data.apply_chat_template_kwargs, **own},
     )
 

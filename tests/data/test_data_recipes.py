@@ -50,6 +50,41 @@ def test_programs_are_really_run_and_shown_as_the_tool_shows_them(tmp_path: Path
         list(retool.sft_rows(2, 0, lambda codes: ["bwrap: no permission"] * len(codes), []))
 
 
+PASSAGES = {"A tower": "It was built by Ann (poet).", "Ann (poet)": "Born in Rome.", "B": "Nothing."}
+
+
+def found(queries: list[str]) -> list[str]:
+    """What a search by title finds; a question finds the tower."""
+    hits = [query if query in PASSAGES else "A tower" for query in queries]
+    return [f'Doc 1(Title: "{title}") {PASSAGES[title]}\n' for title in hits]
+
+
+def test_a_conversation_searches_only_for_what_was_read() -> None:
+    titles = {"q1": ["A tower", "Ann (poet)"], "q2": ["A tower", "B"], "q3": ["A tower"], "q5": ["A tower"]}
+    questions = [
+        {"id": id, "question": "Where was its poet born?", "golden_answers": ["Rome"], "supporting_titles": named}
+        for id, named in titles.items()
+    ]
+    assert [search_r1.held_out(id) for id in titles] == [False, False, False, True]
+    two, one = list(search_r1.sft_rows(questions, found, [{"name": "search"}]))
+    calls = [m["tool_calls"][0]["function"]["arguments"]["query"] for m in two["messages"] if m.get("tool_calls")]
+    assert calls == ["Where was its poet born?", "Ann (poet)"], "B is named nowhere, so q2 would teach to guess"
+    assert [m["content"] for m in two["messages"] if m["role"] == "tool"] == found(calls)
+    assert two["messages"][-1]["content"] == "<answer>Rome</answer>" and len(one["messages"]) == 5
+    assert two["messages"][:2] == next(search_r1.rows(questions, "train"))["prompt"]
+
+
+def test_real_conversations_read_what_the_search_finds(shared: Path, tmp_path: Path) -> None:
+    *_, sft = build.search_r1(tmp_path, shared / "data" / "hotpotqa", None, sft=True)
+    talks = load_conversations(sft.path)
+    assert len(talks) > 150, "of 246 questions"
+    tests = {task.extra_info["question"] for task in load_tasks(tmp_path / "test.parquet")}
+    for talk in talks:
+        asked = talk.messages[1]["content"]
+        assert not any(question in asked for question in tests)
+        assert all(m["content"].startswith("Doc 1(Title: ") for m in talk.messages if m["role"] == "tool")
+
+
 def test_aime_is_only_validated_on(shared: Path, tmp_path: Path) -> None:
     sizes = build.RetoolSizes(4, 2, 0)
     write_rows([{"question": "How many?", "answer": "<<1+1=2>>2\n#### 2"}], tmp_path / "gsm8k" / "train.jsonl")

@@ -17,9 +17,14 @@ MODELS = (
     "models/triage",
     *(
         f"runs/rally/{n}/actor"
-        for n in ("gsm8k_tool_sft/checkpoints/global_step_4", "retool_sft/checkpoints/global_step_40")
+        for n in (
+            "gsm8k_tool_sft/checkpoints/global_step_4",
+            "gsm8k_tool_sft_smollm/checkpoints/global_step_345",
+            "retool_sft/checkpoints/global_step_40",
+            "search_r1_sft/checkpoints/global_step_6",
+            "triage_sft/checkpoints/global_step_220",
+        )
     ),
-    "runs/rally/triage_sft/checkpoints/global_step_220/actor",
 )
 ADAPTERS = "runs/rally/gsm8k_tool_sft_lora/checkpoints/global_step_4/actor"
 SMALL_TRAIN = (
@@ -102,10 +107,18 @@ def write_home(home: Path) -> Path:
 
 
 def _write_search(home: Path) -> None:
-    questions = [{"id": f"q{n}", "question": f"Who is {n}?", "golden_answers": [f"Mr {n}"]} for n in range(30)]
+    questions = [
+        {
+            "id": f"q{n}",
+            "question": f"Who is Person {n}?",
+            "golden_answers": [f"Mr {n}"],
+            "supporting_titles": [f"Person {n}"],
+        }
+        for n in range(30)
+    ]
     passages = [{"id": str(n), "title": f"Person {n}", "text": f"{n} is Mr {n}."} for n in range(30)]
     write_rows(questions, home / "hotpotqa" / "train.jsonl")
     write_rows(passages, home / "hotpotqa" / "corpus.jsonl")
     out = home / "data" / "search_r1"
-    build.search_r1(out, home / "hotpotqa", None)
+    build.search_r1(out, home / "hotpotqa", None, sft=True)
     build_index(out / "corpus.jsonl", out / "index", IndexSpec())

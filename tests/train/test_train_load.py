@@ -59,3 +59,15 @@ def test_missing_gguf_and_missing_gpu_are_said():
     if not torch.cuda.is_available():
         with pytest.raises(LoadError, match="no GPU"):
             pick_device("cuda")
+
+
+def test_a_given_template_replaces_the_own_one_and_goes_into_checkpoints(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    file = tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}", encoding="utf-8")
+    for given in (str(file), file.read_text(encoding="utf-8")):
+        load_tokenizer(str(tmp_path / "model"), chat_template=given).save_pretrained(tmp_path / "saved")
+        loaded = load_tokenizer(str(tmp_path / "saved"))
+        assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+    with pytest.raises(LoadError, match=r"none\.jinja cannot be read \(No such file or directory\); name another file"):
+        load_tokenizer(str(tmp_path / "model"), chat_template="none.jinja")

@@ -2,7 +2,8 @@
 
 import json
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def soon(read: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+    """W&B's own process writes on for a moment after it has said that it is done."""
+    until = time.monotonic() + 30
+    while len(rows := read()) < count and time.monotonic() < until:
+        time.sleep(0.05)
+    return rows
+
+
 def test_wandb_keeps_the_history_offline_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     place = make_place(tmp_path)
@@ -58,7 +67,7 @@ def test_wandb_keeps_the_history_offline_and_goes_on(tmp_path: Path, monkeypatch
     send(tracker, ledger, row(2))
     tracker.close(ok=True)
     assert (ledger.id, ledger.through) == (first, 2)
-    rows = wandb_history(place.folder)
+    rows = soon(lambda: wandb_history(place.folder), 3)
     assert [one["_step"] for one in rows] == [0, 1, 2]
     for one in rows:
         assert {name: one[name] for name in NAMES} == {name: row(one["_step"]).metrics[name] for name in NAMES}

@@ -142,7 +142,7 @@ FAULTS = """
 
         async def block(self):
             from rally.tools.calling import call
-            await call(time.sleep, 6)
+            await call(time.sleep, 12)
 
         async def crash(self):
             ran = await run_process(["sh", "-c", "kill -9 $$"])
@@ -182,11 +182,11 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     def script(episode: int, turn: int) -> list[dict[str, Any]]:
         return [{"how": plan[episode]}] if turn == 0 else []
 
-    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 3}}, tool_schema: {FAULT_SCHEMA}}}]"
+    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
     stepped = drill(tools, script, code=FAULTS)
     check_nothing_lost(stepped)
     flood = "x" * 20 + "[99999960 characters cut]" + "x" * 20
-    late = "Error: drill did not answer within 3 seconds."
+    late = "Error: drill did not answer within 8 seconds."
     late = late[:20] + f"[{len(late) - 40} characters cut]" + late[-20:]
     gone = "Error: AttributeError: 'Drill' object has no attribute 'nothing'"
     gone = gone[:20] + f"[{len(gone) - 40} characters cut]" + gone[-20:]

@@ -181,6 +181,9 @@ def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) 
                     "python": python_of(engine, options),
                     "max_start_wait_time": SECONDS["start"] * plan.patience,
                 },
+                **(
+                    {"engine_kwargs": {"vllm": {"disable_log_stats": True}}} if engine == "vllm" else {}
+                ),  # as when bare
                 "multi_turn": {"enable": True, "max_assistant_turns": 8},
                 "agent_loop_config": {"tools": ["calculator"]},
             },

@@ -10,7 +10,8 @@ steps of `rally train` with a calculator, all of them over one start of the serv
 engine's own process, without us. `rally data gsm8k --tool calculator` writes the rows. KEY=VALUE are keys of the
 configuration; with `actor_rollout_ref.rollout.checkpoint_engine.backend=ipc` updates are measured both ways. PYTHON may
 be a script that sets variables and runs one. `--small` divides everything, to try the script on a CPU. Each part has a
-time limit, --out gets what it found at once (ENGINE.json), and at the end servers.json and servers.md.
+time limit (`--patience` multiplies it), --out gets what it found at once (ENGINE.json), and at the end servers.json and
+servers.md.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("mismatch", "speed", "update", "train", "bare")
 MEMORY_SHARE = 0.5
 STEPS = 3
-SECONDS = {"start": 300.0, "served": 660.0, "bare": 330.0}
-"""That a server may take to start, all parts over it together, and the bare engine."""
+SECONDS = {"start": 270.0, "served": 450.0, "bare": 330.0}
+"""That a server may take to start, all parts over it together, and the bare engine; times --patience."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,12 @@ class Plan:
     patience: float = 1.0
 
     @classmethod
-    def of(cls, name: str, small: bool) -> Plan:
+    def of(cls, name: str, small: bool, patience: float) -> Plan:
         if not small:
-            return cls(workload=Workload.named(name))
+            return cls(workload=Workload.named(name), patience=patience)
         workload = Workload.named(name).shortened(32)
         sizes = {"shrink": 32, "running": 16, "episodes": 4, "new": 16, "batch": 2, "n": 2, "response": 48}
-        return cls(workload=workload, patience=4.0, **sizes)
+        return cls(workload=workload, patience=4 * patience, **sizes)
 
     @property
     def window(self) -> int:
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", default="multi-256")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
     options = parser.parse_args(arguments)
     try:
@@ -95,7 +97,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise RallyError(f"there is no part {', '.join(unknown)}; name some of {', '.join(PARTS)}")
     if "train" in parts and options.rows is None:
         raise RallyError("the training steps need --rows; write them with `rally data gsm8k --tool calculator`")
-    circumstances, plan = Circumstances(), Plan.of(options.workload, options.small)
+    circumstances, plan = Circumstances(), Plan.of(options.workload, options.small, options.patience)
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for engine in options.engine.split(","):

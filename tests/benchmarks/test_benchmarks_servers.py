@@ -134,7 +134,7 @@ def test_a_bare_engine_that_fails_is_told(folder: Path, tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho no GPU here >&2\nexit 3\n")
     python.chmod(0o755)
     options = Namespace(model=folder, out=tmp_path, workload="multi-256", vllm_python=python)
-    found = servers.bare("vllm", servers.Plan.of("multi-256", small=True), options)
+    found = servers.bare("vllm", servers.Plan.of("multi-256", small=True, patience=1.0), options)
     assert "exit status 3" in found["bare_failed"]
     assert (tmp_path / "vllm-bare.log").read_text() == "no GPU here\n"
 

@@ -33,6 +33,7 @@ from benchmarks.rollout_workloads import Played, Reply, Workload, play, scripts
 from rally.types import RallyError, SamplingParams
 
 MEMORY_SHARE = 0.8  # of the GPU's memory, for every engine that takes a share; far more than the workloads need
+BATCHED_TOKENS = 8192  # of one forward: what ours and the others' servers take by default, and vLLM in process does not
 ROOM = 16  # tokens beyond the longest conversation: some engines want a little more than they are asked for
 
 
@@ -305,6 +306,7 @@ class Vllm(OtherProcess):
                 dtype=str(default_dtype()).removeprefix("torch."),
                 max_model_len=longest + ROOM,
                 max_num_seqs=running,
+                max_num_batched_tokens=BATCHED_TOKENS,
                 gpu_memory_utilization=MEMORY_SHARE,
                 disable_log_stats=True,
             )

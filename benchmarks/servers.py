@@ -1,22 +1,23 @@
 """Guarantees: what vLLM and SGLang are worth behind our adapter is measured with the parts that a training run uses.
 
     python -m benchmarks.servers --model FOLDER --rows data/gsm8k/train.parquet --out runs/servers \
-        [--engine vllm,sglang] [--vllm-python PYTHON] [--sglang-python PYTHON] [--parts mismatch,update,speed,train] \
-        [KEY=VALUE ...]
+        [--engine vllm,sglang] [--vllm-python PYTHON] [--sglang-python PYTHON] \
+        [--parts mismatch,speed,update,train,bare] [KEY=VALUE ...]
 
-For each server: `mismatch`, how far its log-probabilities are from the trainer's; `update`, seconds until it samples
-from new weights; `speed`, samples/s of a workload of several turns through adapter, router and HTTP, against the bare
-engine in a process of its own; `train`, three steps of `rally train` with a calculator. `rally data gsm8k --tool
-calculator` writes the rows. KEY=VALUE are keys of the configuration. `--small` divides everything, to try the script on
-a CPU. Writes servers.json and servers.md into --out.
+For each server: `mismatch`, how far its log-probabilities are from the trainer's; `speed`, samples/s of a workload of
+several turns through adapter, router and HTTP; `update`, seconds until it samples from new weights; `train`, three
+steps of `rally train` with a calculator, all of them over one start of the server; and `bare`, the workload in the
+engine's own process, without us. `rally data gsm8k --tool calculator` writes the rows. KEY=VALUE are keys of the
+configuration; with `actor_rollout_ref.rollout.checkpoint_engine.backend=ipc` updates are measured both ways. PYTHON may
+be a script that sets variables and runs one. `--small` divides everything, to try the script on a CPU. Each part has a
+time limit (`--patience` multiplies it), --out gets what it found at once (ENGINE.json), and at the end servers.json and
+servers.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
-import itertools
 import json
 import subprocess
 import sys
@@ -26,27 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.mismatch import PROMPTS, Mismatch, compare
 from benchmarks.report import Circumstances
 from benchmarks.rollout import table
-from benchmarks.rollout_workloads import Reply, Workload, play
-from rally.chat import ChatCodec
-from rally.config import load_config
-from rally.engines.remote import RemoteEngine
-from rally.engines.remote.canary import canary
-from rally.track import RunFolder
-from rally.train.load import load_model, load_tokenizer, pick_device
-from rally.train.server_parts import remote_engine_of
-from rally.types import Generation, RallyError, SamplingParams, Segment
+from benchmarks.rollout_workloads import Workload
+from benchmarks.served import Spec
+from rally.types import RallyError
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("mismatch", "update", "speed", "train")
+PARTS = ("mismatch", "speed", "update", "train", "bare")
 MEMORY_SHARE = 0.5
-UPDATES = 3
 STEPS = 3
+SECONDS = {"start": 270.0, "served": 450.0, "bare": 330.0}
+"""That a server may take to start, all parts over it together, and the bare engine; times --patience."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,13 +54,15 @@ class Plan:
     batch: int = 32
     n: int = 8
     response: int = 512
+    patience: float = 1.0
 
     @classmethod
-    def of(cls, name: str, small: bool) -> Plan:
+    def of(cls, name: str, small: bool, patience: float) -> Plan:
         if not small:
-            return cls(workload=Workload.named(name))
+            return cls(workload=Workload.named(name), patience=patience)
         workload = Workload.named(name).shortened(32)
-        return cls(workload=workload, shrink=32, running=16, episodes=4, new=16, batch=2, n=2, response=48)
+        sizes = {"shrink": 32, "running": 16, "episodes": 4, "new": 16, "batch": 2, "n": 2, "response": 48}
+        return cls(workload=workload, patience=4 * patience, **sizes)
 
     @property
     def window(self) -> int:
@@ -86,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", default="multi-256")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
     options = parser.parse_args(arguments)
-    disable_progress_bar()
     try:
         run(options)
     except RallyError as mistake:
@@ -98,61 +93,84 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise RallyError(f"there is no part {', '.join(unknown)}; name some of {', '.join(PARTS)}")
     if "train" in parts and options.rows is None:
         raise RallyError("the training steps need --rows; write them with `rally data gsm8k --tool calculator`")
-    circumstances, plan = Circumstances(), Plan.of(options.workload, options.small)
+    circumstances, plan = Circumstances(), Plan.of(options.workload, options.small, options.patience)
+    options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for engine in options.engine.split(","):
         began = time.perf_counter()
-        found[engine] = measured(engine, parts, plan, options)
+        found[engine] = {}
+        if set(parts) - {"bare"}:
+            found[engine] |= served(engine, parts, plan, options)
+            write(options.out, circumstances, found)  # after each: the machine may be taken back
+        if "bare" in parts:
+            found[engine] |= bare(engine, plan, options)
         found[engine]["minutes"] = (time.perf_counter() - began) / 60
-        write(options.out, circumstances, found)  # after each: the machine may be taken back
+        write(options.out, circumstances, found)
     print(as_markdown(circumstances, found))
     return found
-
-
-def measured(engine: str, parts: Sequence[str], plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    if "speed" in parts:
-        result["bare"] = bare(engine, plan, options)
-        print(f"{engine}, bare: {result['bare']}", flush=True)
-    if set(parts) - {"train"}:
-        model = load_model(str(options.model), device=pick_device(), dtype=options.dtype)
-        result |= asyncio.run(served(engine, model, parts, plan, options))
-        del model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    if "train" in parts:
-        result["train"] = trained(engine, plan, options)
-    return result
 
 
 def python_of(engine: str, options: argparse.Namespace) -> str:
     return str(getattr(options, f"{engine}_python"))
 
 
-def bare(engine: str, plan: Plan, options: argparse.Namespace) -> dict[str, float]:
+def served(engine: str, parts: Sequence[str], plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    """The parts over one start of the server, in a process of their own."""
+    out = (options.out / f"{engine}.json").resolve()
+    out.unlink(missing_ok=True)
+    folder = (options.out / f"{engine}-{int(time.time())}").resolve()
+    spec = Spec(
+        tree=tree_of(engine, plan, options, folder),
+        overrides=tuple(options.overrides),
+        parts=tuple(parts),
+        workload=plan.workload,
+        episodes=plan.episodes,
+        new=plan.new,
+        patience=plan.patience,
+        out=str(out),
+    )
+    path = options.out / f"{engine}-spec.json"
+    path.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
+    words = [sys.executable, "-m", "benchmarks.served", str(path.resolve())]
+    failed = {}
+    try:
+        subprocess.run(words, cwd=ROOT, check=True, timeout=SECONDS["served"] * plan.patience)
+    except subprocess.SubprocessError as problem:
+        failed = {"served_failed": str(problem)}
+    return (json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}) | failed
+
+
+def bare(engine: str, plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     """The engine in the process of its own Python."""
     words = [python_of(engine, options), "-m", "benchmarks.bare_engine", engine, str(options.model), options.workload]
     words += ["--running", str(plan.running), "--shrink", str(plan.shrink)]
-    asked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise RallyError(f"the bare engine failed: {' '.join(words)}\n{asked.stderr[-2000:]}")
-    told: dict[str, float] = json.loads(asked.stdout.splitlines()[-1])
-    return told
+    log = options.out / f"{engine}-bare.log"
+    try:
+        with log.open("w") as errors:
+            limit = SECONDS["bare"] * plan.patience
+            asked = subprocess.run(
+                words, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, check=True, timeout=limit
+            )
+    except subprocess.SubprocessError as problem:
+        return {"bare_failed": f"{problem}; its log is {log}"}
+    return {"bare": json.loads(asked.stdout.splitlines()[-1])}
 
 
 def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The configuration of a run over this server."""
     return {
         "data": {
-            "train_files": str(options.rows) if options.rows else None,
+            "train_files": str(options.rows.resolve()) if options.rows else None,
             "train_batch_size": plan.batch,
             "max_prompt_length": plan.window - plan.response,
             "max_response_length": plan.response,
         },
         "actor_rollout_ref": {
-            "model": {"path": str(options.model), "dtype": options.dtype},
+            "model": {"path": str(options.model.resolve()), "dtype": options.dtype},
             "actor": {"ppo_mini_batch_size": plan.batch, "optim": {"lr": 1e-6}, "ppo_max_token_len_per_gpu": 16384},
             "rollout": {
                 "name": engine,
@@ -161,7 +179,13 @@ def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) 
                 "max_model_len": plan.window,
                 "max_num_seqs": plan.running,
                 "gpu_memory_utilization": MEMORY_SHARE,
-                "server": {"python": python_of(engine, options), "max_start_wait_time": 600},
+                "server": {
+                    "python": python_of(engine, options),
+                    "max_start_wait_time": SECONDS["start"] * plan.patience,
+                },
+                **(
+                    {"engine_kwargs": {"vllm": {"disable_log_stats": True}}} if engine == "vllm" else {}
+                ),  # as when bare
                 "multi_turn": {"enable": True, "max_assistant_turns": 8},
                 "agent_loop_config": {"tools": ["calculator"]},
             },
@@ -176,105 +200,7 @@ def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) 
     }
 
 
-async def served(
-    name: str, model: PreTrainedModel, parts: Sequence[str], plan: Plan, options: argparse.Namespace
-) -> dict[str, Any]:
-    config = load_config(base=tree_of(name, plan, options, options.out / f"{name}-server"), overrides=options.overrides)
-    engine = remote_engine_of(config, model, SamplingParams(max_tokens=plan.new))
-    began = time.perf_counter()
-    result: dict[str, Any] = {}
-    try:
-        await engine.start()
-        result["start_seconds"] = time.perf_counter() - began
-        if "mismatch" in parts:
-            result["mismatch"] = await mismatch(engine, model, plan, options)
-            print(f"{name}, mismatch: {result['mismatch']}", flush=True)
-        if "update" in parts:
-            result["updates"] = [await update(engine, sleep) for sleep in _sleeps(engine)]
-            print(f"{name}, updates: {result['updates']}", flush=True)
-        if "speed" in parts:
-            result["served"] = await speed(engine, plan, model.config.get_text_config().vocab_size)
-            print(f"{name}, served: {result['served']}", flush=True)
-    finally:
-        await engine.close()
-    return result
-
-
-async def mismatch(
-    engine: RemoteEngine, model: PreTrainedModel, plan: Plan, options: argparse.Namespace
-) -> dict[str, float]:
-    codec = ChatCodec(load_tokenizer(str(options.model)))
-    asked = itertools.islice(itertools.cycle(PROMPTS), plan.episodes)
-    prompts = [codec.encode_prompt([{"role": "user", "content": text}]) for text in asked]
-
-    async def one(number: int, ids: Sequence[int]) -> Generation:
-        params = SamplingParams(temperature=1.0, max_tokens=plan.new, seed=number, stop_ids=codec.stop_ids)
-        return await engine.generate(ids, params, session=str(number))
-
-    generations = await asyncio.gather(*(one(number, ids) for number, ids in enumerate(prompts)))
-    pairs = zip(prompts, generations, strict=True)
-    segments = [Segment(prompt_ids=tuple(ids)).append_sampled(generation) for ids, generation in pairs]
-    return Mismatch.of(*compare(model, segments))._asdict()
-
-
-def _sleeps(engine: RemoteEngine) -> list[bool]:
-    """Updates of servers that are awake; where they share the trainer's GPU, of sleeping ones too."""
-    return [False] * UPDATES + [True] * (UPDATES if engine.settings.sleeps else 0)
-
-
-async def update(engine: RemoteEngine, sleep: bool) -> dict[str, float]:
-    """What `rally train` does between two steps; the weights are written anew, though they are the same."""
-    began = time.perf_counter()
-    if sleep:
-        await engine.rest()
-    resting = time.perf_counter() - began
-    with engine.updating():
-        pass
-    began = time.perf_counter()
-    told = await engine.publish()
-    whole = time.perf_counter() - began
-    began = time.perf_counter()
-    await canary(engine.servers[0], engine.oracle)
-    return {
-        "asleep": float(sleep),
-        "sleep": resting,
-        "whole": whole,
-        "write": told["timing_s/write_weights"],
-        "canary": time.perf_counter() - began,
-    }
-
-
-async def speed(engine: RemoteEngine, plan: Plan, vocabulary: int) -> dict[str, float]:
-    async def sample(ids: Sequence[int], count: int) -> Reply:
-        generation = await engine.generate(ids, SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True))
-        return Reply(generation.ids, generation.logprobs, generation.cached_tokens)
-
-    await play(sample, plan.workload, vocabulary, seed=-1)
-    played = await play(sample, plan.workload, vocabulary, seed=0)
-    return {"seconds": played.seconds, "samples_per_second": plan.workload.conversations / played.seconds}
-
-
-def trained(engine: str, plan: Plan, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Metrics of the steps of a whole run."""
-    folder = options.out / f"{engine}-train-{int(time.time())}"
-    tree = options.out / f"{engine}-train.yaml"
-    tree.parent.mkdir(parents=True, exist_ok=True)
-    tree.write_text(json.dumps(tree_of(engine, plan, options, folder.resolve())), encoding="utf-8")
-    words = [sys.executable, "-m", "rally.cli", "train", str(tree.resolve()), *options.overrides]
-    subprocess.run(words, cwd=ROOT, check=True)
-    return [
-        {name: row.metrics[name] for name in STEP if name in row.metrics} for row in RunFolder(folder).read_metrics()
-    ]
-
-
-STEP = (
-    *("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/update_weights"),
-    *("actor/rollout_mismatch_kl", "critic/score/mean", "num_turns/mean", "engine/canary_difference"),
-)
-
-
 def write(folder: Path, circumstances: Circumstances, found: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     told = {**dataclasses.asdict(circumstances), "device": _device(), "servers": found}
     (folder / "servers.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     (folder / "servers.md").write_text(as_markdown(circumstances, found), encoding="utf-8")
@@ -291,18 +217,30 @@ def _rows(engine: str, result: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("start, with probe", f"{result['start_seconds']:.0f} s"))
     if found := result.get("mismatch"):
         rows.append(("k3 against the trainer", f"{found['k3']:.1e} over {found['tokens']} tokens"))
-    for one in result.get("updates", ()):
-        of = "sleeping" if one["asleep"] else "awake"
+    rows += _speed_rows(result)
+    for one in result.get("update", ()):
+        of = f"weight update by {one['way']}, {'sleeping' if one['asleep'] else 'awake'}"
         told = f"{one['whole']:.2f} s (write {one['write']:.2f}, canary {one['canary']:.2f}, sleep {one['sleep']:.2f})"
-        rows.append((f"weight update, {of}", told))
-    if "served" in result:
-        ours, other = (result[name]["samples_per_second"] for name in ("served", "bare"))
-        rows.append(("samples/s, served and bare", f"{ours:.1f} and {other:.1f}: {ours / other:.0%}"))
+        rows.append((of, told))
     for step, one in enumerate(result.get("train", ()), 1):
         told = ", ".join(f"{name} {value:.3g}" for name, value in one.items())
         rows.append((f"training step {step}", told))
-    rows.append(("all of this", f"{result['minutes']:.1f} minutes"))
+    rows += [(name.replace("_", " "), str(why)) for name, why in result.items() if name.endswith("_failed")]
+    if "minutes" in result:
+        rows.append(("all of this", f"{result['minutes']:.1f} minutes"))
     return [(engine, *row) for row in rows]
+
+
+def _speed_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rates = {
+        name: result[key]["samples_per_second"]
+        for name, key in (("served", "speed"), ("bare", "bare"))
+        if key in result
+    }
+    rows = [(f"samples/s, {name}", f"{rate:.1f}") for name, rate in rates.items()]
+    if len(rates) == 2:
+        rows.append(("served against bare", f"{rates['served'] / rates['bare']:.0%}"))
+    return rows
 
 
 def _device() -> str:

@@ -46,7 +46,7 @@ class FakeServer:
     label: str = "default"
     asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
     sleepless: bool = False
-    handles: str = "taken"  # or refused, or garbled: it says that it has taken them, and has not
+    handles: str = "taken"  # or refused, fatal, or garbled: it says that it has taken them, and has not
     pace: float = 0.0  # seconds a token takes
 
     async def __aenter__(self) -> Self:
@@ -190,6 +190,9 @@ class FakeServer:
         """Weights by handles, which a test makes of the tensors themselves."""
         if self.handles == "refused":
             return 400, {"error": "Refusing to deserialize"}
+        if self.handles == "fatal":
+            self.orders.append(500)  # a dead one takes no files either
+            raise ConnectionError
         weights = pickle.loads(base64.b64decode(pickled))
         if names is not None:
             weights = [(name, handle["gpu"][0]) for name, handle in zip(names, weights, strict=True)]

@@ -14,6 +14,7 @@ from test_engines_remote import SETTINGS, change, oracle_of
 
 from rally.engines import EngineError
 from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, WeightHandles, handles
+from rally.engines.remote.canary import canary
 from rally.engines.remote.handles import Handles
 
 DIALECTS = {"vllm": Vllm, "sglang": Sglang}
@@ -96,3 +97,20 @@ async def test_weights_arrive_by_handles_or_else_by_files(
         assert ["by CUDA IPC they did not arrive" in text for text in caplog.messages] == [True] * (taken != "taken")
         await engine.close()
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+async def test_a_server_that_dies_of_handles_is_given_files_when_it_is_back(name: str, tmp_path: Path) -> None:
+    model = make_model(seed=0)
+    transport = WeightHandles(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
+    await transport.take(1)
+    async with FakeServer(name, make_model(seed=1), handles="fatal") as fake:
+        server = ServerReplica(fake.url, DIALECTS[name]())
+        with pytest.raises(EngineError):
+            await transport.send(server, "keep")
+        await transport.send(server, "keep")  # started again
+        assert await canary(server, oracle_of(model)) < 1e-4
+        asked = [path for path, _ in fake.log if "weights_from_tensor" in path or path == "/update_weights"]
+        assert len(asked) == 1, "it would have died again"
+        await server.close()
+    transport.close()

@@ -1,13 +1,16 @@
 """Every way in which a server can fail has one outcome, and what it answers is used only when it is whole."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from fake_server import FakeServer
 
 from rally.engines import EngineError
 from rally.engines.remote import ClientSettings, Dialect, Launch, ServerReplica, Sglang, Vllm
+from rally.engines.remote.interpreter import ask
 from rally.engines.replica import ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.router import Router
 from rally.types import SamplingParams, WeightSpan
@@ -229,12 +232,32 @@ async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_r
     await replica.close()
 
 
+async def test_vllm_is_asked_for_its_last_word_alone() -> None:
+    async with FakeServer("vllm") as fake:
+        replica = await replica_of(fake)
+        await replica.generate([1, 2, 3], PARAMS)
+        await replica.close()
+    (asked,) = [body["sampling_params"] for path, body in fake.log if path == "/inference/v1/generate"]
+    assert asked["output_kind"] == 2, "with 0 vLLM makes an output of all tokens so far at every token"
+
+
+def test_a_script_that_sets_variables_can_stand_for_a_python(tmp_path: Path) -> None:
+    (tmp_path / "only_there").mkdir()
+    (tmp_path / "only_there" / "__init__.py").write_text("")
+    script = tmp_path / "python.sh"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    assert ask(str(script), "only_there", "print(root.name)") == "only_there"
+    with pytest.raises(EngineError, match="has no only_there"):
+        ask(sys.executable, "only_there")
+
+
 @pytest.mark.parametrize(
     ("name", "in_flight", "paused", "flushed"),
     [
         ("vllm", "abort", "/pause?mode=abort", "/reset_prefix_cache"),
-        ("vllm", "keep", "/pause?mode=keep", None),
-        ("vllm", "recompute", "/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true"),
+        ("vllm", "keep", "/pause?mode=keep&clear_cache=false", None),
+        ("vllm", "recompute", "/pause?mode=keep&clear_cache=false", "/reset_prefix_cache?reset_running_requests=true"),
         ("sglang", "abort", {"mode": "abort"}, True),
         ("sglang", "keep", {"mode": "in_place"}, False),
         ("sglang", "recompute", {"mode": "retract"}, True),

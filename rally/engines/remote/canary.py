@@ -44,8 +44,9 @@ class Oracle:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Kernels round differently: hardly in float32, visibly in half precision."""
-    return 1e-3 if dtype == torch.float32 else 0.3
+    """Kernels round differently: hardly in float32, visibly in half precision, where logits between 32 and 64 lie 0.25
+    apart, and two sound implementations may be two of these steps from each other."""
+    return 1e-3 if dtype == torch.float32 else 0.5
 
 
 async def canary(server: ServerReplica, oracle: Oracle) -> float:

@@ -82,8 +82,8 @@ class WeightHandles:
         try:
             await server.load(Handles(self._weights()), self.version, in_flight)
         except (EngineError, RuntimeError) as problem:  # there is memory that torch cannot share
+            self.doubt(EngineError(str(problem)))  # now: SGLang dies of handles it cannot open, and would die again
             await self._send_files(server, in_flight)
-            self.doubt(EngineError(str(problem)))  # the server is well, so it was the way
 
     async def _send_files(self, server: ServerReplica, in_flight: InFlight) -> None:
         await self.folder()

@@ -15,6 +15,8 @@ from rally.types import Generation
 # The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
 SCALE_OUT = "print(any('enable_scale_out' in f.read_text() for f in (root / 'entrypoints').rglob('cli_args.py')))"
 
+FINAL_ONLY = 2  # else it makes an output of all tokens so far at each of them, and throws all but the last away
+
 
 class Vllm:
     """The `Dialect` of vLLM."""
@@ -33,6 +35,7 @@ class Vllm:
             "ignore_eos": True,  # the caller's stop ids are the only ones, whatever the model's own files say
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
+            "output_kind": FINAL_ONLY,
         }
         if params.seed is not None:
             sampling["seed"] = params.seed
@@ -65,7 +68,8 @@ class Vllm:
         return None
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
-        pause = "abort" if in_flight == "abort" else "keep"
+        # Unless told, 0.26 also drops the KV of requests that it keeps; whose prefixes are old is what salts are for.
+        pause = "abort" if in_flight == "abort" else "keep&clear_cache=false"
         fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
         reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
         return (

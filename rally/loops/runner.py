@@ -161,12 +161,12 @@ class Runner:
         self, job: Job, output: AgentLoopOutput, server: EpisodeServer, timings: dict[str, float], attempt: int
     ) -> Episode:
         extra = dict(output.extra_fields)
-        timings = {"generate": server.seconds, **extra.pop("timings", {}), **timings}
+        timings = {"generate": server.seconds, **output.seconds(), **extra.pop("timings", {}), **timings}
         if attempt:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
-        segments = output.as_segments()
+        segments = output.as_segments(server.said)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(

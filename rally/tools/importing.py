@@ -54,6 +54,6 @@ def _import_module(name: str, folders: Iterable[Path], where: str) -> ModuleType
 
 def _broken(what: str, failed: ImportFailed) -> ToolConfigError:
     advice, cause = "", failed.__cause__
-    if isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "verl":
-        advice = "; import BaseTool and ToolResponse from rally.tools instead, BaseInteraction from rally.interactions"
+    if isinstance(cause, ImportError) and (cause.name or "").split(".")[0] == "verl":
+        advice = "; the names of verl that Rally stands in for are listed in docs/from_verl.md"
     return ToolConfigError(f"{what} cannot be imported: {failed}{advice}")

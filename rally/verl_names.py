@@ -1,8 +1,8 @@
 """A file written for verl finds the names it imports: each is the one of Rally that does the same.
 
 Where verl is not installed, `from verl.tools.base_tool import BaseTool` gives `rally.tools.BaseTool`, and so on down
-the table, so that tools, users, rewards and agent loops can be brought along as they are. A name or module that is not in
-the table cannot be imported, as ever. An installed verl goes before all of this.
+the table, so that tools, users, rewards and agent loops can be brought along as they are. A name or module that is not
+in the table cannot be imported, as ever. An installed verl goes before all of this.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ NAMES: dict[str, dict[str, str]] = {
     f"{SCORES}.gsm8k": {"compute_score": "rally.rewards.brought.gsm8k"},
     f"{SCORES}.math_dapo": {"compute_score": "rally.rewards.brought.math_dapo"},
     f"{SCORES}.search_r1_like_qa_em": {"compute_score": "rally.rewards.brought.search_r1"},
+    "verl.utils.dataset": {"RLHFDataset": "rally.data.custom.FileRows"},
+    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "rally.data.custom.FileRows"},
     "verl.utils.profiler": {"simple_timer": "rally.loops.brought.simple_timer"},
     "verl.utils.rollout_trace": {"rollout_trace_op": "rally.loops.brought.rollout_trace_op"},
 }

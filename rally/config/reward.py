@@ -67,10 +67,12 @@ class RewardModelConfig(Section):
     num_workers: Count | None = None
     """The same as reward.num_workers."""
     reward_manager: Manager = "naive"
-    """The same as reward_manager.name and reward.reward_manager.name."""
+    """The same as reward_manager.name and reward.reward_manager.name. prime and remote are naive: a function of your
+    own always runs in processes."""
 
     use_reward_loop: Annotated[bool, Only(True, because="episodes are scored as they finish")] = True
     launch_reward_fn_async: bool = False
+    """Episodes are always scored as they finish, so both values are right."""
 
     enable: bool = False
     enable_resource_pool: bool = False

@@ -66,8 +66,10 @@ class SftData(Section):
     seed: Int | None = None
     """None takes trainer.seed."""
 
-    micro_batch_size: Annotated[Count | None, Only(None, because=BY_TOKENS)] = None
-    use_dynamic_bsz: Annotated[bool, Only(True, because=BY_TOKENS)] = True
+    micro_batch_size: Count | None = None
+    """The same as micro_batch_size_per_gpu."""
+    use_dynamic_bsz: bool = True
+    """False takes the token budget away, so that micro_batch_size_per_gpu alone says how much a pass holds."""
     pad_mode: Annotated[str, Only("no_padding", because=BY_TOKENS)] = "no_padding"
     balance_dp_token: Annotated[bool, Only(False, because="there is one device")] = False
     use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
@@ -98,7 +100,8 @@ class SftModel(LoraKeys):
     override_config: dict[str, Any] = Field(default_factory=dict)
     dtype: Dtype = "auto"
 
-    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
     use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
 
     strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
@@ -143,7 +146,8 @@ class SftConfig(Root):
     optim: SftOptim = SftOptim()
     trainer: SftTrainer = SftTrainer()
 
-    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
     ulysses_sequence_parallel_size: Count = 1
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rally.data.messages import check_mapping, check_messages, shown
-from rally.data.read import DataError, Files, Place, Row, RowSet
+from rally.data.read import DataError, Files, Place, Row, Rows, RowSet
 from rally.types import Message, Task
 
 TaskSet: TypeAlias = RowSet[Task]
@@ -26,15 +26,17 @@ def load_tasks(
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int = 0,
+    rows: Rows | None = None,
 ) -> TaskSet:
-    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated; or of `rows`,
+    which a user's class made of the files.
 
     `max_samples` (-1: all) takes the first rows, or with `shuffle` a random choice by `seed`. The order of
     training is not decided here: that is the sampler's.
     """
     if max_samples < 1 and max_samples != -1:
         raise DataError(f"max_samples is {max_samples}; it must be -1 (all rows) or at least 1")
-    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key))
+    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key), rows)
     if 0 < max_samples < len(tasks):
         tasks = tasks.select(_sample(len(tasks), max_samples, shuffle, seed))
     tasks.validate()

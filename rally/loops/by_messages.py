@@ -1,8 +1,8 @@
 """A loop that speaks in messages is trained on the tokens that were sampled, not on its messages encoded again.
 
 Such a loop writes `generate(llm_server, data)` over lists of messages, asks `llm_server.generate(prompts=[history])`
-for the text of the next turn, and returns its histories. Here each episode is one such call with one prompt. A history that
-goes on from what was said before extends the segment; one that was edited opens a new segment, as a template that
+for the text of the next turn, and returns its histories. Here each episode is one such call with one prompt. A history
+that goes on from what was said before extends the segment; one that was edited opens a new segment, as a template that
 rewrites history does.
 """
 

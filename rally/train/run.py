@@ -148,6 +148,7 @@ def _trainer(
         parts.optimizer_settings_of(config),
         max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.actor.fsdp_config.optimizer_offload,
     )
     if checkpoint:
         policy.load_state(checkpoint.state())

@@ -59,7 +59,7 @@ def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str) -> Tas
         raise DataError(f"agent_name is {shown(agent_name)}; it must be a string, or absent")
     prompt = _prompt(row, prompt_key)
     reward_model = _reward_model(row)
-    extra = check_mapping(row.get("extra_info"), "extra_info")
+    extra = _with_selection(check_mapping(row.get("extra_info"), "extra_info"), row.get("tools"))
     tools = _tools_kwargs(extra)
     interaction = check_mapping(extra.get("interaction_kwargs"), "extra_info.interaction_kwargs")
     decoded = {prompt_key: prompt, "reward_model": reward_model, "extra_info": extra}
@@ -110,6 +110,18 @@ def _tools_kwargs(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
         name: check_mapping(kwargs, f"{field}.{name}")
         for name, kwargs in check_mapping(extra.get("tools_kwargs"), field).items()
     }
+
+
+def _with_selection(extra: dict[str, Any], tools: Any) -> dict[str, Any]:
+    """A column `tools` of names is a second place for extra_info.tool_selection."""
+    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
+        return extra
+    selection = extra.get("tool_selection", tools)
+    if selection != tools:
+        raise DataError(
+            f"tools is {shown(tools)} but extra_info.tool_selection is {shown(selection)}; they must agree, keep one"
+        )
+    return {**extra, "tool_selection": tools}
 
 
 def _found(row: Row, key: str) -> str:

@@ -99,9 +99,11 @@ class BroughtLoop(AgentLoopBase):
 
 
 def known_to_us(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters without those that say what is always so: log-probs come back, and nothing is penalised."""
+    """The parameters by our names, without those that say what is always so: log-probs come back, nothing is
+    penalised."""
     always = {"logprobs": (True, 0, 1), "repetition_penalty": (1.0,)}
-    return {key: value for key, value in sampling_params.items() if value not in always.get(key, ())}
+    told = {key: value for key, value in sampling_params.items() if value not in always.get(key, ())}
+    return {"max_tokens" if key == "max_new_tokens" else key: value for key, value in told.items()}
 
 
 @contextmanager

@@ -25,7 +25,10 @@ SAME_AS: Pairs = (
     ("reward_model.num_workers", "reward.num_workers"),
 )
 """A second name, and the key that rules."""
-SFT_SAME_AS: Pairs = (("data.micro_batch_size", "data.micro_batch_size_per_gpu"),)
+SFT_SAME_AS: Pairs = (
+    ("data.micro_batch_size", "data.micro_batch_size_per_gpu"),
+    ("optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
+)
 
 
 def with_ruling_keys(tree: dict[str, Any], pairs: Pairs) -> dict[str, Any]:

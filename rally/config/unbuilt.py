@@ -38,19 +38,23 @@ CRITIC_MODEL = (
     *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
     *("target_modules", "exclude_modules"),
 )
-MODEL_MEMORY = {
-    "offload_policy": "leave it out to train on one device",
-    "model_dtype": f"leave it out and set {M}dtype; the optimizer always keeps float32",
-    "dtype": f"leave it out and set {M}dtype",
-    "seed": "leave it out and set trainer.seed",
-    "full_determinism": f"leave it out and set {R}deterministic=true",
-    "forward_only": OUT,
-}
-POLICY_MEMORY = {**MODEL_MEMORY, "param_offload": "leave it out, the engine runs the trainer's own weights"}
-REFERENCE_MEMORY = {**MODEL_MEMORY, "optimizer_offload": "leave it out, the reference has no optimizer"}
-CRITIC_MEMORY = {**MODEL_MEMORY, "param_offload": "leave it out, the critic stays on the device"}
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
+STAYS = "leave it out, the model stays on the device"
+
+
+def memory(section: str, model: str = M, **more: str) -> Iterator[Unbuilt]:
+    """What an fsdp_config cannot say yet of how a model lies in memory."""
+    told = {
+        "offload_policy": ONE_DEVICE,
+        "model_dtype": f"leave it out and set {model}dtype, beside which the optimizer keeps float32",
+        "dtype": f"leave it out and set {model}dtype",
+        "seed": "leave it out and set trainer.seed",
+        "full_determinism": OUT if model != M else f"leave it out and set {R}deterministic=true",
+        "forward_only": OUT,
+    }
+    return (Unbuilt(f"{section}.{name}", instead) for name, instead in {**told, **more}.items())
+
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # engines
@@ -107,9 +111,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{A}use_prefix_grouper", OUT),
     Unbuilt(f"{A}router_replay", OUT),
     # where and how the model is trained
-    *(Unbuilt(f"{A}fsdp_config.{name}", how) for name, how in POLICY_MEMORY.items()),
-    *(Unbuilt(f"critic.fsdp_config.{name}", how) for name, how in CRITIC_MEMORY.items()),
-    *(Unbuilt(f"actor_rollout_ref.ref.fsdp_config.{name}", how) for name, how in REFERENCE_MEMORY.items()),
+    *memory(f"{A}fsdp_config", param_offload="leave it out, the policy stays on the device"),
+    *memory("critic.fsdp_config", param_offload="leave it out, the critic stays on the device"),
+    *memory("actor_rollout_ref.ref.fsdp_config", optimizer_offload="leave it out, the reference has no optimizer"),
     Unbuilt(f"{A}strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unbuilt(f"{A}ulysses_sequence_parallel_size", ONE_DEVICE),
     Unbuilt(f"{A}use_torch_compile", OUT),
@@ -180,7 +184,7 @@ SFT_UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.image_key", TEXT_ONLY),
     Unbuilt("data.video_key", TEXT_ONLY),
     Unbuilt("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unbuilt("model.fsdp_config", ONE_DEVICE),
+    *memory("model.fsdp_config", "model.", **dict.fromkeys(("param_offload", "cpu_offload", "offload_params"), STAYS)),
     Unbuilt("model.external_lib", OUT),
     Unbuilt("model.use_liger", OUT),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),

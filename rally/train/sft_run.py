@@ -226,6 +226,7 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
         optimizer_settings(config.optim, config.optim.clip_grad, limits),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
         policy.load_state(start.state())

@@ -208,13 +208,14 @@ def index(
     query_prefix: Annotated[str | None, typer.Option(help="Before queries, if not the encoder's own.")] = None,
     passage_prefix: Annotated[str | None, typer.Option(help="Before passages, if not the encoder's own.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens the encoder reads of a text.", min=1)] = None,
+    faiss: Annotated[Path | None, typer.Option(help="Vectors that were made before, such as e5_Flat.index.")] = None,
 ) -> None:
     """Make a corpus searchable, for `rally serve retrieval` and the tool `search`."""
     from rally.retrieval import IndexSpec, build_index
 
     said = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
     recipe = {**said, "max_length": max_length}
-    spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe)
+    spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe, ready=faiss)
     console = _console()
     built = build_index(corpus, out, spec, _progress(console))
     console.table("written", [[str(built.path), f"{built.passages:,} passages"], *built.facts()])

@@ -78,7 +78,8 @@ from verl.trainer.ppo.reward_score.base import RewardManager
 
 @RewardManager.register("shop")
 def compute_reward(data):
-    return [sum(len(turn["content"]) for turn in t if turn["role"] == "assistant") % 5 / 5 for t in data["trajectories"]]
+    said = [[turn["content"] for turn in t if turn["role"] == "assistant"] for t in data["trajectories"]]
+    return [len("".join(texts)) % 5 / 5 for texts in said]
 """
 LOOP = """
 from verl.protocol import DataProto

@@ -91,7 +91,12 @@ tools:
     description: "Evaluates an expression"
     parameters: {type: object, properties: {expression: {type: string, description: "What to evaluate"}}}
   - class_name: "verl.tools.search_tool.SearchTool"
-    config: {"retrieval_service_url": "http://127.0.0.1:9/retrieve", "num_workers": 7, "rate_limit": 9, "default_timeout": 30}
+    config: {
+      "retrieval_service_url": "http://127.0.0.1:9/retrieve",
+      "num_workers": 7,
+      "rate_limit": 9,
+      "default_timeout": 30
+    }
   - class_name: "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
     config: {sandbox_fusion_url: "http://127.0.0.1:9/run_code", num_workers: 5, rate_limit: 5, default_timeout: 30}
 """

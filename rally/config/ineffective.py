@@ -48,6 +48,10 @@ def _loss(config: Config) -> Iterator[Idle]:
 
 
 def _reward(config: Config) -> Iterator[Idle]:
+    if config.reward_manager_name != "rate_limited":
+        why = "without reward_model.reward_manager=rate_limited; set that, or leave it out"
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout"):
+            yield Idle(f"reward_model.{name}", why)
     given = "reward_model.reward_kwargs"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows

@@ -26,7 +26,7 @@ SERVERS = "leave it out, it is for engines other than the embedded one"
 TEXT_ONLY = "leave it out, rows are text only"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
-MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch", "prime", "remote")
+MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch", "prime", "rate_limited", "remote")
 LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
 LOGGER = "use console, file, tensorboard, mlflow or wandb"
 ESTIMATORS = (
@@ -158,11 +158,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("reward_model.reward_loop_source", RULE_REWARDS),
     Unbuilt("reward_model.reward_loop_module_path", RULE_REWARDS),
     Unbuilt("reward_model.reward_loop_class_name", RULE_REWARDS),
-    Unbuilt("reward_model.max_concurrent", RULE_REWARDS),
-    Unbuilt("reward_model.max_rpm", RULE_REWARDS),
-    Unbuilt("reward_model.max_tpm", RULE_REWARDS),
-    Unbuilt("reward_model.estimated_tokens_per_request", RULE_REWARDS),
-    Unbuilt("reward_model.timeout", "leave it out and set reward.timeout"),
     # data
     Unbuilt("data.datagen", "leave it out, rows come from files"),
     Unbuilt("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),

@@ -211,8 +211,10 @@ def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
 
 
 def scorer_of(config: Config) -> Scorer:
-    workers = config.reward_model.num_workers or config.reward.num_workers
-    return Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
+    spec, reward, limited = parts.reward_spec_of(config), config.reward, config.reward_model
+    if config.reward_manager_name == "rate_limited":
+        return Scorer(spec, limited.max_concurrent, limited.timeout, limited.calls_per_minute)
+    return Scorer(spec, reward.num_workers, reward.timeout)
 
 
 def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:

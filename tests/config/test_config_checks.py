@@ -312,7 +312,13 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=rate_limited is not built yet; use naive, dapo or batch." in told(f"{key}=rate_limited")
+    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in told(f"{key}=gdpo")
+
+
+def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
+    config = load("reward_model.reward_manager=rate_limited", "reward_model.max_rpm=90", "reward_model.max_tpm=120000")
+    assert config.reward_model.calls_per_minute == 60
+    assert "has no effect without reward_model.reward_manager=rate_limited" in told("reward_model.max_rpm=90")
 
 
 def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:

@@ -172,6 +172,7 @@ class LoopContext:
     check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
     began: float = field(default_factory=time.perf_counter)  # the episode
     ends_at: float | None = None  # when the step's time is up, by time.perf_counter
+    run_config: Any = None  # the keys of the run, which nothing here reads; for loops written for verl
 
     def turn_seconds(self, began: float) -> float | None:
         """How long the next turn of an exchange that began at `began` may take."""

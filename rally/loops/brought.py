@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from rally.loops.base import AgentLoopBase, EpisodeServer, LoopError
@@ -75,11 +76,16 @@ class BroughtLoop(AgentLoopBase):
             )
         super().__init__(**options)
 
-    @property
+    @cached_property
+    def config(self) -> Any:
+        """All keys of the run, `config.actor_rollout_ref.rollout.response_length` and the like."""
+        return self.context.run_config
+
+    @cached_property
     def server_manager(self) -> ServerManager:
         return ServerManager(self.server)
 
-    @property
+    @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 

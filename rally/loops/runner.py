@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
@@ -52,6 +53,7 @@ class Runner:
     override_rows: bool = False  # the default loop is used even where a row names another
     loops: Mapping[str, LoopSpec] = field(default_factory=dict)
     max_retries: int = 0
+    run_config: Any = None  # the keys of the run, for loops written for verl
 
     async def run(
         self,
@@ -137,6 +139,7 @@ class Runner:
             check_tokens=job.check_tokens,
             began=began,
             ends_at=ends_at,
+            run_config=self.run_config,
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}

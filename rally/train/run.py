@@ -21,6 +21,7 @@ from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder
 from rally.train import critic_parts, data_parts, parts, server_parts, tracking_parts
+from rally.train.brought import config_for_loops
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
@@ -207,6 +208,7 @@ def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
         override_rows=config.rollout.agent_loop_class is not None,
         loops=parts.loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
+        run_config=config_for_loops(config),
     )
 
 

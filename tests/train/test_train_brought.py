@@ -98,6 +98,22 @@ class Twice(AgentLoopBase):
         output.batch["response"] = [history]
         return output
 """
+TOKENS = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class Once(AgentLoopBase):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.response_length = self.config.actor_rollout_ref.rollout.response_length
+        self.turns = self.config.actor_rollout_ref.rollout.multi_turn.get("max_assistant_turns")
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        said = await self.server_manager.generate(request_id="r", prompt_ids=prompt, sampling_params=sampling_params)
+        ids = said.token_ids[: self.response_length]
+        extra = {"seen": [self.response_length, self.turns]}
+        return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=[1] * len(ids), extra_fields=extra)
+"""
 ROW = {
     "data_source": "shop",
     "agent_name": "tool_agent",
@@ -120,7 +136,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_model(tmp_path / "model")
     (tmp_path / "config").mkdir()
     texts = {"config/shop_grpo.yaml": CONFIG, "stock_tool.py": TOOL, "tools.yaml": TOOLS}
-    for name, text in {**texts, "shop_reward.py": REWARD, "twice_loop.py": LOOP}.items():
+    for name, text in {**texts, "shop_reward.py": REWARD, "twice_loop.py": LOOP, "once_loop.py": TOKENS}.items():
         (tmp_path / name).write_text(text)
     write_rows([ROW] * 4, tmp_path / "train.parquet")
     return tmp_path
@@ -176,3 +192,12 @@ def test_the_same_with_a_loop_over_messages(shop: Path) -> None:
         roles = [turn.role for turn in episode.turns]
         assert roles[:2] == ["assistant", "user"]
         assert all(0 < turn.end - turn.start <= 5 for turn in episode.turns if turn.role == "assistant")
+
+
+def test_a_loop_over_tokens_reads_the_keys_of_the_run(shop: Path) -> None:
+    run = trained(shop, [f"{R}.agent_loop_class=once_loop.Once"])
+    episodes = list(run.read_episodes(1))
+    assert len(episodes) == 8 and all(e.error is None for e in episodes)
+    assert all(e.extra["seen"] == [24, 2] for e in episodes)
+    sampled = [logprob for e in episodes for s in e.segments for logprob in s.response_logprobs]
+    assert sampled and all(logprob < 0 for logprob in sampled)

@@ -40,6 +40,10 @@ def sft_ineffective(config: SftConfig) -> Iterator[str]:
 
 
 def _loss(config: Config) -> Iterator[Idle]:
+    if not config.rollout.skip_rollout:
+        key = "actor_rollout_ref.rollout.skip_rollout"
+        why = f"without {key}=true; set that, or leave it out"
+        yield Idle("actor_rollout_ref.rollout.skip_dump_dir", why, ("/tmp/rollout_dump",))
     if not config.actor.use_kl_loss:
         why = f"without {A}.use_kl_loss=true; set that, or leave it out"
         yield from (Idle(f"{A}.kl_loss_coef", why, (0.0,)), Idle(f"{A}.kl_loss_type", why))

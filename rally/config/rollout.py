@@ -269,7 +269,10 @@ class RolloutConfig(LogProbKeys):
     multi_stage_wake_up: bool = False
     engine_kwargs: EngineKwargs = EngineKwargs()
     skip_rollout: bool = False
+    """Training episodes that were sampled once, by a run of the same name, prompts and lengths, are taken from
+    skip_dump_dir instead: for work on what comes after the rollout."""
     skip_dump_dir: PathText | None = None
+    """None is rollout_dump in the folder for temporary files."""
     enable_rollout_routing_replay: bool = False
     quantization: str | None = None
     quantization_config_file: PathText | None = None

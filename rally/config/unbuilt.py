@@ -79,8 +79,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     # sampling
     Unbuilt(f"{R}repetition_penalty", "leave it out, what is sampled must be the policy that is trained"),
     Unbuilt(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
-    Unbuilt(f"{R}skip_rollout", OUT),
-    Unbuilt(f"{R}skip_dump_dir", OUT),
     Unbuilt(f"{R}cudagraph_capture_sizes", "leave it out, the engine captures what it meets"),
     Unbuilt(f"{R}quantization", OUT),
     Unbuilt(f"{R}quantization_config_file", OUT),

@@ -80,7 +80,7 @@ class Runner:
 
         async def one(job: Job) -> Episode:
             try:
-                episode = await self._episode(job, sampling, ends_at)
+                episode = await self.episode(job, sampling, ends_at)
                 if engine and more is None:
                     engine.dismiss(job.episode_id)  # nobody waits for a score that nothing depends on
                 episode = await finish(episode) if finish else episode
@@ -95,7 +95,8 @@ class Runner:
             begin(jobs)
         return [task.result() for task in tasks]
 
-    async def _episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+    async def episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+        """Hold one exchange; `ends_at`, by time.perf_counter, is when its step's time is up."""
         if job.baseline:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):

@@ -29,6 +29,7 @@ from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
+from rally.train.skip import skipping
 from rally.train.watch import watched
 from rally.types import RallyError
 
@@ -221,7 +222,7 @@ def scorer_of(config: Config) -> Scorer:
 
 def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
-        runner=runner_of(config, inputs, engine),
+        runner=skipping(runner_of(config, inputs, engine), config),
         scorer=scorer_of(config),
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,

@@ -93,3 +93,11 @@ def offer_verl_names() -> None:
     """From now on, files written for verl can be imported in this process."""
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
         sys.meta_path.append(StandIns())
+
+
+def of_installed_verl(cls: Any) -> bool:
+    """Whether a class derives from one of a verl that is installed here, which Rally knows nothing of."""
+    return isinstance(cls, type) and any(base.__module__.split(".")[0] == "verl" for base in cls.__mro__)
+
+
+INSTALLED = "derives from the verl that is installed here; use an environment without it, where its names are Rally's"

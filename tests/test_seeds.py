@@ -16,8 +16,9 @@ from rally.cli import app
 from rally.config import ConfigError, load_config, load_sft_config
 from rally.data import DataError, load_tasks, write_rows
 from rally.interactions import load_interactions
+from rally.loops.registry import import_loop
 from rally.tools import ToolBox, load_tools
-from rally.types import Task, ToolCall, ToolStatus
+from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
@@ -264,3 +265,12 @@ def test_the_flags_that_name_a_file(words: list[str], sentence: str) -> None:
 def test_folders_to_merge_are_named_once() -> None:
     for words in ([], ["here", "--local_dir", "there"]):
         assert "rally merge FOLDER" in str(CliRunner().invoke(app, ["merge", *words]).exception)
+
+
+def test_classes_of_an_installed_verl_are_told_apart(here: Path) -> None:
+    base = 'Base = type("BaseTool", (), {"__module__": "verl.tools.base_tool"})'
+    write(here / "theirs.py", f"{base}\nclass Tool(Base):\n    pass\n")
+    with pytest.raises(RallyError, match=r"theirs.Tool derives from the verl that is installed here"):
+        load_tools({"tools": [{"class_name": "theirs.Tool"}]})
+    with pytest.raises(RallyError, match=r"theirs.Tool derives from the verl that is installed here"):
+        import_loop("theirs.Tool")

@@ -48,11 +48,11 @@ class OptimConfig(Section):
 
 class WrapPolicy(Section):
     min_num_params: Natural = 0
+    """On one device nothing is sharded, so all values are right."""
 
 
 class FsdpConfig(Section):
-    """How a model lies in memory. On one device there is nothing to shard, so what says how to shard is always right:
-    wrap_policy, reshard_after_forward, fsdp_size, forward_prefetch, use_orig_params."""
+    """How a model lies in memory; on one device nothing is sharded."""
 
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
@@ -61,11 +61,15 @@ class FsdpConfig(Section):
     """What the optimizer keeps of each weight waits in main memory, and is on the device only during the update."""
     offload_policy: bool = False
     reshard_after_forward: bool = True
+    """On one device nothing is sharded, so both values are right."""
     fsdp_size: Int = -1
+    """On one device nothing is sharded, so all values are right."""
     forward_prefetch: bool = False
+    """On one device nothing is sharded, so both values are right."""
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     use_orig_params: bool = False
+    """On one device nothing is sharded, so both values are right."""
     seed: Int = 42
     full_determinism: bool = False
     forward_only: bool = False

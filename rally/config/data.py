@@ -11,7 +11,9 @@ from rally.config.base import Count, Files, Float, Int, Limit, Natural, Only, Pa
 
 class CustomClass(Section):
     path: PathText | None = None
+    """A Python file, or a module."""
     name: str | None = None
+    """A class in it."""
 
 
 class Sampler(Section):

@@ -11,6 +11,7 @@ import yaml
 
 from rally.importing import ImportFailed, import_module, look_in
 from rally.loops.base import AgentLoopBase, LoopError
+from rally.verl_names import INSTALLED, of_installed_verl
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
@@ -60,6 +61,8 @@ def import_loop(path: str) -> type[AgentLoopBase]:
 
 
 def _checked(cls: Any, named: str) -> type[AgentLoopBase]:
+    if of_installed_verl(cls):
+        raise LoopError(f"{named} {INSTALLED}")
     if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
         raise LoopError(f"{named} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
     return cls

@@ -9,6 +9,7 @@ from typing import Any
 
 from rally.importing import ImportFailed, import_file, import_module, look_in
 from rally.tools.schema import ToolConfigError
+from rally.verl_names import INSTALLED, of_installed_verl
 
 
 def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
@@ -18,9 +19,12 @@ def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
         raise ToolConfigError(f"{where}: class_name {dotted!r} must be written as package.module.Class")
     module = _import_module(module_name, folders, where)
     try:
-        return getattr(module, name)
+        found = getattr(module, name)
     except AttributeError:
         raise ToolConfigError(f"{where}: module {module_name} has no {name!r}") from None
+    if of_installed_verl(found):
+        raise ToolConfigError(f"{where}: {dotted} {INSTALLED}")
+    return found
 
 
 def import_tool_file(path: Path) -> ModuleType:

@@ -18,6 +18,8 @@ from rally.data import DataError, load_tasks, write_rows
 from rally.interactions import load_interactions
 from rally.loops.registry import import_loop
 from rally.tools import ToolBox, load_tools
+from rally.track import RunFolder
+from rally.train.tracking_parts import trace_of
 from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -232,6 +234,12 @@ ANY_VALUE = (
 def test_what_is_always_done_may_be_asked_for_or_not(key: str) -> None:
     for value in ("true", "false"):
         load_config(overrides=[f"{key}={value}"])
+
+
+def test_samples_are_traced_per_worker(here: Path) -> None:
+    words = [f"{R}.trace.backend=mlflow", f"{R}.trace.max_samples_per_step_per_worker=2", f"{R}.agent.num_workers=8"]
+    settings = trace_of(load_config(overrides=words), RunFolder(here), tiny_tokenizer())
+    assert settings is not None and settings.max_samples == 16
 
 
 def test_words_of_a_fine_tuning_command() -> None:

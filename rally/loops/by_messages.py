@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from rally.loops.base import AgentLoopOutput, LoopError
 from rally.loops.brought import BroughtLoop, known_to_us
@@ -120,7 +120,7 @@ class MessageServer:
         exchange.segments.append(Segment(prompt_ids=ids))
         exchange.messages = list(history)
 
-    def _end(self, reason: StopReason) -> None:
+    def _end(self, reason: StopReason) -> NoReturn:
         self.over = reason
         raise ExchangeOver(f"the exchange is over: {reason.value}")
 

@@ -73,7 +73,8 @@ class Policy:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within it, the module is in train mode and what a backward pass computes is collected for the next step."""
-        self._move_optimizer(self.device)
+        if self._offload:
+            self._move_optimizer(self.device)
         hooks = [p.register_post_accumulate_grad_hook(_collector(master)) for p, master in self._rounded]
         self.model.train()
         try:

@@ -230,10 +230,9 @@ ANY_VALUE = (
 )
 
 
-@pytest.mark.parametrize("key", ANY_VALUE)
-def test_what_is_always_done_may_be_asked_for_or_not(key: str) -> None:
-    for value in ("true", "false"):
-        load_config(overrides=[f"{key}={value}"])
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_what_is_always_done_may_be_asked_for_or_not(value: str) -> None:
+    load_config(overrides=[f"{key}={value}" for key in ANY_VALUE])
 
 
 def test_samples_are_traced_per_worker(here: Path) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from rally import __version__, doctor_cli, recipe_cli, serve_cli, view_cli, watch_cli
 from rally.cli_console import quiet_console as _console
-from rally.cli_words import Words, split_words
+from rally.cli_words import ConfigName, ConfigPath, Words, split_words
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
 from rally.redact import redact
@@ -67,11 +67,17 @@ def demo(
 
 
 @app.command()
-def train(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False) -> None:
+def train(
+    words: Words = None,
+    recipe: RecipeName = None,
+    dry_run: DryRun = False,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
     """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
     from rally.config import load_config
 
-    path, overrides = split_words(words)
+    path, overrides = split_words(words, config_path, config_name)
     config = load_config(recipe_path(recipe, path, "train"), overrides)
     config.require_training()
     console = _console()
@@ -89,11 +95,18 @@ def train(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = Fals
 
 
 @app.command()
-def sft(words: Words = None, recipe: RecipeName = None, dry_run: DryRun = False, check: Check = False) -> None:
+def sft(
+    words: Words = None,
+    recipe: RecipeName = None,
+    dry_run: DryRun = False,
+    check: Check = False,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
-    path, overrides = split_words(words)
+    path, overrides = split_words(words, config_path, config_name)
     config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
     config.require_training()
     console = _console()
@@ -126,15 +139,24 @@ def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
 
 @app.command()
 def merge(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of adapters, or one of several shards.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="By default `merged` inside the folder.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="A checkpoint, a folder of adapters, or one of several shards.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", "--target_dir", help="By default `merged` inside the folder.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="The model of the adapters, if it has moved.")] = None,
+    local_dir: Annotated[Path | None, typer.Option("--local_dir", help="The same as the argument.")] = None,
+    backend: Annotated[Literal["fsdp"], typer.Option(help="What wrote the shards, if there are any.")] = "fsdp",
 ) -> None:
-    """Make one plain model folder of LoRA adapters and their base, or of weights in several files."""
+    """Make one plain model folder of LoRA adapters and their base, of weights in several files, or of FSDP's shards."""
+    folder = checkpoint or local_dir
+    if folder is None or (checkpoint and local_dir):
+        raise RallyError("name the folder to merge, once: rally merge FOLDER")
     console = _console()
     from rally.train.merge import merge as run
 
-    merged = run(checkpoint, out, base)
+    merged = run(folder, out, base)
     console.note(f"{merged.what}: {merged.folder}")
 
 
@@ -186,13 +208,14 @@ def index(
     query_prefix: Annotated[str | None, typer.Option(help="Before queries, if not the encoder's own.")] = None,
     passage_prefix: Annotated[str | None, typer.Option(help="Before passages, if not the encoder's own.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens the encoder reads of a text.", min=1)] = None,
+    faiss: Annotated[Path | None, typer.Option(help="Vectors that were made before, such as e5_Flat.index.")] = None,
 ) -> None:
     """Make a corpus searchable, for `rally serve retrieval` and the tool `search`."""
     from rally.retrieval import IndexSpec, build_index
 
     said = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
     recipe = {**said, "max_length": max_length}
-    spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe)
+    spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe, ready=faiss)
     console = _console()
     built = build_index(corpus, out, spec, _progress(console))
     console.table("written", [[str(built.path), f"{built.passages:,} passages"], *built.facts()])

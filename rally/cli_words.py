@@ -19,10 +19,22 @@ Words = Annotated[
 ]
 
 
-def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """A leading word without `=` is the configuration file; all others are overrides."""
+ConfigPath = Annotated[Path | None, typer.Option("--config-path", help="With --config-name: the folder of the file.")]
+ConfigName = Annotated[str | None, typer.Option("--config-name", help="The configuration file, less its .yaml.")]
+
+
+def split_words(
+    words: list[str] | None, config_path: Path | None = None, config_name: str | None = None
+) -> tuple[Path | None, list[str]]:
+    """A leading word without `=`, or the name, is the configuration file; all others are overrides."""
     words = list(words or [])
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    if path is not None and (config_path or config_name):
+        raise RallyError(f"--config-name and {path} both name a configuration; give one of them, then key=value")
+    if config_path is not None and config_name is None:
+        raise RallyError("--config-path names a folder; name the file in it with --config-name")
+    if config_name is not None:
+        path = (config_path or Path()) / f"{config_name.removesuffix('.yaml')}.yaml"
     stray = [w for w in words if "=" not in w]
     if stray:
         raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")

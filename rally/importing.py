@@ -1,5 +1,5 @@
 """A user's module is found where users expect it: a file, which may import its neighbours, or an installed module; or
-`ImportFailed` says in a few words why it cannot be had."""
+`ImportFailed` says in a few words why it cannot be had. What it imports from verl is there (`verl_names.py`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rally.types import RallyError
+from rally.verl_names import offer_verl_names
 
 
 class ImportFailed(RallyError):
@@ -25,6 +26,7 @@ def import_path(path: str, kind: str) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
+    offer_verl_names()
     try:
         return importlib.import_module(name)
     except Exception as error:  # foreign code: whatever its import raises is the user's to read
@@ -33,6 +35,7 @@ def import_module(name: str) -> ModuleType:
 
 def import_file(path: Path, kind: str) -> ModuleType:
     """The file as a module of its own; `kind` keeps a tool and a reward of the same name apart."""
+    offer_verl_names()
     path = path.resolve()
     look_in(path.parent)
     name = f"rally_{kind}_{path.stem}"

@@ -11,9 +11,6 @@ from rally.config.base import AsList, Count, Float, Int, Natural, NonNegative, O
 Strategy = Literal["single", "fsdp", "fsdp2", "megatron", "veomni"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "k1+", "k2+", "k3+", "low_var_kl+"]
-BY_TOKENS = "micro-batches are packed to actor_rollout_ref.actor.ppo_max_token_len_per_gpu tokens"
-NoCount = Annotated[Count | None, Only(None, because=BY_TOKENS)]
-Packed = Annotated[bool, Only(True, because=BY_TOKENS)]
 
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 Parts = Annotated[
@@ -39,6 +36,8 @@ class OptimConfig(Section):
     num_cycles: Positive = 0.5
     clip_grad: Positive | None = None
     """The same as actor.grad_clip."""
+    warmup_style: Literal["constant", "cosine", "linear"] | None = None
+    """The same as lr_scheduler_type."""
 
     optimizer: Annotated[str, Only("AdamW", because="AdamW is the optimizer")] = "AdamW"
     optimizer_impl: Annotated[str, Only("torch.optim", because="AdamW comes from torch")] = "torch.optim"
@@ -49,19 +48,28 @@ class OptimConfig(Section):
 
 class WrapPolicy(Section):
     min_num_params: Natural = 0
+    """On one device nothing is sharded, so all values are right."""
 
 
 class FsdpConfig(Section):
+    """How a model lies in memory; on one device nothing is sharded."""
+
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
+    """Of the reference model: it waits in main memory, and is on the device only while it is asked."""
     optimizer_offload: bool = False
+    """What the optimizer keeps of each weight waits in main memory, and is on the device only during the update."""
     offload_policy: bool = False
     reshard_after_forward: bool = True
+    """On one device nothing is sharded, so both values are right."""
     fsdp_size: Int = -1
+    """On one device nothing is sharded, so all values are right."""
     forward_prefetch: bool = False
+    """On one device nothing is sharded, so both values are right."""
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     use_orig_params: bool = False
+    """On one device nothing is sharded, so both values are right."""
     seed: Int = 42
     full_determinism: bool = False
     forward_only: bool = False
@@ -109,6 +117,10 @@ class ActorConfig(Section):
     """Prompts per optimizer step. None takes data.train_batch_size: one optimizer step per batch."""
     ppo_micro_batch_size_per_gpu: Count | None = None
     """At most so many episodes in one forward pass, besides the token budget."""
+    ppo_micro_batch_size: Count | None = None
+    """The same: there is one device."""
+    use_dynamic_bsz: bool = True
+    """False takes the token budget away, so that ppo_micro_batch_size_per_gpu alone says how much a pass holds."""
     ppo_max_token_len_per_gpu: Count = 16384
     ppo_epochs: Count = 1
     shuffle: bool = False
@@ -134,13 +146,12 @@ class ActorConfig(Section):
     """On one device there is nothing to shard, so fsdp and fsdp2 are the same as single."""
 
     rollout_n: Annotated[Count | None, Only(None, because="actor_rollout_ref.rollout.n sets it")] = None
-    ppo_micro_batch_size: NoCount = None
-    use_dynamic_bsz: Packed = True
-    use_remove_padding: Packed = True
-    calculate_entropy: Annotated[bool, Only(True, because="the entropy is always computed and logged")] = True
-    entropy_from_logits_with_chunking: Annotated[bool, Only(True, because="logits are never all in memory at once")] = (
-        True
-    )
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
+    calculate_entropy: bool = True
+    """The entropy is always computed and logged, so both values are right."""
+    entropy_from_logits_with_chunking: bool = True
+    """Logits are never all in memory at once, so both values are right."""
 
     policy_loss: PolicyLoss = PolicyLoss()
     tau_pos: Positive = 1.0
@@ -150,9 +161,11 @@ class ActorConfig(Section):
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1
     entropy_checkpointing: bool = False
+    """The backward pass always computes logits again, part by part, so both values are right."""
     calculate_sum_pi_squared: bool = False
     sum_pi_squared_checkpointing: bool = False
     use_fused_kernels: bool = False
+    """The same as model.use_fused_kernels."""
     router_replay: RouterReplay = RouterReplay()
     fsdp_config: FsdpConfig = FsdpConfig()
 
@@ -167,14 +180,21 @@ class ActorConfig(Section):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
-class RefConfig(Section):
-    log_prob_max_token_len_per_gpu: Count | None = None
-    """The same as actor.ppo_max_token_len_per_gpu."""
-    strategy: Strategy = "single"
+class LogProbKeys(Section):
+    """How much a forward pass holds that only asks for log-probabilities."""
 
-    log_prob_micro_batch_size: NoCount = None
-    log_prob_micro_batch_size_per_gpu: NoCount = None
-    log_prob_use_dynamic_bsz: Packed = True
+    log_prob_max_token_len_per_gpu: Count | None = None
+    """None takes actor.ppo_max_token_len_per_gpu."""
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    """At most so many episodes, besides the tokens. None takes actor.ppo_micro_batch_size_per_gpu."""
+    log_prob_micro_batch_size: Count | None = None
+    """The same: there is one device."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """False takes the token budget away. None takes actor.use_dynamic_bsz."""
+
+
+class RefConfig(LogProbKeys):
+    strategy: Strategy = "single"
 
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from rally.config.algorithm import RolloutCorrection
+from rally.config.amount_checks import by_count, custom_rows, sft_by_count
 from rally.config.base import look_up, missing_file
 from rally.config.critic_checks import critic, kl_control
 from rally.config.errors import shown
@@ -13,23 +14,13 @@ from rally.config.ineffective import ineffective, sft_ineffective
 from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
+from rally.config.second_names import SAME_AS, SFT_SAME_AS
 from rally.config.server_checks import servers
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trace_checks import trace
 from rally.config.trainer import RunConfig
 
 ACTOR = "actor_rollout_ref.actor"
-SAME_AS = (
-    (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
-    (f"{ROLLOUT}.response_length", "data.max_response_length"),
-    (f"{ROLLOUT}.dtype", "actor_rollout_ref.model.dtype"),
-    (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    (f"{ACTOR}.optim.clip_grad", f"{ACTOR}.grad_clip"),
-    ("critic.optim.clip_grad", "critic.grad_clip"),
-    ("reward_model.num_workers", "reward.num_workers"),
-)
-"""A second name, and the key that rules."""
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
@@ -57,11 +48,14 @@ def spelled_once(config: Config | SftConfig) -> Iterator[str]:
             yield f"{told} are spellings of one setting but differ; keep one of them."
 
 
-def equal_names(config: Config) -> Iterator[str]:
-    for second, first in SAME_AS:
+def agreeing(config: Config | SftConfig) -> Iterator[str]:
+    for second, first in SAME_AS if isinstance(config, Config) else SFT_SAME_AS:
         given, ruling = look_up(config, second), look_up(config, first)
         if given is not None and given != ruling:
             yield f"{second}={shown(given)} must equal {first}={shown(ruling)}; leave it out and set {first}."
+
+
+def history(config: Config) -> Iterator[str]:
     multi_turn = config.rollout.multi_turn
     if multi_turn.use_inference_chat_template and multi_turn.history == "append":
         name = f"{ROLLOUT}.multi_turn"
@@ -251,9 +245,9 @@ def manager(config: Config) -> Iterator[str]:
 
 
 def files(config: Config) -> Iterator[str]:
+    rows = ("data.train_files", "data.val_files") if config.data.custom_cls.path is None else ("data.custom_cls.path",)
     for key in (
-        "data.train_files",
-        "data.val_files",
+        *rows,
         f"{ROLLOUT}.agent.agent_loop_config_path",
         f"{ROLLOUT}.multi_turn.interaction_config_path",
         "custom_reward_function.path",
@@ -336,14 +330,16 @@ def _is_path(key: str, text: str) -> bool:
     """Whether the text must be a path: a model may also be a Hub name, a reward function or sampler also a module."""
     if key.startswith(("actor_rollout_ref.model.", "critic.model.", "model.")):
         return text.startswith(("/", ".", "~", "$")) or text.count("/") > 1 or text.endswith("/")
-    if key.endswith(("custom_reward_function.path", "sampler.class_path")):
+    if key.endswith(("custom_reward_function.path", "sampler.class_path", "custom_cls.path")):
         return text.endswith(".py") or ("/" in text and not text.startswith("pkg://"))
     return True
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     spelled_once,
-    equal_names,
+    agreeing,
+    history,
+    by_count,
     batch,
     sampling,
     curriculum,
@@ -362,12 +358,15 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     manager,
     trace,
     ineffective,
+    custom_rows,
     files,
     resume,
     machine,
 )
 SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     spelled_once,
+    agreeing,
+    sft_by_count,
     lora,
     sft_columns,
     sft_files,

@@ -8,8 +8,6 @@ from rally.config.actor import CheckpointConfig, FsdpConfig, LossAggMode, OptimC
 from rally.config.base import Count, Only, Positive, Section
 from rally.config.model import ModelConfig
 
-BY_TOKENS = "micro-batches are packed to critic.ppo_max_token_len_per_gpu tokens"
-
 
 class CriticOptim(OptimConfig):
     lr: Positive = 1e-5
@@ -33,7 +31,8 @@ class CriticConfig(Section):
     """At most so many episodes in one forward pass, besides the token budget."""
     forward_micro_batch_size_per_gpu: Count | None = None
     """The same for the values before the update."""
-    use_dynamic_bsz: Annotated[bool, Only(True, because=BY_TOKENS)] = True
+    use_dynamic_bsz: bool = True
+    """False takes the token budgets away, so that the counts alone say how much a pass holds."""
     ppo_max_token_len_per_gpu: Count = 32768
     forward_max_token_len_per_gpu: Count = 32768
     ppo_epochs: Count = 1

@@ -16,7 +16,7 @@ ADAPTIVE_ONLY = ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
 def critic(config: Config) -> Iterator[str]:
     estimator = config.algorithm.adv_estimator
     if not config.needs_critic:
-        keys = [key for key, _ in config.critic.leaves("critic.") if key != "critic.enable"]
+        keys = [key for key, _ in config.critic.leaves("critic.") if key not in ("critic.enable", "critic.strategy")]
         for key in _written(config, (*CRITIC_ONLY, *keys)):
             yield f"{key} has no effect with {estimator}, which needs no critic; leave it out."
         if config.critic.enable:

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rally.config.base import Count, Files, Float, Int, Limit, Only, PathText, Section, Share
+from rally.config.base import Count, Files, Float, Int, Limit, Natural, Only, PathText, Section, Share
 
 
 class CustomClass(Section):
     path: PathText | None = None
+    """A Python file, or a module."""
     name: str | None = None
+    """A class in it."""
 
 
 class Sampler(Section):
@@ -69,7 +71,8 @@ class DataConfig(Section):
     """A class of your own, derived from rally.data.RowSampler."""
     curriculum: Curriculum = Curriculum()
 
-    return_raw_chat: Annotated[bool, Only(True, because="Rally always keeps a row's messages")] = True
+    return_raw_chat: bool = True
+    """A row's messages are always kept, so both values are right."""
     return_raw_input_ids: Annotated[bool, Only(False, because="loops render prompts from messages")] = False
     return_full_prompt: Annotated[bool, Only(False, because="loops render prompts from messages")] = False
     filter_prompts: Annotated[bool, Only(True, because="filter_overlong_prompts is the switch")] = True
@@ -78,10 +81,13 @@ class DataConfig(Section):
         bool, Only(False, because="actor_rollout_ref.model.trust_remote_code is the switch for the tokenizer too")
     ] = False
     use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
-    dataloader_num_workers: Annotated[Int, Only(0, because="rows are read in the main process")] = 0
-
+    dataloader_num_workers: Natural = 0
+    """Rows lie in memory and nothing is loaded in the background, so all values are right."""
     filter_overlong_prompts_workers: Count = 1
+    """Threads that measure prompts before training."""
+
     custom_cls: CustomClass = CustomClass()
+    """A class of your own that makes rows of the files."""
     datagen: CustomClass = CustomClass()
     chat_template_func: str | None = None
     cache_dir: PathText | None = None

@@ -40,6 +40,10 @@ def sft_ineffective(config: SftConfig) -> Iterator[str]:
 
 
 def _loss(config: Config) -> Iterator[Idle]:
+    if not config.rollout.skip_rollout:
+        key = "actor_rollout_ref.rollout.skip_rollout"
+        why = f"without {key}=true; set that, or leave it out"
+        yield Idle("actor_rollout_ref.rollout.skip_dump_dir", why, ("/tmp/rollout_dump",))
     if not config.actor.use_kl_loss:
         why = f"without {A}.use_kl_loss=true; set that, or leave it out"
         yield from (Idle(f"{A}.kl_loss_coef", why, (0.0,)), Idle(f"{A}.kl_loss_type", why))
@@ -48,6 +52,10 @@ def _loss(config: Config) -> Iterator[Idle]:
 
 
 def _reward(config: Config) -> Iterator[Idle]:
+    if config.reward_manager_name != "rate_limited":
+        why = "without reward_model.reward_manager=rate_limited; set that, or leave it out"
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout"):
+            yield Idle(f"reward_model.{name}", why)
     given = "reward_model.reward_kwargs"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows

@@ -17,6 +17,7 @@ from rally.config.checks import CHECKS, SFT_CHECKS
 from rally.config.errors import ConfigError, sentence
 from rally.config.files import Document, Notes, Tree, first_line, over, read_document
 from rally.config.schema import Config
+from rally.config.second_names import SAME_AS, SFT_SAME_AS, with_ruling_keys
 from rally.config.sft import SftConfig
 from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 from rally.redact import learn_tree
@@ -71,7 +72,7 @@ def _read(
     path, overrides, base = sources
     document = read_document(Path(path)) if path is not None else Document([], Notes())
     layers = [_in_full(base or {}), *map(_in_full, document.layers), *_overrides(overrides)]
-    tree = _merged(layers, schema)
+    tree = with_ruling_keys(_merged(layers, schema), SAME_AS if schema is Config else SFT_SAME_AS)
     unmet = tuple(document.notes.unmet(tree))
     try:
         config = schema.model_validate(tree)

@@ -55,7 +55,8 @@ class ModelConfig(LoraKeys):
     dtype: Dtype = "auto"
     """auto is bfloat16 on a GPU that has it, else float32. The optimizer keeps float32 copies of other weights."""
 
-    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
     use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
 
     hf_config_path: PathText | None = None
@@ -63,6 +64,7 @@ class ModelConfig(LoraKeys):
     enable_activation_offload: bool = False
     use_liger: bool = False
     use_fused_kernels: bool = False
+    """Output head, log-probability and entropy are always computed together, so both values are right."""
     fused_kernel_options: FusedKernels = FusedKernels()
     tiled_mlp: TiledMlp = TiledMlp()
     mtp: MultiTokenPrediction = MultiTokenPrediction()

@@ -67,10 +67,12 @@ class RewardModelConfig(Section):
     num_workers: Count | None = None
     """The same as reward.num_workers."""
     reward_manager: Manager = "naive"
-    """The same as reward_manager.name and reward.reward_manager.name."""
+    """The same as reward_manager.name and reward.reward_manager.name. prime and remote are naive: a function of your
+    own always runs in processes. rate_limited spaces calls out."""
 
     use_reward_loop: Annotated[bool, Only(True, because="episodes are scored as they finish")] = True
     launch_reward_fn_async: bool = False
+    """Episodes are always scored as they finish, so both values are right."""
 
     enable: bool = False
     enable_resource_pool: bool = False
@@ -83,10 +85,20 @@ class RewardModelConfig(Section):
     reward_loop_module_path: PathText | None = None
     reward_loop_class_name: str | None = None
     max_concurrent: Count = 1
+    """reward_manager=rate_limited: calls at a time, in place of reward.num_workers."""
     max_rpm: Count | None = None
+    """reward_manager=rate_limited: calls a minute, evenly spaced. None is no limit."""
     max_tpm: Count | None = None
+    """reward_manager=rate_limited: tokens a minute, at estimated_tokens_per_request each. None is no limit."""
     estimated_tokens_per_request: Count = 2000
     timeout: Positive = 300.0
+    """reward_manager=rate_limited: seconds of one call, in place of reward.timeout."""
+
+    @property
+    def calls_per_minute(self) -> float | None:
+        """What both limits leave."""
+        by_tokens = self.max_tpm / self.estimated_tokens_per_request if self.max_tpm else None
+        return min((limit for limit in (self.max_rpm, by_tokens) if limit), default=None)
 
 
 class NewRewardModel(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from rally.config.actor import NoCount, Packed
+from rally.config.actor import LogProbKeys
 from rally.config.base import (
     Count,
     Float,
@@ -40,6 +40,8 @@ class ValKwargs(Section):
 class MultiTurnConfig(Section):
     enable: bool = False
     max_assistant_turns: Count | None = None
+    max_turns: Count | None = None
+    """The same as max_assistant_turns."""
     max_user_turns: Count | None = None
     """Tool turns count as user turns."""
     tool_config_path: PathText | None = None
@@ -90,6 +92,8 @@ class AgentConfig(Section):
     agent_loop_config_path: PathText | None = None
 
     num_workers: Count = 1
+    """All loops run at the same time in one event loop, however many workers that would be; it only multiplies
+    trace.max_samples_per_step_per_worker."""
     agent_loop_manager_class: str | None = None
     custom_async_server: CustomServer = CustomServer()
 
@@ -138,7 +142,7 @@ class TraceConfig(Section):
     token2text: bool = False
     """Adds token ids as text."""
     max_samples_per_step_per_worker: Natural | None = None
-    """Prompts of a step that are traced, each with all of its episodes; there is one worker. None is all."""
+    """Prompts of a step that are traced, each with all of its episodes, times agent.num_workers. None is all."""
     project_name: str | None = None
     """None is trainer.project_name."""
     experiment_name: str | None = None
@@ -177,7 +181,7 @@ class Disaggregation(Section):
     ib_device: str | None = None
 
 
-class RolloutConfig(Section):
+class RolloutConfig(LogProbKeys):
     name: Literal["embedded", "rally", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
     mode: Literal["async", "sync", "standalone", "server"] = "async"
     n: Count = 8
@@ -234,23 +238,22 @@ class RolloutConfig(Section):
     in_flight: Literal["abort", "keep", "recompute"] = "keep"
     mismatch_alarm: Positive = 0.01
     """The run says so when rollout and training disagree by more than this KL."""
-    log_prob_max_token_len_per_gpu: Count | None = None
-    """The same as actor.ppo_max_token_len_per_gpu."""
 
-    calculate_log_probs: Annotated[bool, Only(True, because="log-probs of sampled tokens are always recorded")] = True
+    calculate_log_probs: bool = True
+    """Log-probs of sampled tokens are always recorded, so both values are right."""
     do_sample: Annotated[bool, Only(True, because="training always samples; val_kwargs sets validation")] = True
     enable_chunked_prefill: Annotated[bool, Only(True, because="prefill is always chunked")] = True
     enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always shared")] = True
-    layered_summon: Annotated[bool, Only(False, because="the engine runs the trainer's own weights")] = False
-    load_format: Annotated[str, Only("dummy", "auto", because="the engine runs the trainer's own weights")] = "dummy"
+    layered_summon: bool = False
+    """On one device there is nothing to gather, so both values are right."""
+    load_format: Literal["dummy", "auto", "hf", "safetensors"] = "dummy"
+    """Engines begin with the trainer's own weights, so all values are right."""
     logprobs_mode: Annotated[
         str, Only("processed_logprobs", because="log-probs are those of the policy at the sampling temperature")
     ] = "processed_logprobs"
     scheduling_policy: Annotated[str, Only("fcfs", because="requests are served in order of arrival")] = "fcfs"
-    skip_tokenizer_init: Annotated[bool, Only(True, because="engines take and give token ids")] = True
-    log_prob_micro_batch_size: NoCount = None
-    log_prob_micro_batch_size_per_gpu: NoCount = None
-    log_prob_use_dynamic_bsz: Packed = True
+    skip_tokenizer_init: bool = True
+    """Engines are given token ids and give them back, so both values are right."""
 
     port_start: Count | None = None
     log_level: str | None = None
@@ -266,7 +269,10 @@ class RolloutConfig(Section):
     multi_stage_wake_up: bool = False
     engine_kwargs: EngineKwargs = EngineKwargs()
     skip_rollout: bool = False
+    """Training episodes that were sampled once, by a run of the same name, prompts and lengths, are taken from
+    skip_dump_dir instead: for work on what comes after the rollout."""
     skip_dump_dir: PathText | None = None
+    """None is rollout_dump in the folder for temporary files."""
     enable_rollout_routing_replay: bool = False
     quantization: str | None = None
     quantization_config_file: PathText | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from rally.config.actor import ActorConfig, RefConfig
 from rally.config.algorithm import AlgorithmConfig
-from rally.config.base import Count, Only, Root, Section, look_up
+from rally.config.base import AsList, Count, Only, Root, Section, Texts, look_up
 from rally.config.critic import CriticConfig
 from rally.config.data import DataConfig
 from rally.config.errors import ConfigError
@@ -34,12 +34,19 @@ TOOL_CONFIG = (
 FUNCTION_TOOLS = (f"{ROLLOUT}.multi_turn.function_tool_path", "data.function_tool_path")
 MAX_TURNS = (
     f"{ROLLOUT}.multi_turn.max_assistant_turns",
+    f"{ROLLOUT}.multi_turn.max_turns",
     f"{ROLLOUT}.max_turns",
     f"{ROLLOUT}.agent_loop_config.max_turns",
 )
 MANAGER = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
 SPELLINGS = (TOOL_CONFIG, FUNCTION_TOOLS, MAX_TURNS)
 """Keys that mean the same. Any one of them may be written; two that differ are an error."""
+
+
+class Hydra(Section):
+    """Where and how Hydra composes; the file itself is all there is to read here."""
+
+    searchpath: Texts = ()
 
 
 class ActorRolloutRef(Section):
@@ -50,6 +57,7 @@ class ActorRolloutRef(Section):
 
     hybrid_engine: Annotated[bool, Only(True, because="policy and engine share their weights")] = True
     nccl_timeout: Count = 600
+    """On one device nothing is sent, so all values are right."""
 
 
 class Config(Root):
@@ -64,8 +72,11 @@ class Config(Root):
     reward_shaping: RewardShaping = RewardShaping()
     trainer: TrainerConfig = TrainerConfig()
 
-    hydra: Annotated[Any, Only(None, because=NO_HYDRA)] = None
-    defaults: Annotated[Any, Only(None, because=NO_HYDRA)] = None
+    hydra: Hydra = Hydra()
+    defaults: Annotated[
+        tuple[str, ...], AsList, Only((), ("_self_",), ("ppo_trainer",), ("ppo_trainer", "_self_"), because=NO_HYDRA)
+    ] = ()
+    """What a file of verl builds on; here that is Rally's own defaults, and the file goes over them."""
 
     reward_manager: RewardManager = RewardManager()
     critic: CriticConfig = CriticConfig()

@@ -13,6 +13,7 @@ from rally.config.base import (
     Files,
     Int,
     Limit,
+    Natural,
     NonNegative,
     Only,
     PathText,
@@ -33,7 +34,11 @@ TOOLS = ("data.tools_key", "data.multiturn.tools_key")
 THINKING = ("data.enable_thinking_key", "data.multiturn.enable_thinking_key")
 SFT_SPELLINGS = (MODEL, MESSAGES, TOOLS, THINKING)
 """Keys that mean the same. Any one of them may be written; two that differ are an error."""
-BY_TOKENS = "batches are packed to data.max_token_len_per_gpu tokens"
+
+
+class SftFsdp(FsdpConfig):
+    cpu_offload: bool = False
+    offload_params: bool = False
 
 
 class Multiturn(Section):
@@ -66,9 +71,14 @@ class SftData(Section):
     seed: Int | None = None
     """None takes trainer.seed."""
 
-    micro_batch_size: Annotated[Count | None, Only(None, because=BY_TOKENS)] = None
-    use_dynamic_bsz: Annotated[bool, Only(True, because=BY_TOKENS)] = True
-    pad_mode: Annotated[str, Only("no_padding", because=BY_TOKENS)] = "no_padding"
+    micro_batch_size: Count | None = None
+    """The same as micro_batch_size_per_gpu."""
+    use_dynamic_bsz: bool = True
+    """False takes the token budget away, so that micro_batch_size_per_gpu alone says how much a pass holds."""
+    pad_mode: Literal["no_padding", "right"] = "no_padding"
+    """There is never any padding, so both values are right."""
+    num_workers: Natural = 8
+    """Conversations lie in memory and nothing is loaded in the background, so all values are right."""
     balance_dp_token: Annotated[bool, Only(False, because="there is one device")] = False
     use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
 
@@ -99,11 +109,12 @@ class SftModel(LoraKeys):
     override_config: dict[str, Any] = Field(default_factory=dict)
     dtype: Dtype = "auto"
 
-    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
     use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
 
     strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: SftFsdp = SftFsdp()
     external_lib: str | None = None
     use_liger: bool = False
 
@@ -116,6 +127,8 @@ class SftOptim(Section):
     lr_warmup_steps: Annotated[Int, Field(ge=-1)] = -1
     """-1 takes lr_warmup_steps_ratio of all steps."""
     lr_warmup_steps_ratio: Share = 0.0
+    warmup_steps_ratio: Share | None = None
+    """The same as lr_warmup_steps_ratio."""
     lr_scheduler: Literal["constant", "cosine", "linear"] = "cosine"
     min_lr_ratio: Share = 0.0
 
@@ -144,7 +157,8 @@ class SftConfig(Root):
     optim: SftOptim = SftOptim()
     trainer: SftTrainer = SftTrainer()
 
-    use_remove_padding: Annotated[bool, Only(True, because="Rally always packs sequences")] = True
+    use_remove_padding: bool = True
+    """There is never any padding, so both values are right."""
     ulysses_sequence_parallel_size: Count = 1
 
     @property

@@ -26,7 +26,7 @@ SERVERS = "leave it out, it is for engines other than the embedded one"
 TEXT_ONLY = "leave it out, rows are text only"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
-MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch")
+MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch", "prime", "rate_limited", "remote")
 LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
 LOGGER = "use console, file, tensorboard, mlflow or wandb"
 ESTIMATORS = (
@@ -34,12 +34,27 @@ ESTIMATORS = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
 )
 CRITIC_MODEL = (
-    *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "use_fused_kernels", "tiled_mlp"),
+    *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "tiled_mlp"),
     *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
     *("target_modules", "exclude_modules"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
+STAYS = "leave it out, the model stays on the device"
+
+
+def memory(section: str, model: str = M, **more: str) -> Iterator[Unbuilt]:
+    """What an fsdp_config cannot say yet of how a model lies in memory."""
+    told = {
+        "offload_policy": ONE_DEVICE,
+        "model_dtype": f"leave it out and set {model}dtype, beside which the optimizer keeps float32",
+        "dtype": f"leave it out and set {model}dtype",
+        "seed": "leave it out and set trainer.seed",
+        "full_determinism": OUT if model != M else f"leave it out and set {R}deterministic=true",
+        "forward_only": OUT,
+    }
+    return (Unbuilt(f"{section}.{name}", instead) for name, instead in {**told, **more}.items())
+
 
 UNBUILT: tuple[Unbuilt, ...] = (
     # engines
@@ -57,21 +72,18 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}disable_log_stats", SERVERS),
     Unbuilt(f"{R}nnodes", SERVERS),
     Unbuilt(f"{R}n_gpus_per_node", SERVERS),
-    Unbuilt(f"{R}agent.num_workers", "leave it out, all loops share one event loop"),
     Unbuilt(f"{R}agent.agent_loop_manager_class", SERVERS),
     Unbuilt(f"{R}agent.custom_async_server", SERVERS),
     Unbuilt(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
     Unbuilt(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
     # sampling
-    Unbuilt(f"{R}repetition_penalty", OUT),
-    Unbuilt(f"{R}over_sample_rate", OUT),
-    Unbuilt(f"{R}skip_rollout", OUT),
-    Unbuilt(f"{R}skip_dump_dir", OUT),
+    Unbuilt(f"{R}repetition_penalty", "leave it out, what is sampled must be the policy that is trained"),
+    Unbuilt(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
     Unbuilt(f"{R}cudagraph_capture_sizes", "leave it out, the engine captures what it meets"),
     Unbuilt(f"{R}quantization", OUT),
     Unbuilt(f"{R}quantization_config_file", OUT),
     Unbuilt(f"{R}qat", OUT),
-    Unbuilt(f"{R}custom", OUT),
+    Unbuilt(f"{R}custom", f"leave it out and write keys of your own under {R}agent_loop_config"),
     Unbuilt(f"{R}mtp", OUT),
     Unbuilt(f"{R}full_determinism", f"leave it out and set {R}deterministic=true"),
     Unbuilt(f"{R}enable_rollout_routing_replay", OUT),
@@ -87,7 +99,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
     Unbuilt("algorithm.filter_groups.max_inflight_gen_batches", "leave it out, prompts begin one by one"),
     Unbuilt("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unbuilt("critic.fsdp_config", ONE_DEVICE),
     Unbuilt("critic.optim.override_optimizer_config", OUT),
     Unbuilt("critic.checkpoint.async_save", OUT),
     Unbuilt(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
@@ -98,23 +109,20 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{A}use_prefix_grouper", OUT),
     Unbuilt(f"{A}router_replay", OUT),
     # where and how the model is trained
+    *memory(f"{A}fsdp_config", param_offload="leave it out, the policy stays on the device"),
+    *memory("critic.fsdp_config", param_offload="leave it out, the critic stays on the device"),
+    *memory("actor_rollout_ref.ref.fsdp_config", optimizer_offload="leave it out, the reference has no optimizer"),
     Unbuilt(f"{A}strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unbuilt(f"{A}fsdp_config", ONE_DEVICE),
     Unbuilt(f"{A}ulysses_sequence_parallel_size", ONE_DEVICE),
     Unbuilt(f"{A}use_torch_compile", OUT),
-    Unbuilt(f"{A}use_fused_kernels", OUT),
-    Unbuilt(f"{A}entropy_checkpointing", OUT),
     Unbuilt(f"{A}optim.override_optimizer_config", OUT),
     Unbuilt("actor_rollout_ref.ref.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unbuilt("actor_rollout_ref.ref.fsdp_config", "leave it out, the reference model stays on the device"),
     Unbuilt("actor_rollout_ref.ref.ulysses_sequence_parallel_size", ONE_DEVICE),
     Unbuilt("actor_rollout_ref.ref.use_torch_compile", OUT),
-    Unbuilt("actor_rollout_ref.nccl_timeout", ONE_DEVICE),
     Unbuilt(f"{M}hf_config_path", f"leave it out and use {M}override_config"),
     Unbuilt(f"{M}external_lib", OUT),
     Unbuilt(f"{M}enable_activation_offload", OUT),
     Unbuilt(f"{M}use_liger", OUT),
-    Unbuilt(f"{M}use_fused_kernels", OUT),
     Unbuilt(f"{M}fused_kernel_options", OUT),
     Unbuilt(f"{M}tiled_mlp", OUT),
     Unbuilt(f"{M}mtp", OUT),
@@ -138,7 +146,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("reward.reward_model", RULE_REWARDS),
     Unbuilt("reward.sandbox_fusion", RULE_REWARDS),
     Unbuilt("reward_model.reward_manager", MANAGED, MANAGERS),
-    Unbuilt("reward_model.launch_reward_fn_async", "leave it out, episodes are always scored as they finish"),
     Unbuilt("reward_model.enable", RULE_REWARDS),
     Unbuilt("reward_model.enable_resource_pool", RULE_REWARDS),
     Unbuilt("reward_model.n_gpus_per_node", RULE_REWARDS),
@@ -149,15 +156,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("reward_model.reward_loop_source", RULE_REWARDS),
     Unbuilt("reward_model.reward_loop_module_path", RULE_REWARDS),
     Unbuilt("reward_model.reward_loop_class_name", RULE_REWARDS),
-    Unbuilt("reward_model.max_concurrent", RULE_REWARDS),
-    Unbuilt("reward_model.max_rpm", RULE_REWARDS),
-    Unbuilt("reward_model.max_tpm", RULE_REWARDS),
-    Unbuilt("reward_model.estimated_tokens_per_request", RULE_REWARDS),
-    Unbuilt("reward_model.timeout", "leave it out and set reward.timeout"),
     # data
-    Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
     Unbuilt("data.datagen", "leave it out, rows come from files"),
-    Unbuilt("data.filter_overlong_prompts_workers", OUT),
     Unbuilt("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
     Unbuilt("data.cache_dir", "leave it out, files are read where they lie"),
     Unbuilt("data.image_key", TEXT_ONLY),
@@ -177,7 +177,7 @@ SFT_UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.image_key", TEXT_ONLY),
     Unbuilt("data.video_key", TEXT_ONLY),
     Unbuilt("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unbuilt("model.fsdp_config", ONE_DEVICE),
+    *memory("model.fsdp_config", "model.", **dict.fromkeys(("param_offload", "cpu_offload", "offload_params"), STAYS)),
     Unbuilt("model.external_lib", OUT),
     Unbuilt("model.use_liger", OUT),
     Unbuilt("trainer.nnodes", "set it to 1 to train on this machine"),

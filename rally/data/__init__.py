@@ -1,6 +1,7 @@
 """Rows become Tasks, recipes write rows, and samplers are pure functions of (seed, step) and a state that is saved."""
 
 from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes, SolvedSometimesOptions
+from rally.data.custom import load_custom_rows
 from rally.data.read import DataError, RowSet
 from rally.data.rows import TaskSet, load_tasks
 from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
@@ -34,6 +35,7 @@ __all__ = [
     "episode_seed",
     "learned",
     "load_conversations",
+    "load_custom_rows",
     "load_sampler_class",
     "load_tasks",
     "restore",

@@ -171,16 +171,17 @@ def read_rows(path: Path) -> Rows:
 class RowSet(Sequence[T]):
     """Rows of several files as `T`s, each built when it is asked for, so that only compact data stays in memory.
 
-    `build` raises DataError for a row it cannot use; `validate` finds all of those at once.
+    `build` raises DataError for a row it cannot use; `validate` finds all of those at once. `rows`, if given, are what
+    a user's class made of the files.
     """
 
-    def __init__(self, files: Files, build: Callable[[Place, Row], T]) -> None:
+    def __init__(self, files: Files, build: Callable[[Place, Row], T], rows: Rows | None = None) -> None:
         listed = [files] if isinstance(files, str | Path) else list(files)
         if not listed:
             raise DataError("no data file is named; name at least one")
         self.files = tuple(Path(file) for file in listed)
-        self._names = _short_names(self.files)
-        self._rows = [read_rows(file) for file in self.files]
+        self._rows = [read_rows(file) for file in self.files] if rows is None else [rows]
+        self._names = _short_names(self.files)[: len(self._rows)]
         self._starts = list(accumulate((len(rows) for rows in self._rows), initial=0))
         self._order: Sequence[int] = range(self._starts[-1])
         self._build = build
@@ -228,7 +229,8 @@ class RowSet(Sequence[T]):
             raise DataError("\n  ".join([head, *problems[:_SHOWN_PROBLEMS], *more]))
 
     def _scan(self) -> Iterator[tuple[Path, Place, Row]]:
-        for file, name, rows in zip(self.files, self._names, self._rows, strict=True):
+        # rows of a user's class are not told apart by file
+        for file, name, rows in zip(self.files, self._names, self._rows, strict=False):
             for number, row in enumerate(rows):
                 yield file, Place(name, number), row
 

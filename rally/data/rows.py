@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rally.data.messages import check_mapping, check_messages, shown
-from rally.data.read import DataError, Files, Place, Row, RowSet
+from rally.data.read import DataError, Files, Place, Row, Rows, RowSet
 from rally.types import Message, Task
 
 TaskSet: TypeAlias = RowSet[Task]
@@ -26,15 +26,17 @@ def load_tasks(
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int = 0,
+    rows: Rows | None = None,
 ) -> TaskSet:
-    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated; or of `rows`,
+    which a user's class made of the files.
 
     `max_samples` (-1: all) takes the first rows, or with `shuffle` a random choice by `seed`. The order of
     training is not decided here: that is the sampler's.
     """
     if max_samples < 1 and max_samples != -1:
         raise DataError(f"max_samples is {max_samples}; it must be -1 (all rows) or at least 1")
-    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key))
+    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key), rows)
     if 0 < max_samples < len(tasks):
         tasks = tasks.select(_sample(len(tasks), max_samples, shuffle, seed))
     tasks.validate()
@@ -57,7 +59,7 @@ def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str) -> Tas
         raise DataError(f"agent_name is {shown(agent_name)}; it must be a string, or absent")
     prompt = _prompt(row, prompt_key)
     reward_model = _reward_model(row)
-    extra = check_mapping(row.get("extra_info"), "extra_info")
+    extra = _with_selection(check_mapping(row.get("extra_info"), "extra_info"), row.get("tools"))
     tools = _tools_kwargs(extra)
     interaction = check_mapping(extra.get("interaction_kwargs"), "extra_info.interaction_kwargs")
     decoded = {prompt_key: prompt, "reward_model": reward_model, "extra_info": extra}
@@ -108,6 +110,18 @@ def _tools_kwargs(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
         name: check_mapping(kwargs, f"{field}.{name}")
         for name, kwargs in check_mapping(extra.get("tools_kwargs"), field).items()
     }
+
+
+def _with_selection(extra: dict[str, Any], tools: Any) -> dict[str, Any]:
+    """A column `tools` of names is a second place for extra_info.tool_selection."""
+    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
+        return extra
+    selection = extra.get("tool_selection", tools)
+    if selection != tools:
+        raise DataError(
+            f"tools is {shown(tools)} but extra_info.tool_selection is {shown(selection)}; they must agree, keep one"
+        )
+    return {**extra, "tool_selection": tools}
 
 
 def _found(row: Row, key: str) -> str:

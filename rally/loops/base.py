@@ -64,31 +64,24 @@ class AgentLoopOutput:
     turn_rewards: Sequence[float] | None = None
     multi_modal_data: Mapping[str, Any] | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    metrics: Any = None
+    """Seconds that a loop measured itself: a mapping or an object with `tool_calls`."""
     segments: tuple[Segment, ...] = ()
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.STOP
 
-    def as_segments(self) -> tuple[Segment, ...]:
-        """The token truth; built here for loops that returned plain lists."""
+    def as_segments(self, said: Sequence[Generation] = ()) -> tuple[Segment, ...]:
+        """The token truth; built here for loops that returned plain lists, whose log-probs are those of `said` where
+        they tell none."""
         if self.multi_modal_data:
             raise LoopError("the agent loop returned multi_modal_data; images and videos are not built yet")
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:
             raise LoopError("the agent loop returned a response_mask that holds more than 0 (observed) and 1 (sampled)")
-        if self.response_logprobs is None and any(self.response_mask):
-            raise LoopError(
-                "the agent loop returned no response_logprobs; pass on Generation.logprobs for sampled tokens and 0.0 "
-                "for observed ones"
-            )
-        count = len(self.response_ids)
-        logprobs = [0.0] * count if self.response_logprobs is None else self.response_logprobs
-        for name, values in (("response_mask", self.response_mask), ("response_logprobs", logprobs)):
-            if len(values) != count:
-                raise LoopError(
-                    f"the agent loop returned {count} response_ids but {len(values)} {name} entries; they must be of "
-                    "equal length"
-                )
+        self._check_length("response_mask", self.response_mask)
+        logprobs = self._remembered(said) if self.response_logprobs is None else self.response_logprobs
+        self._check_length("response_logprobs", logprobs)
         return (
             Segment(
                 prompt_ids=tuple(self.prompt_ids),
@@ -97,6 +90,31 @@ class AgentLoopOutput:
                 response_logprobs=tuple(logprobs),
             ),
         )
+
+    def _check_length(self, name: str, values: Sequence[float]) -> None:
+        count = len(self.response_ids)
+        if len(values) != count:
+            raise LoopError(
+                f"the agent loop returned {count} response_ids but {len(values)} {name} entries; they must be of equal "
+                "length"
+            )
+
+    def seconds(self) -> dict[str, float]:
+        """What `metrics` say of time that only the loop knows."""
+        told = self.metrics if isinstance(self.metrics, Mapping) else vars(self.metrics) if self.metrics else {}
+        return {"tools": float(told["tool_calls"])} if told.get("tool_calls") else {}
+
+    def _remembered(self, said: Sequence[Generation]) -> list[float]:
+        """The log-probs of the tokens under the mask, which must be what was sampled, in order; the end may be cut."""
+        sampled = [token for token, mask in zip(self.response_ids, self.response_mask, strict=True) if mask]
+        known = [token for generation in said for token in generation.ids]
+        if sampled != known[: len(sampled)]:
+            raise LoopError(
+                "the agent loop returned no response_logprobs, and response_ids under its response_mask are not what "
+                "it sampled; pass on Generation.logprobs for sampled tokens and 0.0 for observed ones"
+            )
+        values = iter(logprob for generation in said for logprob in generation.logprobs)
+        return [next(values) if mask else 0.0 for mask in self.response_mask]
 
 
 class EpisodeServer:
@@ -109,6 +127,7 @@ class EpisodeServer:
         self.session = session
         self.calls = 0
         self.seconds = 0.0
+        self.said: list[Generation] = []
 
     async def generate(
         self,
@@ -121,7 +140,9 @@ class EpisodeServer:
         params = self._params(sampling_params, room=self.engine.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
-            return await self.engine.generate(prompt_ids, params, session=session or self.session)
+            generation = await self.engine.generate(prompt_ids, params, session=session or self.session)
+            self.said.append(generation)
+            return generation
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -151,6 +172,7 @@ class LoopContext:
     check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
     began: float = field(default_factory=time.perf_counter)  # the episode
     ends_at: float | None = None  # when the step's time is up, by time.perf_counter
+    run_config: Any = None  # the keys of the run, which nothing here reads; for loops written for verl
 
     def turn_seconds(self, began: float) -> float | None:
         """How long the next turn of an exchange that began at `began` may take."""

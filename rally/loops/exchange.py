@@ -144,7 +144,7 @@ class Exchange:
         rewards = [reward for reward in (score, *(r.reward for r in results)) if reward is not None]
         self.turns.append(
             Turn(
-                role="tool" if results else "user",
+                role="tool" if messages[0]["role"] == "tool" else "user",
                 text=text,
                 segment=len(self.segments) - 1,
                 start=self._observed_from,
@@ -157,12 +157,12 @@ class Exchange:
         )
         return reason
 
-    def add_closing(self, text: str, score: float | None, started: float) -> None:
-        """Record a last word of the user. Nothing is sampled after it, so it has no tokens and is no message."""
+    def add_closing(self, text: str, score: float | None, started: float, role: str = "user") -> None:
+        """Record a last word of the user or a tool. Nothing is sampled after it: it has no tokens and is no message."""
         at = len(self.segment.response_ids)
         self.turns.append(
             Turn(
-                role="user",
+                role="tool" if role == "tool" else "user",
                 text=text,
                 segment=len(self.segments) - 1,
                 start=at,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +9,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from rally.importing import ImportFailed, import_module, look_in
 from rally.loops.base import AgentLoopBase, LoopError
+from rally.verl_names import INSTALLED, of_installed_verl
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
@@ -50,16 +50,19 @@ def find_loop(name: str, extra: Mapping[str, LoopSpec] | None = None) -> LoopSpe
 def import_loop(path: str) -> type[AgentLoopBase]:
     """Import `package.module.Class`; the working directory counts as a place to look."""
     module_name, _, class_name = path.rpartition(".")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    look_in(Path.cwd())
     try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as missing:  # ValueError: a path with nothing before its dot
-        raise LoopError(f"the agent loop {path} cannot be imported: {missing}") from missing
+        module = import_module(module_name)
+    except ImportFailed as failed:
+        raise LoopError(
+            f"the agent loop {path} cannot be imported ({failed}); correct its path or the file"
+        ) from failed
     return _checked(getattr(module, class_name, None), path)
 
 
 def _checked(cls: Any, named: str) -> type[AgentLoopBase]:
+    if of_installed_verl(cls):
+        raise LoopError(f"{named} {INSTALLED}")
     if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
         raise LoopError(f"{named} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
     return cls

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
@@ -52,6 +53,7 @@ class Runner:
     override_rows: bool = False  # the default loop is used even where a row names another
     loops: Mapping[str, LoopSpec] = field(default_factory=dict)
     max_retries: int = 0
+    run_config: Any = None  # the keys of the run, for loops written for verl
 
     async def run(
         self,
@@ -78,7 +80,7 @@ class Runner:
 
         async def one(job: Job) -> Episode:
             try:
-                episode = await self._episode(job, sampling, ends_at)
+                episode = await self.episode(job, sampling, ends_at)
                 if engine and more is None:
                     engine.dismiss(job.episode_id)  # nobody waits for a score that nothing depends on
                 episode = await finish(episode) if finish else episode
@@ -93,7 +95,8 @@ class Runner:
             begin(jobs)
         return [task.result() for task in tasks]
 
-    async def _episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+    async def episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
+        """Hold one exchange; `ends_at`, by time.perf_counter, is when its step's time is up."""
         if job.baseline:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
@@ -137,6 +140,7 @@ class Runner:
             check_tokens=job.check_tokens,
             began=began,
             ends_at=ends_at,
+            run_config=self.run_config,
         )
         loop = spec.cls.build(context, spec.options)
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
@@ -161,12 +165,12 @@ class Runner:
         self, job: Job, output: AgentLoopOutput, server: EpisodeServer, timings: dict[str, float], attempt: int
     ) -> Episode:
         extra = dict(output.extra_fields)
-        timings = {"generate": server.seconds, **extra.pop("timings", {}), **timings}
+        timings = {"generate": server.seconds, **output.seconds(), **extra.pop("timings", {}), **timings}
         if attempt:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
-        segments = output.as_segments()
+        segments = output.as_segments(server.said)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(

@@ -6,6 +6,8 @@ searched by torch, so that no other build of faiss is needed. Shapes: N passages
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -43,6 +45,27 @@ def write_vectors(path: Path, chunks: Iterable[Floats], width: int, kind: Vector
     for chunk_NH in chunks:
         index.add(chunk_NH)
     faiss.write_index(index, str(path))
+
+
+def bring_vectors(file: Path, path: Path, passages: int) -> Vectors:
+    """Put a faiss file that somebody made before at `path`, if it can be searched as our own; says what it is."""
+    faiss = require("faiss", "faiss-cpu")
+    try:
+        index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY)
+    except RuntimeError as error:
+        raise RetrievalError(f"{file} cannot be read as a faiss index ({str(error).splitlines()[0]})") from None
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT or not isinstance(index, (faiss.IndexFlat, faiss.IndexHNSW)):
+        kind = type(index).__name__
+        raise RetrievalError(f"{file} is a {kind}; it must be a flat or HNSW index by inner product, so build one here")
+    if index.ntotal != passages:
+        raise RetrievalError(
+            f"{file} has {index.ntotal:,} vectors and the corpus {passages:,} passages; they must match"
+        )
+    try:
+        os.link(file.resolve(), path)
+    except OSError:  # another disk
+        shutil.copyfile(file, path)
+    return "flat" if isinstance(index, faiss.IndexFlat) else "hnsw"
 
 
 class Dense:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from rally.retrieval.bm25 import Bm25, Bm25Writer
 from rally.retrieval.corpus import count_passages, read_passages
-from rally.retrieval.dense import Dense, Floats, Vectors, write_vectors
+from rally.retrieval.dense import Dense, Floats, Vectors, bring_vectors, write_vectors
 from rally.retrieval.encoder import Encoder
 from rally.retrieval.errors import RetrievalError
 from rally.retrieval.hits import Ranker
@@ -47,32 +47,35 @@ class IndexSpec:
     vectors: Vectors = "flat"
     device: str = "cpu"
     recipe: dict[str, Any] = field(default_factory=dict)
+    ready: Path | None = None
+    """A faiss file of vectors that were made before, one per passage in their order; it says what `vectors` is."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.vectors not in get_args(Vectors):
             raise RetrievalError(f"there is no {self.vectors} index of the kind {self.kind!r}")
         if self.kind != "bm25" and self.encoder is None:
             raise RetrievalError(f"a {self.kind} index needs --encoder, a folder or a name such as intfloat/e5-base-v2")
-        about_vectors = {"encoder": self.encoder, **self.recipe, "vectors": None if self.vectors == "flat" else "hnsw"}
+        shape = None if self.vectors == "flat" else "hnsw"
+        about_vectors = {"encoder": self.encoder, **self.recipe, "vectors": shape, "faiss": self.ready}
         idle = next((name for name, value in about_vectors.items() if value is not None), None)
         if self.kind == "bm25" and idle is not None:
             raise RetrievalError(f"a bm25 index has no vectors, so {idle} does nothing; give --kind dense or hybrid")
 
 
 class Built(NamedTuple):
-    """`recipe` is how the encoder is used, `cut` how many passages were longer than it reads."""
+    """`recipe` is how the encoder is used, `cut` how many passages were longer than it reads, where it read them."""
 
     path: Path
     passages: int
     recipe: Recipe | None
-    cut: int
+    cut: int | None
 
     def facts(self) -> list[list[str]]:
         """What a user should see of how the encoder is used: nothing fails when it is wrong."""
         if self.recipe is None:
             return []
         used = [[name, json.dumps(value, ensure_ascii=False)] for name, value in asdict(self.recipe).items()]
-        return [*used, ["passages cut to max_length", f"{self.cut:,}"]]
+        return used if self.cut is None else [*used, ["passages cut to max_length", f"{self.cut:,}"]]
 
 
 class Found(NamedTuple):
@@ -115,10 +118,14 @@ def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = l
     recipe = None if spec.encoder is None else recipe_for(spec.encoder, spec.recipe)
     with _aside(out) as folder:
         total = _write_words(corpus, folder, spec.kind, progress)
-        cut = 0 if recipe is None else _write_vectors(folder, spec, recipe, progress)
+        vectors, cut = spec.vectors, None
+        if spec.ready is not None:
+            vectors = bring_vectors(spec.ready, folder / VECTORS, total)
+        elif recipe is not None:
+            cut = _write_vectors(folder, spec, recipe, progress)
         meta: dict[str, Any] = {"format": FORMAT, "kind": spec.kind, "passages": total}
         if recipe is not None:
-            meta |= {"encoder": _lasting(spec.encoder), "vectors": spec.vectors, "recipe": asdict(recipe), "cut": cut}
+            meta |= {"encoder": _lasting(spec.encoder), "vectors": vectors, "recipe": asdict(recipe), "cut": cut}
         (folder / META).write_text(json.dumps(meta, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     return Built(out, total, recipe, cut)
 

@@ -2,8 +2,8 @@
 
 `path` is a file (`my_reward.py`), a dotted module (`my_package.reward`) or `pkg://my_package.reward`. When the module
 has a function called `name`, that function scores every episode. When it has none but registers some with
-`@register_reward`, episodes are routed by data source, to the built-in functions as well. With `batch`, the function
-takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
+`@register_reward` (or over trajectories, `trajectories.py`), episodes are routed by data source, to the built-in
+functions as well. With `batch`, the function takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rally.importing import ImportFailed, import_path
 from rally.rewards import functions, sources
 from rally.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction
 from rally.rewards.result import RewardError
+from rally.rewards.trajectories import as_reward_function
 
 
 def load_reward_function(
@@ -58,8 +59,7 @@ async def _score_batch(function: RewardFunction, requests: Sequence[Mapping[str,
 def _custom_function(path: str, name: str) -> RewardFunction:
     module = _import(path)
     if hasattr(module, name):
-        function: RewardFunction = getattr(module, name)
-        return function
+        return as_reward_function(getattr(module, name))
     if any(entry.function.__module__ != sources.__name__ for entry in functions.registered().values()):
         return functions.compute_score
     raise RewardError(

@@ -28,6 +28,7 @@ from typing import Any, Self
 from rally.rewards import sources
 from rally.rewards.built_in import BuiltIn
 from rally.rewards.episodes import request_of
+from rally.rewards.pace import Pace
 from rally.rewards.result import RewardError, Score
 from rally.rewards.wire import decode, encode
 from rally.types import Episode
@@ -167,15 +168,17 @@ class Scorer:
     """`num_workers` processes that score episodes with a user's function; `timeout` is for one run of it, in seconds.
 
     Async functions run one at a time in a worker too: one that mostly waits (a judge over HTTP) wants more workers.
+    It is called `per_minute` times a minute at most.
     """
 
-    def __init__(self, spec: RewardSpec, num_workers: int, timeout: float) -> None:
+    def __init__(self, spec: RewardSpec, num_workers: int, timeout: float, per_minute: float | None = None) -> None:
         if num_workers < 1:
             raise RewardError(f"reward.num_workers must be at least 1, not {num_workers}")
         if timeout <= 0:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
+        self._pace = Pace(per_minute)
         in_process = spec.path is None and not spec.batch and not sources.may_hang(spec.kwargs)
         self._built_in = BuiltIn(spec.kwargs) if in_process else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -213,6 +216,7 @@ class Scorer:
         return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]
 
     async def _ask(self, request: Mapping[str, Any]) -> Score:
+        await self._pace.turn()
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
 
     async def close(self) -> None:

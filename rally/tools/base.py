@@ -50,13 +50,15 @@ class BaseTool(Generic[ArgsT]):
     destructive: bool = False
     """Whether a call may destroy something, so that none is made only to see whether the tool works."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | BaseModel | None = None
+    ) -> None:
         self.config = dict(config or {})
         given = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
         self.tool_schema: Schema = openai_schema(given, f"tool class {type(self).__name__}")
         self.name = self.tool_schema["function"]["name"]
 
-    def get_openai_tool_schema(self) -> Mapping[str, Any]:
+    def get_openai_tool_schema(self) -> Mapping[str, Any] | BaseModel:
         """The schema used when none is given: from `name`, `description` and `args_schema`."""
         if not self.name or self.args_schema is None:
             raise ToolConfigError(

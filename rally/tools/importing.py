@@ -9,6 +9,7 @@ from typing import Any
 
 from rally.importing import ImportFailed, import_file, import_module, look_in
 from rally.tools.schema import ToolConfigError
+from rally.verl_names import INSTALLED, of_installed_verl
 
 
 def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
@@ -18,9 +19,12 @@ def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
         raise ToolConfigError(f"{where}: class_name {dotted!r} must be written as package.module.Class")
     module = _import_module(module_name, folders, where)
     try:
-        return getattr(module, name)
+        found = getattr(module, name)
     except AttributeError:
         raise ToolConfigError(f"{where}: module {module_name} has no {name!r}") from None
+    if of_installed_verl(found):
+        raise ToolConfigError(f"{where}: {dotted} {INSTALLED}")
+    return found
 
 
 def import_tool_file(path: Path) -> ModuleType:
@@ -54,6 +58,6 @@ def _import_module(name: str, folders: Iterable[Path], where: str) -> ModuleType
 
 def _broken(what: str, failed: ImportFailed) -> ToolConfigError:
     advice, cause = "", failed.__cause__
-    if isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "verl":
-        advice = "; import BaseTool and ToolResponse from rally.tools instead, BaseInteraction from rally.interactions"
+    if isinstance(cause, ImportError) and (cause.name or "").split(".")[0] == "verl":
+        advice = "; the names of verl that Rally stands in for are listed in docs/from_verl.md"
     return ToolConfigError(f"{what} cannot be imported: {failed}{advice}")

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from rally.types import RallyError
 
 Schema = dict[str, Any]
@@ -16,7 +18,10 @@ class ToolConfigError(RallyError):
 
 
 def openai_schema(given: Any, where: str) -> Schema:
-    """`{type: function, function: {name, ...}}` from that shape or from the bare `{name, description, parameters}`."""
+    """`{type: function, function: {name, ...}}` from that shape, the bare `{name, description, parameters}`, or a
+    Pydantic model of either."""
+    if isinstance(given, BaseModel):
+        given = given.model_dump(exclude_none=True)
     if not isinstance(given, Mapping):
         raise ToolConfigError(f"{where}: tool_schema must be a mapping, not {type(given).__name__}")
     whole = copy.deepcopy(dict(given))

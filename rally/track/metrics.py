@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from statistics import pstdev
 
 from rally.track.numbers import Metrics, mean, percentiles, spread
 from rally.track.tools import tool_metrics
@@ -31,6 +32,8 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     scores = [e.reward for e in episodes if e.reward is not None]
     metrics: Metrics = {"episodes/count": len(episodes), "episodes/unscored": len(episodes) - len(scores)}
     metrics |= spread("critic/score", scores) | spread("critic/rewards", scores)
+    if scores:
+        metrics["critic/rewards/std"] = pstdev(scores)
     metrics |= _token_metrics(episodes, max_prompt_length)
     metrics |= spread("num_turns", [e.num_turns for e in episodes])
     metrics |= tool_metrics(episodes) | _interaction_metrics(episodes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from rally.config import Config
 from rally.train.checkpoint import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
+from rally.train.cuts import UNBOUND
 from rally.train.kl_control import KlControl
 from rally.train.load import pick_device
 from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
@@ -35,6 +36,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Crit
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
         steps,
         gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
+        offload=config.critic.fsdp_config.optimizer_offload,
     )
     found = Critic(learner, critic_settings_of(config))
     if checkpoint:
@@ -50,10 +52,10 @@ def critic_settings_of(config: Config) -> CriticSettings:
         aggregation=critic.loss_agg_mode,
         loss_scale=float(response_length(config)),
         epochs=critic.ppo_epochs,
-        max_tokens=critic.ppo_max_token_len_per_gpu,
+        max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
         max_rows=critic.ppo_micro_batch_size_per_gpu,
-        forward_max_tokens=critic.forward_max_token_len_per_gpu,
-        forward_max_rows=critic.forward_micro_batch_size_per_gpu,
+        forward_max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
+        forward_max_rows=critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
         shuffle_seed=config.trainer.seed if critic.shuffle else None,
         warmup_steps=config.trainer.critic_warmup,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from rally.config import Config
 from rally.data import (
@@ -13,9 +16,12 @@ from rally.data import (
     SolvedSometimes,
     SolvedSometimesOptions,
     TaskSet,
+    load_custom_rows,
     load_sampler_class,
     load_tasks,
 )
+from rally.data.custom import CustomRows
+from rally.train.parts import tokenizer_of
 
 
 def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:
@@ -27,7 +33,23 @@ def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) ->
         max_samples=data.val_max_samples if validate else data.train_max_samples,
         shuffle=data.validation_shuffle if validate else data.shuffle,
         seed=config.trainer.seed if data.seed is None else data.seed,
+        rows=_custom_rows(config, files),
     )
+
+
+def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
+    """What data.custom_cls makes of the files, if there is one."""
+    chosen = config.data.custom_cls
+    if chosen.path is None or chosen.name is None:
+        return None
+    offered: dict[str, Callable[[], Any]] = {
+        "data_files": lambda: list(files),
+        "tokenizer": lambda: tokenizer_of(config),
+        "config": lambda: OmegaConf.create(config.data.model_dump(mode="json")),
+        "processor": lambda: None,
+        "max_samples": lambda: -1,
+    }
+    return load_custom_rows(chosen.path, chosen.name, offered)
 
 
 def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:

@@ -46,7 +46,7 @@ from rally.train.parts import ValidationPass
 from rally.train.policy import Policy, due, step_seed
 from rally.train.rates import memory_used, token_times
 from rally.train.recorder import Recorder
-from rally.train.reference import Reference
+from rally.train.reference import Reference, awake
 from rally.train.rollout import Rollout, RolloutResult
 from rally.train.rows import kl_rewards, over_rows
 from rally.train.snapshot import Part, json_part
@@ -212,6 +212,7 @@ class Trainer:
         with (
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
             self.engine.updating(),
+            awake(self.reference),
             keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
         ):
             penalties_M = self._reward_kl(episodes, timed)
@@ -285,8 +286,7 @@ class Trainer:
                 rows,
                 lambda packed: reference(packed, update.temperature),
                 self.policy.device,
-                update.max_tokens,
-                update.max_rows,
+                *(update.reference_cut or update.cut),
             )
         return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
 

@@ -1,4 +1,5 @@
-"""`rally merge`: adapters and their base, or weights in several files, become one folder that transformers loads whole.
+"""`rally merge`: adapters and their base, weights in several files, or shards of FSDP become one folder that
+transformers loads whole.
 
 The folder is written aside and read back before it gets its name: no weight may be missing in it.
 """
@@ -11,11 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rally.train.fsdp_shards import HF, has_shards, joined_shards, shard_files
 from rally.train.load import LoadError, load_model, load_tokenizer
 from rally.train.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
 from rally.types import RallyError
@@ -45,10 +48,15 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
         if is_adapter_folder(source):
             _merge_adapters(source, work, base)
             what = "adapters merged into their base"
+        elif has_shards(source):
+            what = f"shards of {_merge_fsdp(source, work)} devices merged into one model"
         else:
             what = f"{_merge_shards(source, work)} files merged into one"
         _check_whole(work)
-        work.rename(target)
+        if target.is_dir():  # the configuration and tokenizer that were beside the shards
+            os.replace(work / WEIGHTS, target / WEIGHTS)
+        else:
+            work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Merged(target, what)
@@ -57,18 +65,31 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
 def _refuse(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise MergeError(f"there is no folder {source}; name a checkpoint, such as checkpoints/global_step_20")
-    if target.exists():
+    if target.exists() and not _awaits_weights(source, target):
         raise MergeError(f"{target} is already there; remove it, or choose another place with --out")
-    if is_adapter_folder(source) or (source / INDEX).is_file():
+    if is_adapter_folder(source) or (source / INDEX).is_file() or has_shards(source):
         return
-    if list(source.glob("model_world_size_*_rank_*.pt")):
-        raise MergeError(
-            f"{source} holds FSDP shards (model_world_size_*_rank_*.pt), which only the program that wrote them can "
-            "put together; merge them with it, then name the folder it wrote"
-        )
     if (source / WEIGHTS).is_file():
         raise MergeError(f"{source} is one whole model already, there is nothing to merge; load it as it is")
     raise MergeError(f"{source} holds neither {CONFIG} nor {INDEX}; name a folder of adapters or of a model in shards")
+
+
+def _awaits_weights(source: Path, target: Path) -> bool:
+    """Whether `target` is the folder beside shards that has everything of the model but its weights."""
+    return target.resolve() == (source / HF).resolve() and has_shards(source) and not (target / WEIGHTS).exists()
+
+
+def _merge_fsdp(source: Path, target: Path) -> int:
+    described = source / HF
+    if not (described / "config.json").is_file():
+        raise MergeError(f"{described / 'config.json'} is missing, so nobody knows the model; copy it there")
+    dtype = getattr(torch, _stored_dtype(str(described)))
+    weights = {name: value.to(dtype).contiguous() for name, value in joined_shards(source).items()}
+    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    for file in described.iterdir():
+        if file.is_file():
+            shutil.copy2(file, target / file.name)
+    return len(shard_files(source))
 
 
 def _merge_adapters(source: Path, target: Path, base: str | None) -> None:

@@ -23,6 +23,7 @@ from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
+from rally.train.cuts import log_prob_cut, update_cut
 from rally.train.dynamic import FilterSettings
 from rally.train.guards import GradientLimits
 from rally.train.load import load_model, load_tokenizer, pick_device
@@ -218,7 +219,7 @@ def validation_passes(config: Config, train: SamplingParams) -> list[ValidationP
 
 
 def update_settings_of(config: Config) -> UpdateSettings:
-    actor = config.actor
+    actor, cut = config.actor, update_cut(config)
     return UpdateSettings(
         mini_batch_groups=config.mini_batch_size,
         surrogate=surrogate_settings_of(config),
@@ -229,8 +230,10 @@ def update_settings_of(config: Config) -> UpdateSettings:
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
         epochs=actor.ppo_epochs,
-        max_tokens=actor.ppo_max_token_len_per_gpu,
-        max_rows=actor.ppo_micro_batch_size_per_gpu,
+        max_tokens=cut.max_tokens,
+        max_rows=cut.max_rows,
+        log_prob_cut=log_prob_cut(config, config.rollout),
+        reference_cut=log_prob_cut(config, config.actor_rollout_ref.ref),
         temperature=config.rollout.temperature,
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
@@ -368,4 +371,5 @@ def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
     """The frozen starting policy, if a KL term asks for it; with LoRA the policy's own base."""
     if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
-    return BaseOfPolicy(policy) if has_adapters(policy) else FrozenModel(model_of(config))
+    offload = config.actor_rollout_ref.ref.fsdp_config.param_offload
+    return BaseOfPolicy(policy) if has_adapters(policy) else FrozenModel(model_of(config), offload=offload)

@@ -47,8 +47,11 @@ class Policy:
         settings: OptimizerSettings,
         total_steps: int,
         gradient_checkpointing: bool = False,
+        *,
+        offload: bool = False,
     ) -> None:
         self.model = model
+        self._offload = offload
         self.settings = settings
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: _master(p) for name, p in trained.items()}
@@ -61,6 +64,7 @@ class Policy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.eval()
+        self._rest()
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +73,8 @@ class Policy:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Within it, the module is in train mode and what a backward pass computes is collected for the next step."""
+        if self._offload:
+            self._move_optimizer(self.device)
         hooks = [p.register_post_accumulate_grad_hook(_collector(master)) for p, master in self._rounded]
         self.model.train()
         try:
@@ -77,6 +83,18 @@ class Policy:
             self.model.eval()
             for hook in hooks:
                 hook.remove()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Between updates, what the optimizer keeps of each weight may wait in main memory."""
+        if self._offload:
+            self._move_optimizer(torch.device("cpu"))
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+        for _, master in self._rounded:
+            master.data = master.data.to(device)
 
     def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
         """Clip, step, clear; returns the gradient norm before clipping. A gradient over the limits, computed from

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.data import DataError, TaskSet
@@ -16,7 +18,8 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
         bare = next((task.id for task in tasks if not task.tools_kwargs), None)
         if bare is not None:
             raise DataError(f"row {bare} has no extra_info.tools_kwargs, which data.need_tools_kwargs=true asks for")
-    lengths = [len(codec.encode_prompt(task.prompt)) for task in tasks]
+    with ThreadPoolExecutor(data.filter_overlong_prompts_workers) as pool:
+        lengths = list(pool.map(lambda task: len(codec.encode_prompt(task.prompt)), tasks))
     long = [i for i, n in enumerate(lengths) if n > most]
     if not long:
         return tasks

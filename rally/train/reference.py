@@ -5,6 +5,8 @@ Shapes: M sampled tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,10 +28,25 @@ class Reference(Protocol):
 class FrozenModel:
     """A module of its own."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         self.model = model
+        self._device, self._offload = model.device, offload
         model.requires_grad_(False)
         attention.install(model)
+        self._rest()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the model is on its device; outside, with `offload`, in main memory."""
+        self.model.to(self._device)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._offload:
+            self.model.to("cpu")  # type: ignore[arg-type]
 
     @torch.no_grad()
     def __call__(self, packed: PackedRows, temperature: float) -> Tensor:
@@ -46,3 +63,8 @@ class BaseOfPolicy:
     def __call__(self, packed: PackedRows, temperature: float) -> Tensor:
         with without_adapters(self.model):
             return token_logprobs(self.model, packed, temperature).logp_M
+
+
+def awake(reference: Reference | None) -> AbstractContextManager[None]:
+    """While the block lasts, the reference can be asked."""
+    return reference.awake() if isinstance(reference, FrozenModel) else nullcontext()

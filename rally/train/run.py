@@ -21,6 +21,7 @@ from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder
 from rally.train import critic_parts, data_parts, parts, server_parts, tracking_parts
+from rally.train.brought import config_for_loops
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
 from rally.train.heap import settled_heap
@@ -28,6 +29,7 @@ from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
+from rally.train.skip import skipping
 from rally.train.watch import watched
 from rally.types import RallyError
 
@@ -148,6 +150,7 @@ def _trainer(
         parts.optimizer_settings_of(config),
         max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.actor.fsdp_config.optimizer_offload,
     )
     if checkpoint:
         policy.load_state(checkpoint.state())
@@ -206,17 +209,20 @@ def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
         override_rows=config.rollout.agent_loop_class is not None,
         loops=parts.loops_of(config),
         max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
+        run_config=config_for_loops(config),
     )
 
 
 def scorer_of(config: Config) -> Scorer:
-    workers = config.reward_model.num_workers or config.reward.num_workers
-    return Scorer(parts.reward_spec_of(config), workers, config.reward.timeout)
+    spec, reward, limited = parts.reward_spec_of(config), config.reward, config.reward_model
+    if config.reward_manager_name == "rate_limited":
+        return Scorer(spec, limited.max_concurrent, limited.timeout, limited.calls_per_minute)
+    return Scorer(spec, reward.num_workers, reward.timeout)
 
 
 def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
-        runner=runner_of(config, inputs, engine),
+        runner=skipping(runner_of(config, inputs, engine), config),
         scorer=scorer_of(config),
         policy=parts.failure_policy_of(config),
         seed=parts.engine_settings_of(config).seed,

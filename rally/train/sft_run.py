@@ -20,6 +20,7 @@ from rally.engines.embedded import attention
 from rally.track import RunConsole, RunFolder, Sinks
 from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
+from rally.train.cuts import UNBOUND
 from rally.train.guards import keeping_diverged
 from rally.train.interrupt import Interrupt, resume_command, stopped
 from rally.train.load import load_tokenizer
@@ -168,7 +169,7 @@ def sft_settings_of(config: SftConfig) -> SftSettings:
         batch_size=config.data.train_batch_size,
         max_length=config.data.max_length,
         truncation=config.data.truncation,
-        max_tokens=config.data.max_token_len_per_gpu,
+        max_tokens=config.data.max_token_len_per_gpu if config.data.use_dynamic_bsz else UNBOUND,
         max_rows=config.data.micro_batch_size_per_gpu,
     )
 
@@ -228,6 +229,7 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
         optimizer_settings(config.optim, config.optim.clip_grad, limits),
         steps,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
         policy.load_state(start.state())

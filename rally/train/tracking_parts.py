@@ -67,12 +67,13 @@ def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBa
     trace, trainer = config.rollout.trace, config.trainer
     if trace.backend is None:
         return None
+    most = trace.max_samples_per_step_per_worker
     return TraceSettings(
         backend=trace.backend,
         project=trace.project_name or trainer.project_name,
         experiment=trace.experiment_name or trainer.experiment_name,
         tokenizer=_tokenizer_file(folder, tokenizer) if trace.token2text else None,
-        max_samples=trace.max_samples_per_step_per_worker,
+        max_samples=None if most is None else most * config.rollout.agent.num_workers,
     )
 
 

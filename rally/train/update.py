@@ -18,6 +18,7 @@ from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
 from rally.train.agreement import probability_agreement
 from rally.train.batch import TrainBatch
 from rally.train.clock import Timed, untimed
+from rally.train.cuts import Cut
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
 from rally.train.forward import TokenLogprobs, token_logprobs
 from rally.train.guards import Tried
@@ -42,9 +43,15 @@ class UpdateSettings:
     epochs: int = 1
     max_tokens: int = 16384
     max_rows: int | None = None
+    log_prob_cut: Cut | None = None  # of a pass for old log-probabilities; None: as in the update
+    reference_cut: Cut | None = None  # of one for the reference's
     temperature: float = 1.0
     deterministic: bool = False  # logprobs by the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.max_tokens, self.max_rows)
 
     @property
     def needs_every_row(self) -> bool:
@@ -134,7 +141,7 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
     def forward(packed: PackedRows) -> Tensor:
         return _logprobs(policy, packed, settings).logp_M
 
-    logp_M = over_rows(batch.rows, forward, policy.device, settings.max_tokens, settings.max_rows)
+    logp_M = over_rows(batch.rows, forward, policy.device, *(settings.log_prob_cut or settings.cut))
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 

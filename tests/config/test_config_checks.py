@@ -21,7 +21,12 @@ def load(*lines: str) -> Config:
 
 
 TOOL_KEYS = (f"{R}.tool_kwargs.tools_config_file", f"{R}.multi_turn.tool_config_path", "data.tool_config_path")
-TURN_KEYS = (f"{R}.max_turns", f"{R}.agent_loop_config.max_turns", f"{R}.multi_turn.max_assistant_turns")
+TURN_KEYS = (
+    f"{R}.max_turns",
+    f"{R}.agent_loop_config.max_turns",
+    f"{R}.multi_turn.max_assistant_turns",
+    f"{R}.multi_turn.max_turns",
+)
 
 
 @pytest.mark.parametrize("key", TOOL_KEYS)
@@ -33,7 +38,7 @@ def test_the_tool_file_has_three_spellings(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", TURN_KEYS)
-def test_the_turn_limit_has_three_spellings(key: str) -> None:
+def test_the_turn_limit_has_four_spellings(key: str) -> None:
     assert load(f"{key}=7").max_turns == 7
 
 
@@ -113,16 +118,35 @@ def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
     [
         (f"{R}.prompt_length", "data.max_prompt_length"),
         (f"{R}.response_length", "data.max_response_length"),
-        (f"{R}.log_prob_max_token_len_per_gpu", f"{A}.ppo_max_token_len_per_gpu"),
-        ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", f"{A}.ppo_max_token_len_per_gpu"),
+        (f"{R}.log_prob_micro_batch_size", f"{R}.log_prob_micro_batch_size_per_gpu"),
+        (f"{A}.ppo_micro_batch_size", f"{A}.ppo_micro_batch_size_per_gpu"),
         (f"{A}.optim.clip_grad", f"{A}.grad_clip"),
         ("reward_model.num_workers", "reward.num_workers"),
     ],
 )
-def test_second_names_must_agree_with_the_key_that_rules(second: str, first: str) -> None:
+def test_a_second_name_sets_the_key_that_rules_and_must_agree_with_it(second: str, first: str) -> None:
     load(f"{second}=77", f"{first}=77")
-    line = told(f"{second}=77")
-    assert line.startswith(f"{second}=77") and f"must equal {first}=" in line
+    assert load(f"{second}=77").flat()[first] == 77
+    line = told(f"{second}=77", f"{first}=78")
+    assert line.startswith(f"{second}=77") and f"must equal {first}=78" in line
+
+
+def test_second_names_of_words() -> None:
+    config = load(f"{R}.dtype=bfloat16", f"{A}.optim.warmup_style=cosine")
+    assert (config.model.dtype, config.actor.optim.lr_scheduler_type) == ("bfloat16", "cosine")
+
+
+@pytest.mark.parametrize(
+    ("key", "count"),
+    [
+        (f"{A}.use_dynamic_bsz", f"{A}.ppo_micro_batch_size_per_gpu"),
+        (f"{R}.log_prob_use_dynamic_bsz", f"{R}.log_prob_micro_batch_size_per_gpu"),
+        ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+    ],
+)
+def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key: str, count: str) -> None:
+    load(f"{key}=false", f"{count}=4")
+    assert f"say in {count} how many" in told(f"{key}=false")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +312,13 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=prime is not built yet; use naive, dapo or batch." in told(f"{key}=prime")
+    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in told(f"{key}=gdpo")
+
+
+def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
+    config = load("reward_model.reward_manager=rate_limited", "reward_model.max_rpm=90", "reward_model.max_tpm=120000")
+    assert config.reward_model.calls_per_minute == 60
+    assert "has no effect without reward_model.reward_manager=rate_limited" in told("reward_model.max_rpm=90")
 
 
 def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:

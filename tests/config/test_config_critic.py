@@ -26,7 +26,10 @@ KL = "algorithm.use_kl_in_reward=true"
         ((GAE, "critic.model.tokenizer_path=other"), "but the critic reads the policy's tokens; leave it out."),
         ((GAE, "critic.model.custom_chat_template=x"), "the critic reads the policy's tokens"),
         ((GAE, "critic.model.dtype=float32"), "critic.model.dtype=float32 has no effect without critic.model.path"),
-        ((GAE, "critic.optim.clip_grad=2"), "critic.optim.clip_grad=2.0 must equal critic.grad_clip=1.0"),
+        (
+            (GAE, "critic.optim.clip_grad=2", "critic.grad_clip=1"),
+            "critic.optim.clip_grad=2.0 must equal critic.grad_clip=1.0",
+        ),
         ((GAE, "critic.model.lora_rank=8"), "critic.model.lora_rank=8 is not built yet"),
         ((GAE, "critic.model.path=./nowhere"), "critic.model.path=./nowhere does not exist"),
         ((GAE, "algorithm.turn_rewards=turn_baseline"), "turn_baseline does not go with gae; set it to returns."),

@@ -256,8 +256,8 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
             "trainer.logger=swanlab is not built yet; use console, file, tensorboard, mlflow or wandb.",
         ),
         (
-            f"{M}.use_remove_padding=false",
-            f"{M}.use_remove_padding=false cannot be had: Rally always packs sequences; leave the key out.",
+            f"{M}.use_shm=true",
+            f"{M}.use_shm=true cannot be had: weights are read where they lie; leave the key out.",
         ),
         ("trainer.total_epochs=abc", "trainer.total_epochs is abc (text); it must be a whole number."),
         ("trainer.total_epochs=1.5", "trainer.total_epochs is 1.5 (a number); it must be a whole number."),
@@ -282,7 +282,7 @@ def test_sentences(line: str, sentence: str) -> None:
 
 
 def test_several_mistakes_are_told_at_once_one_line_each() -> None:
-    lines = told("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{A}.use_dynamic_bsz=false")
+    lines = told("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{M}.use_shm=true")
     assert len(lines.splitlines()) == 5
-    for part in ("data.shufle", "trainer.seed is x", f"{R}.name=hf is not built yet", f"{R}.n is 0", "use_dynamic"):
+    for part in ("data.shufle", "trainer.seed is x", f"{R}.name=hf is not built yet", f"{R}.n is 0", "use_shm"):
         assert part in lines

@@ -197,7 +197,7 @@ def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
     [
         ("data.mesages_key=x", "unknown key data.mesages_key; did you mean data.messages_key"),
         ("model.lora_alpha=8", "model.lora_alpha=8 has no effect without lora_rank"),
-        ("data.pad_mode=right", "data.pad_mode=right cannot be had: batches are packed"),
+        ("data.use_dynamic_bsz=false", "say in data.micro_batch_size_per_gpu how many conversations a pass may hold"),
         ("data.train_files=no.parquet", "data.train_files=no.parquet does not exist"),
         ("trainer.test_freq=5", "needs rows to validate on"),
         ("optim={lr_warmup_steps: 3, lr_warmup_steps_ratio: 0.1}", "both set the warm-up"),

@@ -30,7 +30,7 @@ class Stranger:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rally_test_users.py").write_text(CLASSES, encoding="utf-8")
-    (tmp_path / "rally_test_foreign.py").write_text("import verl.interactions.base", encoding="utf-8")
+    (tmp_path / "rally_test_foreign.py").write_text("import verl.interactions.weather", encoding="utf-8")
     return tmp_path
 
 
@@ -77,7 +77,7 @@ def test_classes_beside_the_file_and_built_in_ones(folder: Path) -> None:
         ("interaction: [{class_name: rally_test_users.Angry}]", "it cannot be made: OSError: no"),
         ("interaction: [{class_name: rally_test_users.Stranger}]", "must be a subclass of rally.interactions.Base"),
         ("interaction: [{class_name: rally_test_users.None_}]", "has no 'None_'"),
-        ("interaction: [{class_name: rally_test_foreign.X}]", "BaseInteraction from rally.interactions"),
+        ("interaction: [{class_name: rally_test_foreign.X}]", "names of verl that Rally stands in for are listed in"),
         ("interaction: [", "this is not valid YAML"),
     ],
 )

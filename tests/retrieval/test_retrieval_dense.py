@@ -140,3 +140,32 @@ def test_padding_has_no_part_in_a_vector(pooling: Any, lengths: list[int], left:
         alone_BTH = hidden_BTH[row : row + 1, part]
         spec_H = pool(alone_BTH, torch.ones(alone_BTH.shape[:2], dtype=torch.long), pooling)[0]
         torch.testing.assert_close(pooled_BH[row], spec_H)
+
+
+def test_vectors_that_were_made_before_are_taken_over(tmp_path: Path) -> None:
+    model, corpus = save_encoder(tmp_path / "tiny-e5-base", WORDS), write_corpus(tmp_path / "c.jsonl")
+    spec = {"kind": "dense", "encoder": str(model)}
+    build_index(corpus, tmp_path / "made", IndexSpec(**spec))
+    ready = tmp_path / "made" / "vectors.faiss"
+    built = build_index(corpus, tmp_path / "brought", IndexSpec(**spec, ready=ready))
+    assert built.cut is None and built.passages == 5
+    ours, theirs = (open_index(tmp_path / name).search(QUERIES, topk=3) for name in ("made", "brought"))
+    assert ours == theirs
+
+
+def test_vectors_that_do_not_fit_are_told(tmp_path: Path) -> None:
+    model, corpus = save_encoder(tmp_path / "tiny-e5-base", WORDS), write_corpus(tmp_path / "c.jsonl")
+    by_distance, few = faiss.IndexFlatL2(4), faiss.IndexFlatIP(4)
+    few.add(np.ones((2, 4), dtype=np.float32))
+    (tmp_path / "torn").write_bytes(b"no index")
+    faiss.write_index(by_distance, str(tmp_path / "distance"))
+    faiss.write_index(few, str(tmp_path / "few"))
+    for name, words in (
+        ("distance", "must be a flat or HNSW index by inner product"),
+        ("few", "has 2 vectors and the corpus 5 passages"),
+        ("torn", "cannot be read as a faiss index"),
+    ):
+        with pytest.raises(RetrievalError, match=words):
+            build_index(corpus, tmp_path / "out", IndexSpec(kind="dense", encoder=str(model), ready=tmp_path / name))
+    with pytest.raises(RetrievalError, match="so faiss does nothing"):
+        IndexSpec(ready=tmp_path / "few")

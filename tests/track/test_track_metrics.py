@@ -50,6 +50,7 @@ def test_rollout_metrics_against_a_worked_example() -> None:
         "critic/rewards/mean": 0.5,
         "critic/rewards/max": 1,
         "critic/rewards/min": 0,
+        "critic/rewards/std": 0.5,
         "response_length/mean": 16 / 3,
         "response_length/max": 10,
         "response_length/min": 0,

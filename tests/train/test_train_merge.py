@@ -89,13 +89,9 @@ def test_shards_become_one_file(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_merged_is_told(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
-    fsdp = tmp_path / "fsdp" / "actor"
-    fsdp.mkdir(parents=True)
-    (fsdp / "model_world_size_2_rank_0.pt").touch()
     (tmp_path / "empty").mkdir()
     for path, words in (
         (tmp_path / "nowhere", "there is no folder"),
-        (fsdp.parent, r"holds FSDP shards \(model_world_size_"),
         (base, "is one whole model already"),
         (tmp_path / "empty", "holds neither adapter_config.json nor model.safetensors.index.json"),
     ):

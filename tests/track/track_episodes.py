@@ -52,6 +52,7 @@ def make_episode(name: str = "e0", **changes: Any) -> Episode:
 # Lone surrogates are text a broken tool can return, and "$" keys are what our own markers look like.
 texts = st.text(max_size=12) | st.sampled_from([NASTY, "\ud83d\ude00", "$tuple", "中文"])
 floats = st.floats(allow_nan=False) | st.sampled_from([0.1, -0.0, 5e-324])
+clock = st.floats(0, 1e10)  # what a clock can say
 scalars = st.none() | st.booleans() | st.integers() | floats | texts
 keys = texts | st.integers() | st.tuples(st.integers(), texts)
 open_values = st.recursive(
@@ -72,7 +73,7 @@ tool_results = st.builds(
     response=tool_responses,
     reward=maybe_float,
     metrics=open_dicts,
-    seconds=floats,
+    seconds=clock,
     truncated=st.booleans(),
 )
 turns = st.builds(
@@ -87,8 +88,8 @@ turns = st.builds(
     reward=maybe_float,
     finish=st.sampled_from([None, "stop", "length", "abort"]),
     cached_tokens=st.integers(0, 99),
-    started=floats,
-    seconds=floats,
+    started=clock,
+    seconds=clock,
 )
 tasks = st.builds(
     Task,

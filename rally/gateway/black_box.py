@@ -25,7 +25,7 @@ class Returned(NamedTuple):
 
     reward: float | None = None
     answer: str | None = None
-    rest: Mapping[str, Any] = {}
+    rest: dict[str, Any] = {}
 
 
 class Outcome(NamedTuple):
@@ -69,8 +69,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
             if not running.ended.done():
                 running.cancel()
                 await asyncio.wait({running.ended}, timeout=LET_GO)
-        if not running.ended.done():
-            gateway.leave(agents)
+            if not running.ended.done():
+                gateway.leave(agents)
         return Outcome(None, abandoned=running.abandoned or not running.ended.done())
 
     def _output(self, session: Session, outcome: Outcome) -> AgentLoopOutput:
@@ -83,7 +83,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             )
         first = segments[0] if segments else Segment(prompt_ids=self.codec.encode_prompt(self.task.prompt))
         counts = {**session.counts, "segments": len(segments), "abandoned": int(outcome.abandoned)}
-        answer = {} if returned.answer is None else {"answer": returned.answer}
+        said = {"agent_answer": returned.answer, "returned": returned.rest}
         return AgentLoopOutput(
             prompt_ids=first.prompt_ids,
             response_ids=first.response_ids,
@@ -92,7 +92,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             turns=turns,
             stop_reason=reason,
             reward_score=returned.reward,
-            extra_fields={**returned.rest, **answer, "agent": counts},
+            extra_fields={"agent": counts, **{key: value for key, value in said.items() if value not in (None, {})}},
         )
 
     def _meaning(self, session: Session, ended: Ended | None) -> tuple[StopReason, Returned]:

@@ -25,7 +25,7 @@ class Returned(NamedTuple):
 
     reward: float | None = None
     answer: str | None = None
-    rest: dict[str, Any] = {}
+    rest: dict[str, Any] | None = None
 
 
 class Outcome(NamedTuple):
@@ -92,7 +92,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
             turns=turns,
             stop_reason=reason,
             reward_score=returned.reward,
-            extra_fields={"agent": counts, **{key: value for key, value in said.items() if value not in (None, {})}},
+            extra_fields={"agent": counts, **{key: value for key, value in said.items() if value is not None}},
         )
 
     def _meaning(self, session: Session, ended: Ended | None) -> tuple[StopReason, Returned]:
@@ -120,7 +120,9 @@ def returned_by(agent: str, value: Any) -> Returned:
         return Returned(reward=_number(agent, value))
     reward, answer = value.get("reward"), value.get("answer")
     rest = {str(key): item for key, item in value.items() if key not in ("reward", "answer")}
-    return Returned(None if reward is None else _number(agent, reward), None if answer is None else str(answer), rest)
+    return Returned(
+        None if reward is None else _number(agent, reward), None if answer is None else str(answer), rest or None
+    )
 
 
 def _number(agent: str, value: Any) -> float:

@@ -66,7 +66,8 @@ class AgentClient:
         for close in self._opened:
             closing = close()
             if asyncio.iscoroutine(closing):
-                await closing
+                with suppress(RuntimeError):  # what was used in an event loop of the agent's own is gone with it
+                    await closing
 
 
 def _openai() -> Any:

@@ -226,3 +226,7 @@ async def keeps_its_client(row: Row, client: AgentClient) -> None:
 
 async def returns_a_list(row: Row, client: AgentClient) -> list[str]:
     return [await ask(client, "hello")]
+
+
+def echoes_its_name_blocking(row: Row, client: AgentClient) -> str:
+    return asyncio.run(echoes_its_name(row, client))

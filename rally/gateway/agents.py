@@ -8,6 +8,7 @@ client is answered, and slows down other agents alone.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -91,6 +92,10 @@ def find_agent(named: str | None) -> Agent:
         raise LoopError(f"the agent {named} cannot be imported ({failed}); correct agent_loop_config.agent") from failed
     if not callable(function):
         raise LoopError(f"{path} has no function {name}; correct agent_loop_config.agent")
+    try:
+        inspect.signature(function).bind("row", "client")
+    except TypeError as wrong:
+        raise LoopError(f"the agent {named} must take a row and a client, as in run(row, client): {wrong}") from wrong
     return function  # type: ignore[no-any-return]
 
 

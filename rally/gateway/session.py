@@ -42,7 +42,7 @@ class Session:
 
     def __init__(self, context: LoopContext, sampling: Mapping[str, Any], limit: asyncio.Timeout) -> None:
         self._context, self._sampling, self._limit = context, sampling, limit
-        check_settings(context)
+        check_context(context)
         self._began = time.perf_counter()
         self._loop = asyncio.get_running_loop()
         self._asking: set[asyncio.Task[Any]] = set()
@@ -210,8 +210,11 @@ def ended() -> Refused:
     )
 
 
-def check_settings(context: LoopContext) -> None:
-    """Limits that only a loop which runs the tools itself can keep are refused, not ignored."""
+def check_context(context: LoopContext) -> None:
+    """What only a loop that runs tools and users itself can do is refused, not left out."""
+    if context.interactions.find(context.task) is not None:
+        told = f"row {context.task.id} asks for a simulated user, whom an agent of your own cannot hear"
+        raise LoopError(f"{told}; leave interaction_kwargs out")
     settings = context.settings
     given = {
         "rollout.stop_on_tool_success": settings.stop_on_tool_success,

@@ -162,6 +162,10 @@ async def ask(client: AgentClient, *texts: str, **options: Any) -> str:
     return str(messages[-1].content)
 
 
+async def asks_three_times(row: Row, client: AgentClient) -> str:
+    return await ask(client, *"abc")
+
+
 async def asks_ten_times(row: Row, client: AgentClient) -> str:
     return await ask(client, *"abcdefghij")
 
@@ -214,6 +218,14 @@ async def two_heads(row: Row, client: AgentClient) -> str:
     await said([{"role": "user", "content": "a sub-agent"}])
     last = await said([*left, one, {"role": "user", "content": "sum up"}])
     return str(last.content)
+
+
+async def asks_for_ever(row: Row, client: AgentClient) -> None:
+    while True:
+        try:
+            await ask(client, "again")
+        except Exception:  # noqa: BLE001 - what users write
+            await asyncio.sleep(0.01)
 
 
 KEPT: list[AgentClient] = []

@@ -47,12 +47,31 @@ def test_an_agent_records_what_the_tool_loop_records(agent: str, codec: ChatCode
     check_same(agent, codec, script(codec))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3_2"])
-def test_real_templates_and_tokenizers_too(shared: Path, name: str) -> None:
-    llama = name == "llama3_2"  # its template refuses parallel calls
-    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / name)
-    codec = ChatCodec(tokenizer, "llama3_json" if llama else "hermes", CODEC.tools)
-    check_same("over_http", codec, script(codec, "é漢🙂", parallel=not llama))
+@pytest.fixture(scope="module")
+def qwen3(shared: Path) -> ChatCodec:
+    return ChatCodec(AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3"), "hermes", CODEC.tools)
+
+
+def test_a_real_template_and_its_tokenizer_too(qwen3: ChatCodec) -> None:
+    check_same("over_http", qwen3, script(qwen3, "é漢🙂"))
+
+
+@pytest.mark.parametrize(("history", "segments"), [("append", 1), ("rerender", 3)])
+def test_a_template_that_drops_thinking_is_followed_or_not(qwen3: ChatCodec, history: str, segments: int) -> None:
+    codec = qwen3.with_tools([])
+    thought = codec.tokenizer.encode("<think>\nhm\n</think>\n\nyes", add_special_tokens=False)
+    replies = [Reply((*thought, codec.end_of_turn))] * 3
+    held = held_by("asks_three_times", codec, replies, history=history)
+    assert len(held.episode.segments) == segments and held.episode.extra["agent"]["rewritten"] == segments - 1
+    question = [{"role": "user", "content": "a"}]
+    for call, text in zip(held.engine.calls, ["b", "c", ""], strict=True):
+        assert history == "append" or call.prompt == codec.rerender(question)
+        question += [
+            {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+            {"role": "user", "content": text},
+        ]
+    check_tiling(held.episode)
+    check_sampled_once(held)
 
 
 def check_same(agent: str, codec: ChatCodec, replies: Sequence[Reply]) -> None:

@@ -8,10 +8,11 @@ import openai
 import pytest
 from agents_of_users import KEPT
 from gateway_cases import black_box, held_by, row_of
-from loop_cases import Reply, ScriptedEngine, check_sampled_once, check_tiling, hold, said, tiny_codec
+from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once, check_tiling, hold, said, tiny_codec
 
-from rally.gateway import BlackBoxAgentLoop
+from rally.gateway import BlackBoxAgentLoop, session
 from rally.gateway.server import gateway_at
+from rally.interactions import Interactions
 from rally.loops import LoopError
 from rally.types import Generation, RallyError, StopReason
 
@@ -133,6 +134,7 @@ def test_what_a_run_names_wrongly_is_said_before_it_begins() -> None:
         "agents_of_users": "must name a function, such as my_agent.py:run, not 'agents_of_users'",
         "agents_of_users:nobody": "agents_of_users has no function nobody",
         "nowhere.py:run": "the agent nowhere.py:run cannot be imported",
+        "agents_of_users:value_of": "must take a row and a client, as in run",
     }
     for agent, told in cases.items():
         with pytest.raises(LoopError, match=told):
@@ -142,6 +144,20 @@ def test_what_a_run_names_wrongly_is_said_before_it_begins() -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(LoopError, match="to an address that they reach this machine by"):
             gateway_at(host, 0)
+    assert gateway_at("127.0.0.2", 0).base_url.startswith("http://127.0.0.2:")
+
+
+def test_an_agent_that_does_not_hear_that_it_is_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "LAST_WORDS", 0.2)
+    episode = held_by("asks_for_ever", CODEC, max_assistant_turns=3).episode
+    assert episode.stop_reason is StopReason.MAX_TURNS and len(episode.turns) == 3 and episode.error is None
+    assert episode.extra["agent"]["refused"] > 1 and episode.timings["total"] < 5
+
+
+def test_a_simulated_user_that_nobody_would_hear_is_refused() -> None:
+    runner = black_box("dies", CODEC, interactions=Interactions([Talker("well")]))
+    error = asyncio.run(hold(runner, asking())).episode.error
+    assert error is not None and "row t asks for a simulated user, whom an agent of your own cannot hear" in error
 
 
 def test_limits_that_only_the_tool_loop_can_keep_are_refused() -> None:

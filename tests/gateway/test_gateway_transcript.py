@@ -11,7 +11,7 @@ import pytest
 from gateway_cases import held_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_cases import calculator, check_sampled_once, check_tiling, said, tiny_codec
+from loop_cases import calculator, check_tiling, said, tiny_codec
 
 from rally.gateway.messages import Conversation, MessageError
 from rally.gateway.transcript import Draft, Transcript
@@ -224,9 +224,3 @@ def test_branches_sub_agents_and_going_on_over_http() -> None:
     assert [p for p, mask in tokens if mask] == sorted(
         p for call in held.engine.calls for p in call.generation.logprobs
     )
-
-
-def test_a_rerendered_history_closes_segments_where_the_template_changes_it() -> None:
-    same_text = held_by("asks_ten_times", tiny_codec(), history="rerender")
-    assert len(same_text.episode.segments) == 1, "this template changes nothing"
-    check_sampled_once(same_text)

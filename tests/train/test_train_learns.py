@@ -102,6 +102,7 @@ def test_training_through_the_gateway_raises_the_reward(pupil: Path, tmp_path: P
     rollout = "actor_rollout_ref.rollout"
     agent = Path(__file__).with_name("calculator_agent.py")
     names = (
+        f"{rollout}.agent_loop_config.tools=[]",
         f"{rollout}.agent_loop_class=rally.gateway.BlackBoxAgentLoop",
         f"{rollout}.agent_loop_config.agent={agent}:run",
     )

@@ -19,6 +19,10 @@ from rally.services.openai_requests import ChatRequest
 from rally.types import Generation, RallyError, SamplingParams, StopReason
 
 LAST_WORDS = 30.0  # seconds that an agent has left after it was told that its episode is over
+COUNTED = (
+    *("requests", "refused", "overruled"),
+    *("branches", "rewritten", "tool_calls", "malformed_calls", "tool_answers"),
+)
 
 OVER = {
     StopReason.LENGTH: "its response budget of {response_length} tokens (data.max_response_length) is used up",
@@ -55,17 +59,7 @@ class Session:
 
     @property
     def counts(self) -> dict[str, int]:
-        names = (
-            "requests",
-            "refused",
-            "overruled",
-            "branches",
-            "rewritten",
-            "tool_calls",
-            "malformed_calls",
-            "tool_answers",
-        )
-        return {name: self.transcript.counts[name] for name in names}
+        return {name: self.transcript.counts[name] for name in COUNTED}
 
     @property
     def reason(self) -> StopReason:

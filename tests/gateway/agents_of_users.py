@@ -149,7 +149,7 @@ def hangs_in_a_thread(row: Row, client: AgentClient) -> None:
 
 
 async def blocks_the_loop(row: Row, client: AgentClient) -> None:
-    time.sleep(2.5)
+    time.sleep(30)
 
 
 async def ask(client: AgentClient, *texts: str, **options: Any) -> str:

@@ -36,20 +36,20 @@ def test_an_agent_that_dies_is_an_error_with_its_own_words() -> None:
     [("hangs", 1, 0), ("hangs_at_once", 0, 0), ("hangs_in_a_thread", 1, 1), ("blocks_the_loop", 0, 1)],
 )
 def test_an_agent_that_hangs_ends_at_the_deadline_with_what_there_is(agent: str, turns: int, abandoned: int) -> None:
-    held = held_by(agent, CODEC, episode_timeout=0.3)
+    held = held_by(agent, CODEC, episode_timeout=1.0)
     assert held.episode.stop_reason is StopReason.DEADLINE and held.episode.error is None
     assert len(held.episode.turns) == turns and held.episode.extra["agent"]["abandoned"] == abandoned
-    assert held.episode.timings["total"] < 2
+    assert held.episode.timings["total"] < 15
     check_tiling(held.episode)
     again = held_by("asks_ten_times", CODEC)
     assert again.episode.stop_reason is StopReason.STOP, "who comes later must not wait for the one that hangs"
 
 
 def test_each_answer_gives_the_time_of_another_turn() -> None:
-    slow = [Reply(said(CODEC, "done"), seconds=0.1)] * 10
-    held = held_by("asks_ten_times", CODEC, slow, timeout_per_turn=0.5)
-    assert held.episode.stop_reason is StopReason.STOP and held.episode.timings["total"] > 0.9
-    late = held_by("asks_ten_times", CODEC, [*slow[:2], Reply(said(CODEC, "late"), seconds=9.0)], timeout_per_turn=0.5)
+    slow = [Reply(said(CODEC, "done"), seconds=0.15)] * 10
+    held = held_by("asks_ten_times", CODEC, slow, timeout_per_turn=1.0)
+    assert held.episode.stop_reason is StopReason.STOP and held.episode.timings["total"] > 1.4
+    late = held_by("asks_ten_times", CODEC, [*slow[:2], Reply(said(CODEC, "late"), seconds=60.0)], timeout_per_turn=1.0)
     assert late.episode.stop_reason is StopReason.DEADLINE and len(late.episode.turns) == 3
 
 

@@ -53,7 +53,7 @@ REWRITINGS: list[Callable[[Message], Message]] = [plain, parts, emptied, spelled
 words = st.sampled_from(["yes", "no ", " so\n", "1 2", ""])
 calls = st.lists(st.sampled_from([{"expression": "1"}, {"expression": "2", "digits": 3.0}]), max_size=2)
 steps = st.tuples(
-    st.integers(0, 30),  # which conversation goes on; a new one every now and then
+    st.integers(-1, 6),  # which conversation goes on, counted from the latest; -1 is a new one
     words,  # what is observed
     words,  # what is sampled
     calls,
@@ -83,7 +83,7 @@ class Play:
     numbers: Any = field(default_factory=itertools.count)
 
     def step(self, at: int, observed: str, reply: str, made: Any, rewrite: Any, manner: str, wait: int) -> None:
-        node = self.nodes[at] if at < len(self.nodes) else None
+        node = self.nodes[-1 - at % len(self.nodes)] if self.nodes and at >= 0 else None
         messages, offered, known = self._asked(node, observed, manner)
         draft = self.transcript.draft(Conversation.of([rewrite(m) for m in messages], TOOLS if offered else []))
         assert (draft.after is not None) == known, (messages, manner)
@@ -165,6 +165,15 @@ def test_trees_of_conversations_lose_no_token_and_train_none_twice(drawn: list[A
         assert WeightSpan(1, at, end) in segment.spans
     check_tiling(Episode(id="e", task=None, group="g", stop_reason=StopReason.STOP, segments=segments, turns=turns))  # type: ignore[arg-type]
     assert [turn.segment for turn in turns] == sorted(turn.segment for turn in turns)
+
+
+def test_call_ids_tell_replies_of_the_same_words_apart() -> None:
+    play = Play()
+    for at in (-1, -1, 0):  # the same reply twice; then the second of them goes on
+        play.step(at, "yes", "so", [{"expression": "1"}], plain, "goes on", 0)
+    segments, _ = play.transcript.told()
+    first, second, third = (place_of(segments, generation.logprobs[0])[0] for _, generation in play.given)
+    assert third == second != first
 
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]

@@ -23,6 +23,8 @@ from rally.chat.template import Template, openai_shape
 from rally.chat.turns import Turns
 from rally.types import Message, RallyError, ToolCall
 
+MAX_FAMILY = 256  # tool lists whose codecs are kept
+
 
 class EncodedConversation(NamedTuple):
     """A whole conversation; mask is 1 exactly on what the policy would have sampled."""
@@ -78,6 +80,8 @@ class ChatCodec:
         """The same codec with another tool list; made once per list."""
         key = _key(openai_shape(tools))
         if key not in self._family:
+            if len(self._family) >= MAX_FAMILY:  # an agent may make up a list for each request
+                del self._family[next(iter(self._family))]
             codec = ChatCodec(
                 self.tokenizer,
                 self.format.name,

@@ -25,6 +25,7 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
 }
+BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that discount along an episode, whatever turns earn."""
@@ -216,6 +217,10 @@ def loop(config: Config) -> Iterator[str]:
     named = config.rollout.agent.default_agent_loop
     if config.rollout.agent_loop_class and named != "single_turn_agent":
         yield f"{ROLLOUT}.agent_loop_class and {ROLLOUT}.agent.default_agent_loop={named} each name a loop; keep one."
+    if config.rollout.agent_loop_class in BLACK_BOX:
+        for key in (*SPELLINGS[0], *SPELLINGS[1], f"{ROLLOUT}.agent_loop_config.tools"):
+            if look_up(config, key):
+                yield f"{key} has no effect with {ROLLOUT}.agent_loop_class=black_box, which has its own; leave it out."
 
 
 def reward(config: Config) -> Iterator[str]:

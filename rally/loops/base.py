@@ -7,6 +7,7 @@ decides (stop tokens, budget, seed) and keeps the time.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -203,6 +204,14 @@ class AgentLoopBase(ABC):
         except TypeError as wrong:
             raise LoopError(f"{cls.__name__} cannot be made from rollout.agent_loop_config: {wrong}") from wrong
         return loop
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> None:
+        """Called once before a run: what is wrong with the options is said now, and not by the first episode."""
+        try:
+            inspect.signature(cls).bind(**options)
+        except TypeError as wrong:
+            raise LoopError(f"{cls.__name__} cannot be made from rollout.agent_loop_config: {wrong}") from wrong
 
     def __init__(self, **options: Any) -> None:
         if options:

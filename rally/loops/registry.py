@@ -15,6 +15,8 @@ from rally.verl_names import INSTALLED, of_installed_verl
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
+# Loops of rooms that stand above this one; imported when they are asked for, like a user's.
+_ELSEWHERE = {"black_box": "rally.gateway.BlackBoxAgentLoop"}
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ def find_loop(name: str, extra: Mapping[str, LoopSpec] | None = None) -> LoopSpe
         return extra[name]
     if name in _LOOPS:
         return LoopSpec(_LOOPS[name])
-    if "." in name:
-        return LoopSpec(import_loop(name))
-    known = ", ".join(sorted({*_LOOPS, *(extra or {})}))
+    if "." in name or name in _ELSEWHERE:
+        return LoopSpec(import_loop(_ELSEWHERE.get(name, name)))
+    known = ", ".join(sorted({*_LOOPS, *_ELSEWHERE, *(extra or {})}))
     raise LoopError(f"there is no agent loop called {name!r}; known are {known}, or give a dotted path to a class")
 
 

@@ -43,6 +43,7 @@ def _happened(episode: Episode) -> dict[str, Any]:
         ],
         "stop_reason": episode.stop_reason.value,
         **_judged(episode),
+        **_returned(episode),
         "last_turn": next(reversed(_assistant_texts(episode)), ""),
     }
 
@@ -51,6 +52,11 @@ def _judged(episode: Episode) -> dict[str, Any]:
     """What a simulated user gave the whole exchange, where there was one."""
     held = episode.extra.get("interaction")
     return {"interaction_score": held.get("score")} if isinstance(held, dict) else {}
+
+
+def _returned(episode: Episode) -> dict[str, Any]:
+    """What an agent behind the gateway gave as its answer, under a name that no row's own fields have."""
+    return {key: episode.extra[key] for key in ("agent_answer",) if key in episode.extra}
 
 
 def _assistant_texts(episode: Episode) -> list[str]:

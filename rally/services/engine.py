@@ -16,9 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,11 +26,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rally.engines.exposition import CONTENT_TYPE, exposition
 from rally.engines.token_protocol import generation_to_wire
-from rally.services.desk import Ask, ClientGone, Desk, Refused, Served, unless_gone
-from rally.services.openai_api import OpenAI, error_body
+from rally.services.desk import Ask, Desk, Refused, Served, unless_gone
+from rally.services.openai_api import OpenAI
+from rally.services.refusals import HANDLERS, refuse
 from rally.services.serving import carries
 from rally.services.weights import LoadRequest, load_weights
-from rally.types import RallyError, SamplingParams
+from rally.types import SamplingParams
 
 
 class GenerateRequest(BaseModel):
@@ -60,13 +60,7 @@ def create_app(served: Served, token: str | None = None, *, accepts_weights: boo
         ],
         lifespan=lifespan,
         middleware=[Middleware(_TokenGate, token=token)],
-        exception_handlers={
-            RallyError: _refuse,
-            ValidationError: _refuse_malformed,
-            HTTPException: _refuse_http,
-            ClientGone: _nobody_listens,
-            Exception: _fail,
-        },
+        exception_handlers=HANDLERS,
     )
 
 
@@ -108,34 +102,6 @@ class _TokenGate:
             said = dict(scope["headers"]).get(b"authorization", b"")
             if not carries(self._token, said.decode("latin-1")):
                 refusal = Refused(401, "this server wants its token as the API key", code="invalid_api_key")
-                await _refuse(Request(scope), refusal)(scope, receive, send)
+                await refuse(Request(scope), refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RallyError)
-    status = error.status if isinstance(error, Refused) else 400
-    pause = error.retry_after if isinstance(error, Refused) else 0
-    return JSONResponse(error_body(error), status, {"Retry-After": str(pause)} if pause else None)
-
-
-def _refuse_malformed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ValidationError)
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"])) or None
-    sentence = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return _refuse(request, Refused(400, sentence, param=where))
-
-
-def _refuse_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-
-
-def _nobody_listens(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-def _fail(request: Request, error: Exception) -> Response:
-    return _refuse(request, Refused(500, f"the server failed: {error}"))

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import lru_cache
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,6 +21,7 @@ from rally.engines.embedded.slots import Sampled
 from rally.services.desk import Ask, Desk, News, Refused, unless_gone
 from rally.services.openai_answers import Answer, ChatShape, CompletionShape, Json, Shape, Wishes
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
+from rally.services.refusals import error_body
 from rally.types import Generation, RallyError
 
 TOOL_LISTS = 64  # whose codecs are kept
@@ -109,12 +109,12 @@ class OpenAI:
                         ends[index] = said
                         pieces = answer.ending(index, said)
                     for piece in pieces:
-                        yield _event(piece)
+                        yield event(piece)
             for piece in answer.usage_piece([ends[index] for index in range(count)]):
-                yield _event(piece)
+                yield event(piece)
             yield b"data: [DONE]\n\n"
         except RallyError as error:  # the status has been sent; the client must still learn that this is not the end
-            yield _event(error_body(error))
+            yield event(error_body(error))
 
     def _check(self, asked: SamplingRequest) -> None:
         asked.refuse_unknown()
@@ -137,16 +137,6 @@ class OpenAI:
         return ChatCodec(self._served.tokenizer, self._served.tool_format, json.loads(tools))
 
 
-def error_body(error: RallyError) -> Json:
-    """OpenAI's shape of a refusal."""
-    status = error.status if isinstance(error, Refused) else 400
-    kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
-    known: dict[str, Any] = {"param": None, "code": None}
-    if isinstance(error, Refused):
-        known = {"param": error.param, "code": error.code}
-    return {"error": {"message": str(error), "type": kind, **known}}
-
-
 async def _after(first: News, rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:
     """All of it, the first included; closing it closes the rest."""
     async with aclosing(rest):
@@ -155,5 +145,6 @@ async def _after(first: News, rest: AsyncGenerator[News, None]) -> AsyncGenerato
             yield news
 
 
-def _event(body: Json) -> bytes:
+def event(body: Json) -> bytes:
+    """One piece of an answer as it goes over the wire."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

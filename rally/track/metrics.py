@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import pstdev
 
+from rally.track.agents import agent_metrics
 from rally.track.numbers import Metrics, mean, percentiles, spread
 from rally.track.tools import tool_metrics
 from rally.types import Episode, StopReason
@@ -36,7 +37,7 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
         metrics["critic/rewards/std"] = pstdev(scores)
     metrics |= _token_metrics(episodes, max_prompt_length)
     metrics |= spread("num_turns", [e.num_turns for e in episodes])
-    metrics |= tool_metrics(episodes) | _interaction_metrics(episodes)
+    metrics |= tool_metrics(episodes) | _interaction_metrics(episodes) | agent_metrics(episodes)
     reasons = Counter(e.stop_reason for e in episodes)
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):

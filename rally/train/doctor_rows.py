@@ -47,7 +47,8 @@ def _steps(case: Case, found: TaskSet) -> Finding:
 def loops(case: Case) -> Iterator[Finding]:
     """The agent loop of every row, and the simulated user it asks for."""
     named = parts.loops_of(case.config)
-    asked = [task.agent_name or case.config.agent_loop_name for task in case.tasks] or [case.config.agent_loop_name]
+    default, overrides = case.config.agent_loop_name, case.config.rollout.agent_loop_class is not None
+    asked = [default if overrides else task.agent_name or default for task in case.tasks] or [default]
     for name in dict.fromkeys(asked):
         find_loop(name, named)
     users = case.users

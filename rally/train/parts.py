@@ -173,6 +173,8 @@ def loops_of(config: Config) -> dict[str, LoopSpec]:
     name = config.agent_loop_name
     spec = find_loop(name, loops)
     loops[name] = LoopSpec(spec.cls, {**spec.options, **_loop_options(config, spec.cls)})
+    for spec in loops.values():
+        spec.cls.prepare(spec.options)
     return loops
 
 

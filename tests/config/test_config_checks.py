@@ -216,6 +216,7 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
         ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
         ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
         ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "each name a loop"),
+        ((f"{R}.agent_loop_class=black_box", f"{R}.agent_loop_config.tools=[calculator]"), "tools has no effect with"),
         (("trainer.resume_mode=resume_path",), "needs trainer.resume_from_path"),
         (("trainer.resume_from_path=.",), "has no effect with resume_mode=auto"),
         (("trainer.resume_mode=resume_path", "trainer.resume_from_path=no/step"), "does not exist"),

@@ -98,6 +98,20 @@ def test_training_raises_the_reward(pupil: Path, tmp_path: Path, seed: int) -> N
     assert rise(pupil, tmp_path, seed) > 0.25
 
 
+def test_training_through_the_gateway_raises_the_reward(pupil: Path, tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    agent = Path(__file__).with_name("calculator_agent.py")
+    names = (
+        f"{rollout}.agent_loop_config.tools=[]",
+        f"{rollout}.agent_loop_class=rally.gateway.BlackBoxAgentLoop",
+        f"{rollout}.agent_loop_config.agent={agent}:run",
+    )
+    assert rise(pupil, tmp_path, 1, *names) > 0.25
+    last = RunFolder(tmp_path).read_metrics()[-1].metrics
+    assert last["agent/tool_calls/mean"] > 0.5 and last["agent/segments/max"] == 1
+    assert last["actor/rollout_mismatch_kl"] < 1e-6 and last["failures/loop"] == 0
+
+
 MODE, WEIGHTS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode"
 
 

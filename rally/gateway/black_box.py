@@ -1,0 +1,146 @@
+"""The loop of an agent that Rally knows nothing about: it runs, asks for completions, returns, and is an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rally.gateway.agents import Running, find_agent, held
+from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
+from rally.tools.calling import Ended
+from rally.types import Segment, StopReason
+
+if TYPE_CHECKING:
+    from rally.gateway.session import Session
+
+LET_GO = 1.0  # seconds that an agent has to end after it was cancelled
+
+
+class Returned(NamedTuple):
+    """What an agent's return value says: a reward of its own, an answer for the reward function, more to record."""
+
+    reward: float | None = None
+    answer: str | None = None
+    rest: dict[str, Any] | None = None
+
+
+class Outcome(NamedTuple):
+    """How the agent ended, None if its time was up first, and whether a thread of it runs on."""
+
+    ended: Ended | None
+    abandoned: bool = False
+
+
+class BlackBoxAgentLoop(AgentLoopBase):
+    """Calls the function that `agent` names as `agent(row, client)`. The gateway listens at `host`, an address of this
+    machine, and at `port`, 0 for any that is free."""
+
+    def __init__(self, agent: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._agent, self._host, self._port = agent, host, port
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> None:
+        super().prepare(options)
+        find_agent(options.get("agent"))
+        _server()
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        server = _server()
+        limit = asyncio.timeout(self.context.turn_seconds(time.perf_counter()))
+        session = server.Session(self.context, sampling_params, limit)
+        outcome = await self._held(server.gateway_at(self._host, self._port), session, limit, row_fields)
+        return self._output(session, outcome)
+
+    async def _held(self, gateway: Any, session: Session, limit: asyncio.Timeout, row: dict[str, Any]) -> Outcome:
+        function, agents = find_agent(self._agent), gateway.agents
+        client = gateway.open(session, self.context.episode_id)
+        running = Running(agents, held(function, dict(row), client))
+        try:
+            async with limit:
+                return Outcome(await asyncio.shield(running.ended))
+        except TimeoutError:
+            assert limit.expired(), "an agent's own timeout is an outcome"
+        finally:
+            gateway.close_session(client)
+            if not running.ended.done():
+                running.cancel()
+                await asyncio.wait({running.ended}, timeout=LET_GO)
+            if not running.ended.done():
+                gateway.leave(agents)
+        return Outcome(None, abandoned=running.abandoned or not running.ended.done())
+
+    def _output(self, session: Session, outcome: Outcome) -> AgentLoopOutput:
+        reason, returned = self._meaning(session, outcome.ended)
+        segments, turns = session.transcript.told()
+        if not segments and reason is StopReason.STOP:
+            raise LoopError(
+                f"the agent {self._agent} returned without a completion; let it ask client.base_url with client.api_key"
+                + (f" (its last request was refused: {session.refused})" if session.refused else "")
+            )
+        first = segments[0] if segments else Segment(prompt_ids=self.codec.encode_prompt(self.task.prompt))
+        counts = {**session.counts, "segments": len(segments), "abandoned": int(outcome.abandoned)}
+        said = {"agent_answer": returned.answer, "returned": returned.rest}
+        return AgentLoopOutput(
+            prompt_ids=first.prompt_ids,
+            response_ids=first.response_ids,
+            response_mask=first.response_mask,
+            segments=segments or (first,),
+            turns=turns,
+            stop_reason=reason,
+            reward_score=returned.reward,
+            extra_fields={"agent": counts, **{key: value for key, value in said.items() if value is not None}},
+        )
+
+    def _meaning(self, session: Session, ended: Ended | None) -> tuple[StopReason, Returned]:
+        """Why the episode ended, and what the agent made of it. An agent that stumbles over a limit has met the limit;
+        any other failure of it, and every one of the engine, is an error."""
+        if session.failure is not None:
+            raise session.failure
+        if ended is None:
+            return (session.reason if session.over else StopReason.DEADLINE), Returned()
+        if ended.error is None:
+            return session.reason, returned_by(str(self._agent), ended.value)
+        if session.reason is StopReason.STOP:
+            told = f"{type(ended.error).__name__}: {ended.error}"
+            raise LoopError(f"the agent {self._agent} failed: {told}") from ended.error
+        return session.reason, Returned()
+
+
+def returned_by(agent: str, value: Any) -> Returned:
+    """A number is the reward, a text the answer; a dictionary may hold `reward`, `answer` and what else to record."""
+    if value is None:
+        return Returned()
+    if isinstance(value, str):
+        return Returned(answer=value)
+    if not isinstance(value, Mapping):
+        return Returned(reward=_number(agent, value))
+    reward, answer = value.get("reward"), value.get("answer")
+    rest = {str(key): item for key, item in value.items() if key not in ("reward", "answer")}
+    return Returned(
+        None if reward is None else _number(agent, reward), None if answer is None else str(answer), rest or None
+    )
+
+
+def _number(agent: str, value: Any) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise LoopError(
+        f"the agent {agent} returned {value!r}, which is no reward; return a number, a text, None, or a dictionary "
+        "with reward and answer"
+    )
+
+
+def _server() -> ModuleType:
+    """The part that needs the packages of a web server."""
+    try:
+        from rally.gateway import server
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("rally"):
+            raise
+        told = f"the gateway needs the package {error.name}; run: pip install 'rally-rl[services]'"
+        raise LoopError(told) from None
+    return server

@@ -1,0 +1,164 @@
+"""OpenAI's chat endpoint for the agents of this process: the key of an episode reaches that episode and no other.
+
+    POST /v1/chat/completions, GET /v1/models     as OpenAI's
+
+A key that was never given out is answered 401, one whose episode has ended 410. One server, in a thread of its own,
+serves all episodes of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from ipaddress import ip_address
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rally.gateway.agents import MODEL, AgentClient, AgentThread
+from rally.gateway.session import Session, ended
+from rally.loops import LoopError
+from rally.services.desk import Refused, unless_gone
+from rally.services.openai_answers import Json
+from rally.services.openai_api import event
+from rally.services.openai_requests import ChatRequest
+from rally.services.refusals import HANDLERS
+
+PREFIX = "rally-"
+KEEP_ALIVE = 600  # seconds; a connection closed under an agent whose tool is slow would be an error of its next request
+
+
+class Keys:
+    """Keys that only this process can make, so that one of an episode long gone is still known for what it is."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def make(self) -> str:
+        name = secrets.token_hex(8)
+        return f"{PREFIX}{name}-{self._sign(name)}"
+
+    def made(self, key: str) -> bool:
+        name, _, signature = key.removeprefix(PREFIX).partition("-")
+        return key.isascii() and hmac.compare_digest(self._sign(name), signature)
+
+    def _sign(self, name: str) -> str:
+        return hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()
+
+
+class Gateway:
+    """Sessions by key, behind one socket, and the thread that their agents share."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._keys, self._sessions = Keys(), dict[str, Session]()
+        self._agents: AgentThread | None = None
+        self._socket = _listen(host, port)
+        self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
+        routes = [Route("/v1/chat/completions", self._chat, methods=["POST"]), Route("/v1/models", self._models)]
+        app = Starlette(routes=routes, exception_handlers=HANDLERS)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="rally-gateway", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def agents(self) -> AgentThread:
+        if self._agents is None:
+            self._agents = AgentThread()
+        return self._agents
+
+    def leave(self, agents: AgentThread) -> None:
+        """An agent there does not let go; those that begin from now on have another thread."""
+        if self._agents is agents:
+            self._agents = None
+
+    def open(self, session: Session, episode_id: str) -> AgentClient:
+        """An address and a key that reach the session."""
+        key = self._keys.make()
+        self._sessions[key] = session
+        return AgentClient(base_url=self.base_url, api_key=key, episode_id=episode_id)
+
+    def close_session(self, client: AgentClient) -> None:
+        self._sessions.pop(client.api_key).close()
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(timeout=5)
+
+    async def _chat(self, request: Request) -> Response:
+        session = self._session(request)
+        asked = ChatRequest.model_validate_json(await request.body())
+        answer = await unless_gone(request, session.ask(asked))
+        if not asked.stream:
+            return JSONResponse(answer)
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return StreamingResponse(_events(answer, usage), media_type="text/event-stream")
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rally"}]})
+
+    def _session(self, request: Request) -> Session:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        if self._keys.made(key):
+            raise ended()
+        told = "this API key is of no episode; use the api_key of the client that the agent was called with"
+        raise Refused(401, told, code="invalid_api_key")
+
+
+@lru_cache
+def gateway_at(host: str, port: int) -> Gateway:
+    """The one gateway of this process at an address, made when it is first asked for."""
+    return Gateway(host, port)
+
+
+async def _events(answer: Json, usage: bool) -> AsyncIterator[bytes]:
+    """A whole answer in the pieces that a streaming client puts together again."""
+    head = {**{key: answer[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    (choice,) = answer["choices"]
+    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
+    yield event({**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
+    yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
+    if usage:
+        yield event({**head, "choices": [], "usage": answer["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        raise LoopError(f"agent_loop_config.host={host} is no IP address; give one of this machine's") from None
+    if address.is_unspecified:
+        told = f"agents cannot ask at {host}; set agent_loop_config.host to an address that they reach this machine by"
+        raise LoopError(told)
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise LoopError(
+            f"the gateway cannot listen at {host}:{port} ({error}); choose another address or port"
+        ) from error
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

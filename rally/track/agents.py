@@ -1,0 +1,24 @@
+"""What agents of their own making did with the gateway, as a pure function of their episodes; without one, nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rally.track.numbers import Metrics, spread
+from rally.types import Episode
+
+SPREAD = ("requests", "segments", "tool_calls")
+SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused", "overruled", "abandoned")
+
+
+def agent_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """By episode: completions asked for, segments, tool calls in the answers. Over all: segments that branched off, and
+    those whose history was not ours; tool answers; calls that could not be read; requests that were refused, and that
+    wanted other sampling than the run's; agents that could not be ended."""
+    counts = [e.extra["agent"] for e in episodes if isinstance(e.extra.get("agent"), dict)]
+    if not counts:
+        return {}
+    metrics: Metrics = {}
+    for name in SPREAD:
+        metrics |= spread(f"agent/{name}", [count.get(name, 0) for count in counts])
+    return metrics | {f"agent/{name}": sum(count.get(name, 0) for count in counts) for name in SUMMED}

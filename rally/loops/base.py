@@ -17,7 +17,7 @@ from rally.chat import ChatCodec
 from rally.engines import Engine
 from rally.interactions import Interactions
 from rally.tools import ToolBox
-from rally.types import Generation, RallyError, SamplingParams, Segment, StopReason, Task, Turn
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn
 
 
 class LoopError(RallyError):
@@ -63,6 +63,7 @@ class AgentLoopOutput:
     reward_score: float | None = None
     turn_rewards: Sequence[float] | None = None
     multi_modal_data: Mapping[str, Any] | None = None
+    images: Sequence[ImageSpan] = ()
     extra_fields: dict[str, Any] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
     turns: tuple[Turn, ...] = ()
@@ -71,7 +72,10 @@ class AgentLoopOutput:
     def as_segments(self) -> tuple[Segment, ...]:
         """The token truth; built here for loops that returned plain lists."""
         if self.multi_modal_data:
-            raise LoopError("the agent loop returned multi_modal_data; images and videos are not built yet")
+            raise LoopError(
+                "the agent loop returned multi_modal_data, which does not say where its images stand; return images="
+                "[...] as codec.prompt and codec.delta give them"
+            )
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:
@@ -95,6 +99,7 @@ class AgentLoopOutput:
                 response_ids=tuple(self.response_ids),
                 response_mask=tuple(map(int, self.response_mask)),
                 response_logprobs=tuple(logprobs),
+                images=tuple(self.images),
             ),
         )
 
@@ -116,12 +121,15 @@ class EpisodeServer:
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
-        """Sample one turn. What `sampling_params` does not say comes from the run's configuration."""
+        """Sample one turn. What `sampling_params` does not say comes from the run's configuration. `images` say which
+        tokens of the prompt are pictures, as `codec.prompt` and `codec.delta` tell."""
         params = self._params(sampling_params, room=self.engine.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
-            return await self.engine.generate(prompt_ids, params, session=session or self.session)
+            shown: dict[str, Any] = {"images": images} if images else {}  # an engine for text need not know of them
+            return await self.engine.generate(prompt_ids, params, session=session or self.session, **shown)
         finally:
             self.seconds += time.perf_counter() - began
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 from urllib.parse import unquote, urlsplit
@@ -47,11 +47,19 @@ def decoded(image: Image) -> Any:
     return _rgb(_opened(image.read(), "the image"))
 
 
-def image_parts(messages: Iterator[Message] | list[Message] | tuple[Message, ...]) -> list[Image]:
+def image_parts(messages: Sequence[Message]) -> list[Image]:
     """The images of messages, in the order in which a template shows them."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [read_image(part) for part in parts if is_image(part)]
+
+
+def loaded_images(messages: Sequence[Message]) -> list[Image]:
+    """Of the images of messages those that were read already."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    found = (part.get("image") for part in parts if isinstance(part, Mapping))
+    return [image for image in found if isinstance(image, Image)]
 
 
 def is_image(part: Any) -> bool:

@@ -67,7 +67,7 @@ class Pictures:
         return first + "".join(token * count + piece for count, piece in zip(counts, rest, strict=True))
 
     def _images(self, messages: Sequence[Message]) -> list[Image]:
-        images = image_parts(list(messages))
+        images = image_parts(messages)
         if images and self.patches is None:
             raise TemplateError("the messages hold images, but the model is for text alone; use one that sees images")
         return images

@@ -222,7 +222,7 @@ def _segment_from_json(value: Json) -> Segment:
         response_mask=tuple(value["response_mask"]),
         response_logprobs=tuple(v if isinstance(v, float) else restore(v) for v in value["response_logprobs"]),
         spans=tuple(WeightSpan(*s) for s in value["spans"]),
-        images=tuple(ImageSpan(*place, restore(image)) for *place, image in value.get("images", ())),
+        images=tuple(ImageSpan(at, rows, columns, restore(i)) for at, rows, columns, i in value.get("images", ())),
     )
 
 

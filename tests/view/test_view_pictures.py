@@ -1,4 +1,4 @@
-"""The page shows the images that the policy was shown, as images and nothing else, from the server and from one file."""
+"""The page shows what the policy was shown as images and nothing else, from the server and from one file."""
 
 import json
 import urllib.error

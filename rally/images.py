@@ -114,7 +114,7 @@ def _checked(data: bytes, what: str, path: Path | None) -> Image:
 
 def _opened(data: bytes, what: str) -> Any:
     """A PIL image, decoded; the header is looked at first, since decoding is what a bomb waits for."""
-    pil = _pil()
+    pil = load_pil()
     try:
         picture = pil.open(io.BytesIO(data), formats=[name.upper() for name in FORMATS])
         if picture.width * picture.height > MOST_PIXELS:
@@ -139,11 +139,12 @@ def _rgb(picture: Any) -> Any:
     if "A" not in picture.getbands() and "transparency" not in picture.info:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")
-    white = _pil().new("RGBA", layer.size, "white")
-    return _pil().alpha_composite(white, layer).convert("RGB")
+    white = load_pil().new("RGBA", layer.size, "white")
+    return load_pil().alpha_composite(white, layer).convert("RGB")
 
 
-def _pil() -> Any:
+def load_pil() -> Any:
+    """The module PIL.Image, or a sentence that says how to get it."""
     try:
         from PIL import Image as module
     except ImportError as missing:

@@ -3,6 +3,7 @@ the module's own multimodal forward as the spec."""
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def make_vision_model(family: str = "qwen2_5_vl", seed: int = 0) -> PreTrainedMo
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
         "initializer_range": 0.12,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
         "tie_word_embeddings": False,
@@ -165,3 +166,11 @@ def full_logprobs(
 ) -> list[float]:
     logp = torch.log_softmax(full_logits(model, ids, images) / temperature, -1)
     return [logp[i - 1, ids[i]].item() for i in range(start, len(ids))]
+
+
+def write_vision_model(folder: Path, family: str = "qwen3_vl") -> Path:
+    """A whole folder: model, tokenizer, image processor."""
+    make_vision_model(family).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    make_processor().save_pretrained(folder)
+    return folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vision_cases import make_codec, make_image, make_processor, make_tokenizer, make_vision_model
+from vision_cases import make_codec, make_image, make_tokenizer, make_vision_model, write_vision_model
 
 from rally.config import load_config
 from rally.engines.embedded import attention
@@ -20,11 +20,8 @@ from rally.train.sight import SightError
 from rally.types import RallyError
 
 
-def saved(folder: Path, family: str = "qwen2_5_vl") -> Path:
-    make_vision_model(family).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    make_processor().save_pretrained(folder)
-    return folder
+def saved(folder: Path) -> Path:
+    return write_vision_model(folder, "qwen2_5_vl")
 
 
 def config_of(folder: Path, *overrides: str):

@@ -6,8 +6,10 @@ they cannot disagree. Patches are kept by content, the latest of them, up to a b
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,24 +39,41 @@ class Patches:
         self._kept: OrderedDict[str, Patched] = OrderedDict()
         self._bytes, self._most = 0, kept_bytes
         self._lock = threading.Lock()  # the engine's thread asks too
+        self._making = threading.Lock()  # a group asks for its image at once, and one of them makes it
 
     def __deepcopy__(self, memo: object) -> Patches:
         """A copy of a module looks through the same eyes."""
         return self
 
     def of(self, image: Image) -> Patched:
+        found = self._known(image)
+        if found is not None:
+            return found
+        with self._making:
+            found = self._known(image)
+            if found is None:
+                found = self._make(image)
+                self._keep(image, found)
+            return found
+
+    async def prepare(self, images: Sequence[Image]) -> None:
+        """Make what is missing beside the event loop, which others need meanwhile."""
+        missing = [image for image in images if self._known(image) is None]
+        if missing:
+            await asyncio.to_thread(lambda: [self.of(image) for image in missing])
+
+    def _known(self, image: Image) -> Patched | None:
         with self._lock:
             if image.hash in self._kept:
                 self._kept.move_to_end(image.hash)
-                return self._kept[image.hash]
-        made = self._make(image)
+            return self._kept.get(image.hash)
+
+    def _keep(self, image: Image, made: Patched) -> None:
         with self._lock:
-            if image.hash not in self._kept:
-                self._kept[image.hash] = made
-                self._bytes += made.pixels.nbytes
+            self._kept[image.hash] = made
+            self._bytes += made.pixels.nbytes
             while self._bytes > self._most and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
-        return made
 
     def _make(self, image: Image) -> Patched:
         try:

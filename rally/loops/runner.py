@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
+from rally.images import loaded_images
 from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
@@ -126,6 +127,8 @@ class Runner:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
         server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
+        if self.codec.patches is not None:
+            await self.codec.patches.prepare(loaded_images(job.task.prompt))
         context = LoopContext(
             task=job.task,
             episode_id=job.episode_id,

@@ -114,7 +114,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
         try:
-            results = [self._shortened(self._seen(r)) for r in await self.session.run(parsed.tool_calls)]
+            results = [self._shortened(await self._seen(r)) for r in await self.session.run(parsed.tool_calls)]
         finally:
             self.tool_seconds += time.perf_counter() - started
         reason = self.exchange.add_observed(
@@ -146,15 +146,14 @@ class ToolAgentLoop(AgentLoopBase):
             score=reply.score,
         )
 
-    def _seen(self, result: ToolResult) -> ToolResult:
+    async def _seen(self, result: ToolResult) -> ToolResult:
         """With its images ready to be shown to a policy that sees; one that cannot be shown is the tool's error."""
         response = result.response
         if not response.image or self.codec.patches is None:
             return result
         try:
-            images = [read_image(image) for image in response.image]
-            for image in images:
-                self.codec.patches.of(image)
+            images = await asyncio.to_thread(lambda given: [read_image(image) for image in given], response.image)
+            await self.codec.patches.prepare(images)
         except ImageError as problem:
             told = ToolResponse(text=f"Error: {result.call.name} returned an image that cannot be shown: {problem}")
             return replace(result, status=ToolStatus.ERROR, response=told)

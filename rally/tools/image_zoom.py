@@ -1,4 +1,4 @@
-"""Guarantees: `image_zoom_in_tool` shows a part of the row's image, never smaller than a model can see, or says why not.
+"""Guarantees: `image_zoom_in_tool` shows a part of the row's image, large enough for a model to see, or says why not.
 
 The box is in pixels of the image, [left, top, right, bottom]; what lies outside is cut off, and a part that is narrower
 than `MIN_SIDE` is widened around its middle. The image is the row's `create_kwargs.image`, else the first of its

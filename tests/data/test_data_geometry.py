@@ -1,4 +1,4 @@
-"""What is asked about a figure is true of the figure, stands in the picture alone, and what is tested was not trained."""
+"""What is asked about a figure is true of it, stands in the picture alone, and what is tested was not trained on."""
 
 import io
 import random

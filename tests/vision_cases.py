@@ -1,6 +1,7 @@
 """Tiny models that see, of every family we know, fp32 on CPU; their processor, tokenizer and template; pictures; and
 the module's own multimodal forward as the spec."""
 
+import functools
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ TEMPLATE = """\
 """
 
 
+@functools.cache
 def make_tokenizer() -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END, PAD]})

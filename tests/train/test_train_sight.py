@@ -1,27 +1,43 @@
 """A model that sees is loaded whole, adapted where asked, trains with its tower frozen or not, and is saved so that it
 can see again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from vision_cases import make_codec, make_image, make_tokenizer, make_vision_model, write_vision_model
+from train_cases import Paper
+from vision_cases import (
+    FAMILIES,
+    make_codec,
+    make_image,
+    make_tokenizer,
+    make_vision_model,
+    picture,
+    write_vision_model,
+)
 
-from rally.config import load_config
+from rally.config import load_config, load_sft_config
+from rally.data import geometry, write_rows
 from rally.engines.embedded import attention
 from rally.engines.embedded.vision import sight_of
-from rally.train import parts
+from rally.train import forward, parts, sft_run
 from rally.train.checkpoint import CheckpointStore
+from rally.train.doctor import examine
 from rally.train.load import load_model
 from rally.train.lora import LoraSettings, add_adapters
+from rally.train.merge import merge
+from rally.train.packing import Row, pack
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.sft import SftSettings, conversation_row, sft_step
 from rally.train.sight import SightError
-from rally.types import RallyError
+from rally.types import RallyError, Segment
+
+ASKED = [{"role": "user", "content": [{"type": "image", "image": make_image(1, 48, 48)}]}]
 
 
-def saved(folder: Path) -> Path:
-    return write_vision_model(folder, "qwen2_5_vl")
+def saved(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    return write_vision_model(folder, family)
 
 
 def config_of(folder: Path, *overrides: str):
@@ -47,18 +63,18 @@ def test_a_model_learns_what_only_the_image_tells() -> None:
     assert learn(policy, 20) < 0.1  # the two questions are the same but for their images
 
 
-def test_a_checkpoint_sees_again(tmp_path: Path) -> None:
-    config = config_of(saved(tmp_path / "model"), "data.mm_processor_kwargs.max_pixels=576")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
+    config = config_of(saved(tmp_path / "model", family), "data.mm_processor_kwargs.max_pixels=576")
     model = parts.model_of(config)
     codec = parts.codec_of(config, parts.tokenizer_of(config), parts.toolbox_of(config))
     assert codec.patches is sight_of(model)  # what is counted is what is seen
-    asked = [{"role": "user", "content": [{"type": "image", "image": make_image(1, 48, 48)}]}]
-    assert codec.prompt(asked).images[0].rows == 3  # not 6: max_pixels was heard
+    assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels was heard
     store = CheckpointStore(tmp_path / "checkpoints", warn=print)
     folder = store.save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
     again = config_of(folder / "actor")
     codec = parts.codec_of(again, parts.tokenizer_of(again), parts.toolbox_of(again))
-    assert codec.prompt(asked).images[0].rows == 3
+    assert codec.prompt(ASKED).images[0].rows == 3
     for (name, was), now in zip(model.named_parameters(), parts.model_of(again).parameters(), strict=True):
         assert torch.equal(was, now), name
 
@@ -81,6 +97,45 @@ def test_lora_adapts_the_language_unless_told_otherwise() -> None:
     adapted = [name for name, _ in default.named_parameters() if "lora_" in name]
     assert adapted and not any("visual" in name for name in adapted)
     assert any("visual" in name for name, _ in told.named_parameters() if "lora_" in name)
+
+
+def test_adapters_are_merged_into_a_folder_that_sees(tmp_path: Path) -> None:
+    config = config_of(saved(tmp_path / "model"), "actor_rollout_ref.model.lora_rank=2")
+    model = parts.model_of(config)
+    policy = Policy(model, OptimizerSettings(lr=1e-2), 3)
+    learn(policy, 3)
+    folder = CheckpointStore(tmp_path / "checkpoints", warn=print).save(1, policy, make_tokenizer())
+    whole = config_of(merge(folder).folder)
+    codec = parts.codec_of(whole, parts.tokenizer_of(whole), parts.toolbox_of(whole))
+    [row] = [Row.of(Segment(prompt_ids=p.ids, images=p.images), 0) for p in [codec.prompt(ASKED)]]
+    row = replace(row, ids=(*row.ids, 5), sampled=(len(row.ids),), logprobs=(0.0,))
+    plain = parts.model_of(whole)
+    attention.install(plain)
+    ours, theirs = (forward.token_logprobs(m, pack([row], m.device)).logp_M for m in (model, plain))
+    assert float((ours - theirs).detach().abs()) < 1e-4
+
+
+def test_supervised_fine_tuning_learns_from_rows_with_images(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "noise"}]
+    rows = [{"messages": messages, "images": [{"bytes": picture(seed)}]} for seed in range(4)]
+    write_rows(rows, tmp_path / "sft.parquet")
+    overrides = [f"model.path={saved(tmp_path / 'model')}", f"data.train_files={tmp_path / 'sft.parquet'}"]
+    overrides += ["data.train_batch_size=2", "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]
+    config = load_sft_config(overrides=overrides)
+    paper = Paper()
+    sft_run.show(config, paper.console)
+    assert "<|image_pad|>" in paper.text and sft_run.check(config, paper.console)
+    assert sft_run.sft(config, paper.console).steps == 3
+
+
+def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
+    write_rows(geometry.rows(2, 0, "train"), tmp_path / "train.parquet")
+    given = {"train_files": tmp_path / "train.parquet", "max_prompt_length": 1024, "train_batch_size": 2}
+    overrides = [f"actor_rollout_ref.model.path={saved(tmp_path / 'model')}", *(f"data.{k}={v}" for k, v in given.items())]
+    overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    found = list(examine(None, overrides))
+    assert not [one for one in found if one.status == "error"], found
+    assert "full forward" in "".join(one.text for one in found)
 
 
 def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 from urllib.parse import unquote, urlsplit
 
 from rally.types import Image, Message, RallyError
@@ -19,6 +19,7 @@ from rally.types import Image, Message, RallyError
 MOST_PIXELS = 64_000_000
 """A few kilobytes can claim to be a picture of terabytes; no camera we know of takes more than this."""
 
+MOST_REMEMBERED = 1 << 17
 FORMATS: tuple[str, ...] = get_args(get_type_hints(Image)["format"])
 TAKEN = "give a path, bytes, a data: address or a PIL image"
 
@@ -48,18 +49,32 @@ def decoded(image: Image) -> Any:
 
 
 def image_parts(messages: Sequence[Message]) -> list[Image]:
-    """The images of messages, in the order in which a template shows them."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [read_image(part) for part in parts if is_image(part)]
+    """The images of messages, in the order in which a template shows them. A path in a message is not followed: whoever
+    writes messages, a client of a server perhaps, must not choose what is read from this machine's disk."""
+    return [_held(part) for part in _parts(messages) if is_image(part)]
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    return any(is_image(part) for part in _parts(messages))
 
 
 def loaded_images(messages: Sequence[Message]) -> list[Image]:
     """Of the images of messages those that were read already."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    found = (part.get("image") for part in parts if isinstance(part, Mapping))
+    found = (part.get("image") for part in _parts(messages) if isinstance(part, Mapping))
     return [image for image in found if isinstance(image, Image)]
+
+
+def _parts(messages: Sequence[Message]) -> Iterator[Any]:
+    contents = (message.get("content") for message in messages)
+    return (part for content in contents if isinstance(content, list) for part in content)
+
+
+def _held(source: Any) -> Image:
+    while isinstance(source, Mapping):
+        source = _inside(source)
+    if isinstance(source, (str, Path)) and not str(source).startswith("data:"):
+        raise ImageError("a message names an image by its path; read it first, with rally.images.read_image")
+    return read_image(source)
 
 
 def is_image(part: Any) -> bool:
@@ -100,16 +115,27 @@ def _from_data_address(text: str) -> bytes:
         raise ImageError("a data: address of an image must read data:image/png;base64,...; write it so") from None
 
 
+class _Facts(NamedTuple):
+    format: Any
+    width: int
+    height: int
+
+
+_decoded_before: dict[str, _Facts] = {}
+"""By content: rows are built several times before a run begins, and decoding takes far longer than hashing."""
+
+
 def _checked(data: bytes, what: str, path: Path | None) -> Image:
-    picture = _opened(data, what)
-    where = {"data": data} if path is None else {"path": str(path.resolve())}
-    return Image(
-        hash=Image.hash_of(data),
-        format=cast(Any, picture.format.lower()),
-        width=picture.width,
-        height=picture.height,
-        **cast(Any, where),
-    )
+    name = Image.hash_of(data)
+    facts = _decoded_before.get(name)
+    if facts is None:
+        picture = _opened(data, what)
+        facts = _Facts(picture.format.lower(), picture.width, picture.height)
+        if len(_decoded_before) >= MOST_REMEMBERED:
+            _decoded_before.clear()
+        _decoded_before[name] = facts
+    where: dict[str, Any] = {"data": data} if path is None else {"path": str(path.resolve())}
+    return Image(hash=name, **facts._asdict(), **where)
 
 
 def _opened(data: bytes, what: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as PILImage
 from vision_cases import picture
 
-from rally.images import ImageError, decoded, image_parts, read_image
+from rally.images import ImageError, decoded, has_images, image_parts, loaded_images, read_image
 from rally.types import Image, ImageGone, ImageSpan, RallyError, Segment
 
 
@@ -88,6 +88,14 @@ def test_the_images_of_messages_in_their_order() -> None:
         {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": two}}]},
     ]
     assert image_parts(messages) == [one, two]
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"image_url": {"url": "file:///x.png"}}])
+def test_a_message_cannot_name_a_file(part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", **part}]}]
+    with pytest.raises(ImageError, match="read it first"):
+        image_parts(messages)
+    assert loaded_images(messages) == [] and has_images(messages)
 
 
 def test_a_segment_keeps_its_images_in_place() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat.errors import TemplateError
-from rally.images import image_parts
+from rally.images import has_images, image_parts
 from rally.patches import Patches
 from rally.types import Image, ImageSpan, Message
 
@@ -67,10 +67,9 @@ class Pictures:
         return first + "".join(token * count + piece for count, piece in zip(counts, rest, strict=True))
 
     def _images(self, messages: Sequence[Message]) -> list[Image]:
-        images = image_parts(messages)
-        if images and self.patches is None:
+        if self.patches is None and has_images(messages):
             raise TemplateError("the messages hold images, but the model is for text alone; use one that sees images")
-        return images
+        return image_parts(messages)
 
     def _check(self, found: int, wanted: int) -> None:
         if found != wanted:

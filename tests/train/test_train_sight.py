@@ -131,7 +131,10 @@ def test_supervised_fine_tuning_learns_from_rows_with_images(tmp_path: Path) -> 
 def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
     write_rows(geometry.rows(2, 0, "train"), tmp_path / "train.parquet")
     given = {"train_files": tmp_path / "train.parquet", "max_prompt_length": 1024, "train_batch_size": 2}
-    overrides = [f"actor_rollout_ref.model.path={saved(tmp_path / 'model')}", *(f"data.{k}={v}" for k, v in given.items())]
+    overrides = [
+        f"actor_rollout_ref.model.path={saved(tmp_path / 'model')}",
+        *(f"data.{k}={v}" for k, v in given.items()),
+    ]
     overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"trainer.default_local_dir={tmp_path / 'run'}"]
     found = list(examine(None, overrides))
     assert not [one for one in found if one.status == "error"], found

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 from train_cases import Paper, run_config, write_reward
-from vision_cases import write_vision_model
+from vision_cases import make_codec, make_image, write_vision_model
 
 from rally.config import load_config
 from rally.data import geometry, write_rows
 from rally.track import RunFolder
+from rally.train.compare import departure
 from rally.train.replay import Verdict, replay
 from rally.train.run import RunError, train
+from rally.types import Segment
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LENGTHS = ("data.max_prompt_length=1024", "data.max_response_length=12", f"{ROLLOUT}.n=2", "data.train_batch_size=2")
@@ -44,6 +46,17 @@ def test_a_run_trains_and_its_episodes_are_replayed(home: Path, tmp_path: Path) 
         episode = folder.read_episodes(step, validate)[0]
         found = replay(out, episode.id, load_config(out / "config.yaml"))
         assert {finding.verdict for finding in found.findings} == {Verdict.SAME}, found
+
+
+def test_another_image_in_the_same_place_is_a_departure() -> None:
+    codec = make_codec()
+    content = [[{"type": "image", "image": make_image(seed)}] for seed in (1, 2)]
+    one, other = (codec.prompt([{"role": "user", "content": parts}]) for parts in content)
+    assert one.ids == other.ids
+    a, b = (Segment(prompt_ids=p.ids, images=p.images) for p in (one, other))
+    apart = departure([a], [b])
+    assert apart is not None and (apart.place, apart.writer) == (one.images[0].start, "prompt")
+    assert departure([a], [a]) is None
 
 
 def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def _held(source: Any) -> Image:
 
 def is_image(part: Any) -> bool:
     """Whether a part of a message's content is an image, in any of the ways people write it."""
-    return isinstance(part, Mapping) and (part.get("type") in ("image", "image_url") or "image" in part)
+    if not isinstance(part, Mapping) or part.get("type") == "text":
+        return False
+    return part.get("type") in ("image", "image_url") or part.get("image") is not None
 
 
 def _inside(source: Mapping[str, Any]) -> Any:
@@ -100,8 +102,9 @@ def _named(name: str, folder: Path | None) -> Image:
     path = path if path.is_absolute() or folder is None else folder / path
     try:
         data = path.read_bytes()
-    except OSError as problem:
-        raise ImageError(f"the image {path} cannot be read ({problem.strerror}); correct the path") from None
+    except (OSError, ValueError) as problem:  # the latter where a name holds what no file's can
+        told = problem.strerror if isinstance(problem, OSError) else problem
+        raise ImageError(f"the image {path} cannot be read ({told}); correct the path") from None
     return _checked(data, f"the image {path}", path)
 
 
@@ -130,7 +133,8 @@ def _checked(data: bytes, what: str, path: Path | None) -> Image:
     facts = _decoded_before.get(name)
     if facts is None:
         picture = _opened(data, what)
-        facts = _Facts(picture.format.lower(), picture.width, picture.height)
+        kind = picture.format.lower()
+        facts = _Facts(kind if kind in FORMATS else "jpeg", picture.width, picture.height)  # MPO is JPEG and more
         if len(_decoded_before) >= MOST_REMEMBERED:
             _decoded_before.clear()
         _decoded_before[name] = facts

@@ -40,6 +40,7 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
     [
         ("https://example.org/a.png", "images are not fetched from the network"),
         ("missing.png", "missing.png cannot be read"),
+        ("a\0b.png", "cannot be read"),
         (b"no picture", "cannot be decoded"),
         (picture(1)[:-40], "cannot be decoded"),
         (b"", "cannot be decoded"),

@@ -31,45 +31,25 @@ def load_images(row: Row, key: str, folder: Path) -> list[Image]:
 
 def place_images(messages: list[Message], column: list[Image], folder: Path, field: str, key: str) -> list[Message]:
     """The messages with every image in its place, those of the column too."""
-    left = iter(column)
-    used: list[Image] = []
-
-    def next_image() -> Image | None:
-        image = next(left, None)
-        used.extend([image] if image is not None else [])
-        return image
-
-    wanted = sum(_wanted(message, bool(column)) for message in messages)
+    parts = [list(_parts(message, bool(column))) for message in messages]
+    wanted = sum(_is_bare(part) for content in parts for part in content)
     if wanted != len(column):
         raise DataError(
             f"{field} has {wanted} {PLACEHOLDER} places but {key} holds {len(column)} images; write one place for each"
         )
-    placed = []
-    for number, message in enumerate(messages):
-        content = message["content"]
-        if _seen(message) and (isinstance(content, list) or (column and PLACEHOLDER in content)):
-            parts = list(_parts(content, bool(column)))
-            where = f"{field}[{number}].content"
-            content = [_placed(part, next_image, folder, f"{where}[{i}]") for i, part in enumerate(parts)]
-        placed.append({**message, "content": content})
-    assert len(used) == len(column)
+    left, placed = iter(column), []
+    for number, (message, content) in enumerate(zip(messages, parts, strict=True)):
+        where = f"{field}[{number}].content"
+        filled = [_placed(part, left, folder, f"{where}[{i}]") for i, part in enumerate(content)]
+        placed.append({**message, "content": filled} if any(map(is_image, filled)) else message)
     return placed
 
 
-def _seen(message: Message) -> bool:
-    """Whether the policy is shown what the message says; what it says itself holds no images."""
-    return bool(message["role"] != "assistant")
-
-
-def _wanted(message: Message, has_column: bool) -> int:
-    if not _seen(message):
-        return 0
-    return sum(_is_bare(part) for part in _parts(message["content"], has_column))
-
-
-def _parts(content: str | list[Any], has_column: bool) -> Iterator[dict[str, Any]]:
+def _parts(message: Message, has_column: bool) -> Iterator[dict[str, Any]]:
+    """The content, cut at placeholders if there are images to take their places; the assistant shows none."""
+    content = message["content"]
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if is_image(part) or not has_column:
+        if is_image(part) or not has_column or message["role"] == "assistant":
             yield part
             continue
         for piece in re.split(f"({PLACEHOLDER})", part["text"]):
@@ -81,12 +61,10 @@ def _is_bare(part: dict[str, Any]) -> bool:
     return is_image(part) and not any(part.get(key) is not None for key in ("image", "image_url", "url"))
 
 
-def _placed(part: dict[str, Any], next_image: Any, folder: Path, field: str) -> dict[str, Any]:
+def _placed(part: dict[str, Any], left: Iterator[Image], folder: Path, field: str) -> dict[str, Any]:
     if not is_image(part):
         return part
-    image = next_image() if _is_bare(part) else _image(part, field, folder)
-    assert image is not None, "places were counted"
-    return {"type": "image", "image": image}
+    return {"type": "image", "image": next(left) if _is_bare(part) else _image(part, field, folder)}
 
 
 def _image(source: Any, field: str, folder: Path) -> Image:

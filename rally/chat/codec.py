@@ -23,7 +23,7 @@ from rally.chat.probe import SanityMode, TemplateReport, compare, probe
 from rally.chat.template import Template, openai_shape
 from rally.chat.turns import Turns
 from rally.patches import Patches
-from rally.types import ImageSpan, Message, RallyError, ToolCall
+from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
 
 class EncodedConversation(NamedTuple):
@@ -118,6 +118,10 @@ class ChatCodec:
             raise RallyError("a delta holds tool and user messages; what the assistant said is already in the history")
         ids = self._delta_ids(self._turns.delta(messages))
         return self._pictures.expand(ids[1:] if closed else ids, messages)
+
+    def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Where images stand in a history whose ids are known; `mask` is 1 on what was sampled."""
+        return self._pictures.locate(ids, images, mask)
 
     def encode_assistant(self, message: Message) -> tuple[int, ...]:
         """The canonical reply: what the policy would have sampled for this message, end-of-turn token included."""

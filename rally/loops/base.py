@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
+from rally.images import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn
@@ -69,13 +70,8 @@ class AgentLoopOutput:
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.STOP
 
-    def as_segments(self) -> tuple[Segment, ...]:
+    def as_segments(self, codec: ChatCodec) -> tuple[Segment, ...]:
         """The token truth; built here for loops that returned plain lists."""
-        if self.multi_modal_data:
-            raise LoopError(
-                "the agent loop returned multi_modal_data, which does not say where its images stand; return images="
-                "[...] as codec.prompt and codec.delta give them"
-            )
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:
@@ -99,9 +95,18 @@ class AgentLoopOutput:
                 response_ids=tuple(self.response_ids),
                 response_mask=tuple(map(int, self.response_mask)),
                 response_logprobs=tuple(logprobs),
-                images=tuple(self.images),
+                images=tuple(self.images) or self._located(codec),
             ),
         )
+
+    def _located(self, codec: ChatCodec) -> tuple[ImageSpan, ...]:
+        """The images of `multi_modal_data`, which does not say where they stand: placeholders do, in their order."""
+        given = {kind: items for kind, items in (self.multi_modal_data or {}).items() if items}
+        if unknown := sorted(given.keys() - {"image", "images"}):
+            raise LoopError(f"the agent loop returned multi_modal_data with {unknown[0]}; only images are built")
+        images = [read_image(image) for items in given.values() for image in items]
+        ids, mask = (*self.prompt_ids, *self.response_ids), (*[0] * len(self.prompt_ids), *self.response_mask)
+        return codec.locate(ids, images, mask) if images else ()
 
 
 class EpisodeServer:

@@ -169,7 +169,7 @@ class Runner:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
-        segments = output.as_segments()
+        segments = output.as_segments(self.codec)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(

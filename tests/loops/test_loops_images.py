@@ -103,6 +103,34 @@ class Own(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=ids, response_ids=reply.ids, response_mask=mask, **told)
 
 
+class Bare(AgentLoopBase):
+    """The same for who has the images alone."""
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        ids, images = self.codec.prompt(self.task.prompt)
+        pad, seen = self.codec.tokenizer.convert_tokens_to_ids(PAD), self.codec.delta(SHOWN)
+        response = (pad, *seen.ids)
+        mask = [1] + [0] * len(seen.ids)
+        told: dict[str, Any] = {"multi_modal_data": {"images": [IMAGE, OTHER][: row_fields.get("shown", 2)]}}
+        told |= {"response_logprobs": [-1.0] * len(mask)}
+        return AgentLoopOutput(prompt_ids=ids, response_ids=response, response_mask=mask, **told)
+
+
+OTHER = make_image(2, 30, 40)
+SHOWN = [{"role": "tool", "content": [{"type": "image", "image": OTHER}]}]
+
+
+async def test_images_without_places_are_found_by_their_placeholders() -> None:
+    own = {"loop": "own", "loops": {"own": LoopSpec(Bare, {})}}
+    held = await hold(setting(**own), make_task(ASKED))
+    assert [span.image for span in held.segment.images] == [IMAGE, OTHER]
+    first, second = held.segment.images
+    start = len(held.segment.prompt_ids)
+    assert first.end < start < second.start  # and not the placeholder that was sampled, at `start`
+    held = await hold(setting(**own), make_task(ASKED, row={"shown": 1}))
+    assert "give the images in their order" in str(held.episode.error)
+
+
 async def test_a_loop_of_ones_own_hands_images_on() -> None:
     held = await hold(setting(loop="own", loops={"own": LoopSpec(Own, {})}), make_task(ASKED))
     assert held.segment.images == held.engine.calls[0].images and held.segment.images[0].image == IMAGE

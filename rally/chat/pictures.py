@@ -59,15 +59,16 @@ class Pictures:
         """Where images stand in a whole history, in their order; what was sampled (mask 1) is none of their places."""
         if images and self.patches is None:
             raise TemplateError("the history holds images, but the model is for text alone; use one that sees images")
-        places = [
-            i for i, (token, sampled) in enumerate(zip(ids, mask, strict=True)) if token == self.pad and not sampled
-        ]
+        observed = (i for i, sampled in enumerate(mask) if not sampled)
+        places = [i for i in observed if ids[i] == self.pad]
         spans, done = [], 0
         for image in images:
             spans.append(self._span(places[done] if done < len(places) else len(ids), image))
             done += spans[-1].end - spans[-1].start
         if places != [i for span in spans for i in range(span.start, span.end)]:
-            told = f"the history has {len(places)} placeholder tokens, but its {len(images)} images take {done} in a row each"
+            told = (
+                f"the history has {len(places)} placeholder tokens, its {len(images)} images take {done}, each in a row"
+            )
             raise TemplateError(f"{told}; give the images in their order, and encode them with this codec")
         return tuple(spans)
 

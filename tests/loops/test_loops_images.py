@@ -107,7 +107,7 @@ class Bare(AgentLoopBase):
     """The same for who has the images alone."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        ids, images = self.codec.prompt(self.task.prompt)
+        ids = self.codec.encode_prompt(self.task.prompt)
         pad, seen = self.codec.tokenizer.convert_tokens_to_ids(PAD), self.codec.delta(SHOWN)
         response = (pad, *seen.ids)
         mask = [1] + [0] * len(seen.ids)

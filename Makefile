@@ -24,7 +24,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,lora,mlflow,otel,search,servers,services,tensorboard,wandb,mcp,dev]"
+	@$(PIP) --editable ".[plot,gguf,lora,mlflow,otel,search,servers,services,tensorboard,vision,wandb,mcp,dev]"
 	@touch $@
 
 # A real MCP server for the tests, which are skipped by name where npm cannot install it.

@@ -106,5 +106,23 @@ def triage(
     _tell(build.triage(out, build.TriageSizes(train, test, clean, mixed), seed))
 
 
+@data_app.command()
+def geometry(
+    out: Out,
+    train: Annotated[int, typer.Option(help="Training figures.", min=1)] = 1024,
+    test: Annotated[int, typer.Option(help="Figures held out.", min=1)] = 128,
+    level: Annotated[list[int] | None, typer.Option(help="1 to 3, given once for each; all if not given.")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(help="A folder with train and test files of images, problem and answer, such as geometry3k."),
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Figures with one unknown, drawn with verified answers, for an agent that sees."""
+    from rally.recipes import build
+
+    _tell(build.geometry(out, build.GeometrySizes(train, test), tuple(level or (1, 2, 3)), source, seed))
+
+
 def _tell(written: Any) -> None:
     quiet_console().table("written", [[str(w.path), f"{w.rows:,} rows"] for w in written])

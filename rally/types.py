@@ -1,14 +1,16 @@
 """The whole data model of Rally: frozen values, checked at the door.
 
-Guarantees: a Segment's ids, mask and logprobs grow together or not at all, and its mask is 1 exactly on tokens
+Guarantees: a Segment's ids, mask, logprobs and images grow together or not at all, and its mask is 1 exactly on tokens
 the policy sampled; an Episode ends for exactly one named reason. Nothing here imports anything of ours.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -131,11 +133,75 @@ class Generation:
         assert not self.spans or self.spans[-1].end == len(self.ids), "weight spans must cover the ids"
 
 
+class ImageGone(RallyError):
+    """The file of an image is no longer what it was when the image was first read."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """A picture, known by its content: two are equal exactly if their bytes are. The bytes are here or in a file that
+    must still hold them when somebody looks; `rally.images` makes and checks them."""
+
+    hash: str
+    format: Literal["png", "jpeg", "webp", "gif", "bmp"]
+    width: int
+    height: int
+    data: bytes | None = field(default=None, repr=False)
+    path: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        assert (self.data is None) != (self.path is None), "an image has its bytes or says where they are"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @staticmethod
+    def hash_of(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()[:32]
+
+    def read(self) -> bytes:
+        """The encoded bytes, and no others."""
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            data = Path(self.path).read_bytes()
+        except OSError as problem:
+            raise ImageGone(
+                f"the image {self.path} cannot be read any more ({problem.strerror}); put it back"
+            ) from None
+        if self.hash_of(data) != self.hash:
+            raise ImageGone(f"the image {self.path} has changed since the run began; begin again, or put it back")
+        return data
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """An image stands at `start` of a history, `rows` x `columns` tokens of it, one row after the other. That there is
+    an image is said by this alone: a placeholder token that the policy sampled shows nothing."""
+
+    start: int
+    rows: int
+    columns: int
+    image: Image
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows * self.columns
+
+    def moved(self, by: int) -> ImageSpan:
+        return replace(self, start=self.start + by)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One unbroken token history: a prompt, then what was sampled (mask 1) and observed (mask 0) in order.
+    """One unbroken token history: a prompt, then what was sampled (mask 1) and observed (mask 0) in order. `images`
+    say which of its tokens are pictures, counted from the beginning of the prompt.
 
-    Only `append_sampled` and `append_observed` make a longer one, so ids, mask and logprobs cannot drift apart.
+    Only `append_sampled` and `append_observed` make a longer one, so ids, mask, logprobs and images cannot drift apart.
     """
 
     prompt_ids: tuple[int, ...]
@@ -143,10 +209,17 @@ class Segment:
     response_mask: tuple[int, ...] = ()
     response_logprobs: tuple[float, ...] = ()
     spans: tuple[WeightSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.response_ids)
         assert len(self.response_mask) == n and len(self.response_logprobs) == n, "ids, mask, logprobs drifted apart"
+        end = 0
+        for span in self.images:
+            assert end <= span.start < span.end <= len(self.prompt_ids) + n, "images stand in order, inside the history"
+            end = span.end
+            seen = slice(max(0, span.start - len(self.prompt_ids)), max(0, end - len(self.prompt_ids)))
+            assert not any(self.response_mask[seen]), "nobody samples an image"
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -166,16 +239,19 @@ class Segment:
             response_mask=self.response_mask + (1,) * n,
             response_logprobs=self.response_logprobs + generation.logprobs,
             spans=self.spans + tuple(WeightSpan(s.version, s.start + start, s.end + start) for s in generation.spans),
+            images=self.images,
         )
 
-    def append_observed(self, ids: Sequence[int]) -> Segment:
-        n = len(ids)
+    def append_observed(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Segment:
+        """With what somebody else wrote; its images are counted from its own beginning."""
+        n, start = len(ids), len(self.prompt_ids) + len(self.response_ids)
         return Segment(
             prompt_ids=self.prompt_ids,
             response_ids=self.response_ids + tuple(ids),
             response_mask=self.response_mask + (0,) * n,
             response_logprobs=self.response_logprobs + (0.0,) * n,
             spans=self.spans,
+            images=self.images + tuple(span.moved(start) for span in images),
         )
 
 

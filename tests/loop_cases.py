@@ -12,7 +12,7 @@ from rally.chat import ChatCodec, tiny_tokenizer
 from rally.interactions import BaseInteraction, Interactions
 from rally.loops import Job, LoopSettings, Runner
 from rally.tools import BaseTool, ToolBox, ToolLimits, function_tool
-from rally.types import Episode, FinishReason, Generation, SamplingParams, Segment, Task, Turn, WeightSpan
+from rally.types import Episode, FinishReason, Generation, ImageSpan, SamplingParams, Segment, Task, Turn, WeightSpan
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Call:
     prompt: tuple[int, ...]
     params: SamplingParams
     generation: Generation
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass
@@ -47,7 +48,12 @@ class ScriptedEngine:
     _numbers: Any = field(default_factory=itertools.count)
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         at = self.turns[session]
         self.turns[session] += 1
@@ -60,7 +66,7 @@ class ScriptedEngine:
             finish=reply.finish if len(ids) == len(reply.ids) else "length",
             spans=(WeightSpan(self.weight_version, 0, len(ids)),) if ids else (),
         )
-        self.calls.append(Call(session, tuple(prompt_ids), params, generation))
+        self.calls.append(Call(session, tuple(prompt_ids), params, generation, tuple(images)))
         return generation
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ def write_model(folder: Path) -> Path:
 def learn_call(model: PreTrainedModel, codec: ChatCodec) -> None:
     function: dict[str, Any] = {"id": "call_0", "type": "function", "function": CALL}
     reply = {"role": "assistant", "content": "", "tool_calls": [function]}
-    ids, mask = codec.encode_conversation([*QUESTION, reply])
+    ids, mask, _ = codec.encode_conversation([*QUESTION, reply])
     ids_1T = torch.tensor([ids])
     labels_1T = torch.where(torch.tensor([mask]) == 1, ids_1T, -100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -4,6 +4,7 @@ from rally.chat.codec import ChatCodec, EncodedConversation, Parsed
 from rally.chat.errors import TemplateError
 from rally.chat.escape import Escaped
 from rally.chat.formats import FORMATS, ToolFormat, get_format
+from rally.chat.pictures import Encoded
 from rally.chat.probe import Difference, SanityMode, TemplateReport
 from rally.chat.tiny import tiny_tokenizer
 
@@ -11,6 +12,7 @@ __all__ = [
     "FORMATS",
     "ChatCodec",
     "Difference",
+    "Encoded",
     "EncodedConversation",
     "Escaped",
     "Parsed",

@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from rally.chat.errors import TemplateError
 from rally.chat.escape import Escaped
 from rally.chat.formats import get_format
+from rally.chat.pictures import Encoded, Pictures
 from rally.chat.probe import SanityMode, TemplateReport, compare, probe
 from rally.chat.template import Template, openai_shape
 from rally.chat.turns import Turns
-from rally.types import Message, RallyError, ToolCall
+from rally.patches import Patches
+from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
 MAX_FAMILY = 256  # tool lists whose codecs are kept
 
@@ -31,6 +33,7 @@ class EncodedConversation(NamedTuple):
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,14 @@ class ChatCodec:
         *,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        patches: Patches | None = None,
         max_cached: int = 4096,
     ) -> None:
         self.tokenizer = tokenizer
+        self.patches = patches  # None: the policy sees no images
+        self._pictures = Pictures(tokenizer, patches)
         self.format = get_format(tool_format)
-        self._template = Template(tokenizer, tools, chat_template, template_kwargs or {})
+        self._template = Template(tokenizer, tools, chat_template, template_kwargs or {}, self._pictures.token)
         self._max_cached = max_cached
         self._turns = Turns(self._template)
         self._family: dict[str, ChatCodec] = {_key(self._template.tools): self}
@@ -88,6 +94,7 @@ class ChatCodec:
                 tools,
                 chat_template=self._template.source,
                 template_kwargs=self._template.kwargs,
+                patches=self.patches,
                 max_cached=self._max_cached,
             )
             codec._family = self._family
@@ -96,17 +103,29 @@ class ChatCodec:
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The first messages, tool list and generation prompt included; kept by content."""
-        return self._prompt_ids(_key(messages))
+        return self.prompt(messages).ids
 
     def encode_delta(self, messages: Sequence[Message], closed: bool = True) -> tuple[int, ...]:
         """What is appended after a sampled turn when tool or user messages follow it, generation prompt included.
 
         With `closed` False the turn ended without its end-of-turn token, and the delta begins with it.
         """
+        return self.delta(messages, closed).ids
+
+    def prompt(self, messages: Sequence[Message]) -> Encoded:
+        """`encode_prompt`, and where its images stand."""
+        return self._pictures.expand(self._prompt_ids(_key(messages)), messages)
+
+    def delta(self, messages: Sequence[Message], closed: bool = True) -> Encoded:
+        """`encode_delta`, and where its images stand."""
         if any(m["role"] == "assistant" for m in messages):
             raise RallyError("a delta holds tool and user messages; what the assistant said is already in the history")
         ids = self._delta_ids(self._turns.delta(messages))
-        return ids[1:] if closed else ids
+        return self._pictures.expand(ids[1:] if closed else ids, messages)
+
+    def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Where images stand in a history whose ids are known; `mask` is 1 on what was sampled."""
+        return self._pictures.locate(ids, images, mask)
 
     def encode_assistant(self, message: Message) -> tuple[int, ...]:
         """The canonical reply: what the policy would have sampled for this message, end-of-turn token included."""
@@ -123,22 +142,28 @@ class ChatCodec:
             raise RallyError(
                 "a conversation to learn from must begin with a question and end with an assistant message"
             )
-        ids = list(self.encode_prompt(messages[: replies[0]]))
+        prompt = self.prompt(messages[: replies[0]])
+        ids, images = list(prompt.ids), list(prompt.images)
         mask = [0] * len(ids)
         for before, at in zip([None, *replies], replies, strict=False):
-            delta = () if before is None else self.encode_delta(messages[before + 1 : at])
+            delta = Encoded((), ()) if before is None else self.delta(messages[before + 1 : at])
             reply = self.encode_assistant(messages[at])
-            ids += [*delta, *reply]
-            mask += [0] * len(delta) + [1] * len(reply)
-        return EncodedConversation(tuple(ids), tuple(mask))
+            images += [span.moved(len(ids)) for span in delta.images]
+            ids += [*delta.ids, *reply]
+            mask += [0] * len(delta.ids) + [1] * len(reply)
+        return EncodedConversation(tuple(ids), tuple(mask), tuple(images))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[int, ...]:
         """The template's own rendering of the whole conversation: the slow spec of everything above."""
-        return tuple(self._template.tokens(self._template.text(messages, generation_prompt)))
+        return self._rendered(messages, generation_prompt).ids
 
-    def rerender(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def rerender(self, messages: Sequence[Message]) -> Encoded:
         """The history as the inference template would give it anew (multi_turn.history=rerender)."""
-        return self.render(messages, generation_prompt=True)
+        return self._rendered(messages, generation_prompt=True)
+
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> Encoded:
+        ids = self._template.tokens(self._template.text(messages, generation_prompt))
+        return self._pictures.expand(tuple(ids), messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
@@ -190,6 +215,7 @@ class ChatCodec:
             return text.rpartition(end)[0] if ends_in_reply else text
 
         rendered = self._template.text(messages, generation_prompt=not ends_in_reply)
+        rendered = self._pictures.expand_text(rendered, messages)
         got = self.decode(segment_ids)
         got = got.removesuffix(end) if ends_in_reply else got
         expected = without_end(rendered)
@@ -217,5 +243,5 @@ class ChatCodec:
 
 
 def _key(value: Any) -> str:
-    """Messages or tools as a text to look them up by; images, which no text template prints, by their repr."""
+    """Messages or tools as a text to look them up by; images, whose places alone matter here, by their repr."""
     return json.dumps(value, ensure_ascii=False, default=repr)

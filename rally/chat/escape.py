@@ -1,7 +1,8 @@
 """Observed text can never become a control token: a space is put into every token that a tool or user typed.
 
 Text of a tool loses every tag token (`<|im_end|>`, `</tool_response>`, `<think>`); text of a user only the special
-ones, because a question may well ask for `<think>` tags and must then show the real ones.
+ones, because a question may well ask for `<think>` tags and must then show the real ones. Nobody's text, the policy's
+neither, can write the placeholder of an image: what is shown is said by the images of a message alone.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ class Escaped:
 class Escaper:
     """Knows one tokenizer's control tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, placeholder: str | None = None) -> None:
+        shown = {placeholder} if placeholder else set()
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         tags = {str(token) for token in added if re.fullmatch(r"[<\[].+[>\]]", str(token), re.DOTALL)}
-        self._special = _any_of(special)
-        self._control = _any_of(special | tags)
+        self._special = _any_of(special | shown)
+        self._control = _any_of(special | tags | shown)
+        self._placeholder = _any_of(shown)
 
     def tool(self, text: str) -> Escaped:
         return _escape(text, self._control)
 
     def user(self, text: str) -> Escaped:
         return _escape(text, self._special)
+
+    def trusted(self, text: str) -> Escaped:
+        """Text of the system or the policy, whose control tokens are meant."""
+        return _escape(text, self._placeholder)
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:

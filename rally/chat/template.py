@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.chat.errors import TemplateError
 from rally.chat.escape import Escaper
+from rally.images import is_image
 from rally.types import Message
 
 SENTINEL = "rallysentinel"
@@ -32,6 +33,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]],
         chat_template: str | None,
         kwargs: Mapping[str, Any],
+        placeholder: str | None = None,
     ) -> None:
         if chat_template is None and not tokenizer.chat_template:
             raise TemplateError("the tokenizer has no chat template; give one with chat_template=")
@@ -40,7 +42,7 @@ class Template:
         self.source = chat_template
         # A run over midnight must not change the date in its prompts: templates that print it ask for this name.
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
-        self.escaper = Escaper(tokenizer)
+        self.escaper = Escaper(tokenizer, placeholder)
 
     @property
     def knows_tools(self) -> bool:
@@ -78,15 +80,13 @@ class Template:
     def normal(self, message: Message) -> Message:
         """The message as templates want it, observed text escaped."""
         result = {key: value for key, value in message.items() if value is not None}
-        result["content"] = self.observed(str(result.get("role")), _content(message.get("content")))
+        result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
         return {**result, "tool_calls": calls} if calls else result
 
     def observed(self, role: str, content: Any) -> Any:
         """Content with its control tokens neutralised where a tool or a user wrote it."""
-        escape = {"tool": self.escaper.tool, "user": self.escaper.user}.get(role)
-        if escape is None:
-            return content
+        escape = {"tool": self.escaper.tool, "user": self.escaper.user}.get(role, self.escaper.trusted)
         if isinstance(content, str):
             return escape(content).text
         return [{**p, "text": escape(p["text"]).text} if p.get("type") == "text" else p for p in content]
@@ -97,15 +97,16 @@ def openai_shape(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
 
 
-def _content(content: Any) -> Any:
-    """Text stays text, no content is empty text, and a list of only text parts is joined."""
+def content_of(content: Any) -> Any:
+    """Text stays text, no content is empty text, and a list of only text parts is joined. An image becomes a bare part:
+    templates print its place, and what it shows is not their business."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         return json.dumps(content, ensure_ascii=False)
     if all(part.get("type") == "text" for part in content):
         return "".join(str(part["text"]) for part in content)
-    return content
+    return [{"type": "image"} if is_image(part) else part for part in content]
 
 
 def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,8 +92,11 @@ class DataConfig(Section):
     chat_template_func: str | None = None
     cache_dir: PathText | None = None
     image_key: str = "images"
+    """The column whose images replace `<image>` in a row's messages, in order."""
     video_key: str = "videos"
     audio_key: str = "audios"
     image_patch_size: Count = 14
     return_multi_modal_inputs: bool = True
+    """Either is fine: pixels are made from an episode's images wherever they are needed."""
     mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the model's image processor is told beside its own settings, such as {max_pixels: 200704}."""

@@ -23,7 +23,7 @@ A, M, R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout
 ONE_DEVICE = "leave it out to train on one device"
 EMBEDDED = "leave it out to use the embedded engine"
 SERVERS = "leave it out, it is for engines other than the embedded one"
-TEXT_ONLY = "leave it out, rows are text only"
+NO_VIDEOS = "leave it out, rows hold text and images"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
 MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch", "prime", "rate_limited", "remote")
@@ -76,6 +76,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}agent.custom_async_server", SERVERS),
     Unbuilt(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
     Unbuilt(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
+    Unbuilt(f"{R}limit_images", "leave it out, the token budgets bound images too"),
     # sampling
     Unbuilt(f"{R}repetition_penalty", "leave it out, what is sampled must be the policy that is trained"),
     Unbuilt(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
@@ -160,22 +161,16 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.datagen", "leave it out, rows come from files"),
     Unbuilt("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
     Unbuilt("data.cache_dir", "leave it out, files are read where they lie"),
-    Unbuilt("data.image_key", TEXT_ONLY),
-    Unbuilt("data.video_key", TEXT_ONLY),
-    Unbuilt("data.audio_key", TEXT_ONLY),
-    Unbuilt("data.image_patch_size", TEXT_ONLY),
-    Unbuilt("data.return_multi_modal_inputs", TEXT_ONLY),
-    Unbuilt("data.mm_processor_kwargs", TEXT_ONLY),
-    Unbuilt(f"{R}limit_images", TEXT_ONLY),
-    Unbuilt(f"{A}freeze_vision_tower", TEXT_ONLY),
+    Unbuilt("data.video_key", NO_VIDEOS),
+    Unbuilt("data.audio_key", NO_VIDEOS),
+    Unbuilt("data.image_patch_size", "leave it out, the model's image processor says it"),
 )
 
 SFT_UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.ignore_input_ids_mismatch", "leave it out, conversations are encoded as they would be sampled"),
     Unbuilt("data.chat_template", "leave it out and set model.custom_chat_template"),
     Unbuilt("data.custom_cls", "leave it out and write rows with a script"),
-    Unbuilt("data.image_key", TEXT_ONLY),
-    Unbuilt("data.video_key", TEXT_ONLY),
+    Unbuilt("data.video_key", NO_VIDEOS),
     Unbuilt("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     *memory("model.fsdp_config", "model.", **dict.fromkeys(("param_offload", "cpu_offload", "offload_params"), STAYS)),
     Unbuilt("model.external_lib", OUT),

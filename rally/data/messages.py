@@ -1,4 +1,5 @@
-"""A checked message has a known role, text as content and well-formed tool calls; a bad one is named by its field."""
+"""A checked message has a known role, text (or text and images) as content and well-formed tool calls; a bad one is
+named by its field."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 from typing import Any
 
 from rally.data.read import DataError, plain
+from rally.images import is_image
 from rally.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -57,23 +59,37 @@ def _check_message(message: Any, field: str) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         rest = {k: v for k, v in message.items() if k != "tool_calls"}
-        return {**rest, "content": _check_content(message.get("content"), f"{field}.content")}
+        return {**rest, "content": _check_content(message.get("content"), f"{field}.content", role)}
     if role != "assistant" or not isinstance(calls, list):
         raise DataError(f"{field}.tool_calls is {shown(calls)}; it must be a list, and only the assistant may have one")
     # Templates disagree about a missing content next to tool calls; the empty string suits all of them.
-    content = _check_content(message.get("content", ""), f"{field}.content")
+    content = _check_content(message.get("content", ""), f"{field}.content", role)
     checked = [_check_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**message, "content": content, "tool_calls": checked}
 
 
-def _check_content(content: Any, field: str) -> str:
+def _check_content(content: Any, field: str, role: str) -> str | list[dict[str, Any]]:
+    """Text, or a list of text and image parts; a list of nothing but text is one text."""
     if isinstance(content, str):
         return content
     if content is None:
         raise DataError(f"{field} is missing; it must be a string")
-    if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") != "text" for p in content):
-        raise DataError(f"{field} has parts that are not text; images are not built yet, so it must be a string")
-    raise DataError(f"{field} is {shown(content)}; it must be one string")
+    if not isinstance(content, list) or not content:
+        raise DataError(f"{field} is {shown(content)}; it must be one string, or a list of text and image parts")
+    parts = [_check_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    if role == "assistant":
+        raise DataError(f"{field} holds an image; the assistant writes text, so move it to another message")
+    return parts
+
+
+def _check_part(part: Any, field: str) -> dict[str, Any]:
+    if is_image(part):
+        return {**part, "type": "image"}
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise DataError(f"{field} is {shown(part)}; it must be {{'type': 'text', 'text': ...}} or {{'type': 'image', ...}}")
 
 
 def _check_call(call: Any, field: str) -> dict[str, Any]:

@@ -38,10 +38,11 @@ class DataError(RallyError):
 
 
 class Place(NamedTuple):
-    """Where a row comes from: `name` is its file, short but unique in the set; `number` counts from 0."""
+    """Where a row comes from: `name` is its file, short but unique in the set, in `folder`; `number` counts from 0."""
 
     name: str
     number: int
+    folder: Path = Path()
 
 
 class Rows(Protocol):
@@ -199,7 +200,7 @@ class RowSet(Sequence[T]):
         position = self._order[index]
         file = bisect_right(self._starts, position) - 1
         number = position - self._starts[file]
-        return self._build(Place(self._names[file], number), self._rows[file][number])
+        return self._build(Place(self._names[file], number, self._folder(file)), self._rows[file][number])
 
     def __iter__(self) -> Iterator[T]:
         if isinstance(self._order, range):
@@ -230,9 +231,13 @@ class RowSet(Sequence[T]):
 
     def _scan(self) -> Iterator[tuple[Path, Place, Row]]:
         # rows of a user's class are not told apart by file
-        for file, name, rows in zip(self.files, self._names, self._rows, strict=False):
+        for at, (file, name, rows) in enumerate(zip(self.files, self._names, self._rows, strict=False)):
+            folder = self._folder(at)
             for number, row in enumerate(rows):
-                yield file, Place(name, number), row
+                yield file, Place(name, number, folder), row
+
+    def _folder(self, file: int) -> Path:
+        return self.files[file].expanduser().parent
 
 
 def _short_names(files: Sequence[Path]) -> list[str]:

@@ -1,7 +1,7 @@
 """Rows become Tasks, and a row that cannot become one is named before training starts.
 
 A row has the columns users of this field know: data_source, prompt, reward_model {style, ground_truth}, extra_info
-{index, tools_kwargs, interaction_kwargs, ...}, agent_name. Whatever else it has is kept in Task.row.
+{index, tools_kwargs, interaction_kwargs, ...}, agent_name, images. Whatever else it has is kept in Task.row.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from rally.data.media import load_images, place_images
 from rally.data.messages import check_mapping, check_messages, shown
 from rally.data.read import DataError, Files, Place, Row, Rows, RowSet
 from rally.types import Message, Task
@@ -23,6 +24,7 @@ def load_tasks(
     *,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
+    image_key: str = "images",
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int = 0,
@@ -36,7 +38,8 @@ def load_tasks(
     """
     if max_samples < 1 and max_samples != -1:
         raise DataError(f"max_samples is {max_samples}; it must be -1 (all rows) or at least 1")
-    tasks = RowSet(files, partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key), rows)
+    build = partial(_task, prompt_key=prompt_key, reward_fn_key=reward_fn_key, image_key=image_key)
+    tasks = RowSet(files, build, rows)
     if 0 < max_samples < len(tasks):
         tasks = tasks.select(_sample(len(tasks), max_samples, shuffle, seed))
     tasks.validate()
@@ -50,19 +53,21 @@ def _sample(total: int, count: int, shuffle: bool, seed: int) -> list[int]:
     return sorted(chosen)
 
 
-def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str) -> Task:
+def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str, image_key: str) -> Task:
     data_source = row.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise DataError(f"{_found(row, reward_fn_key)}; it must be a string that names the reward, such as 'math'")
     agent_name = row.get("agent_name")
     if not isinstance(agent_name, str | None):
         raise DataError(f"agent_name is {shown(agent_name)}; it must be a string, or absent")
-    prompt = _prompt(row, prompt_key)
+    images = load_images(row, image_key, place.folder)
+    prompt = place_images(_prompt(row, prompt_key), images, place.folder, prompt_key, image_key)
     reward_model = _reward_model(row)
     extra = _with_selection(check_mapping(row.get("extra_info"), "extra_info"), row.get("tools"))
     tools = _tools_kwargs(extra)
     interaction = check_mapping(extra.get("interaction_kwargs"), "extra_info.interaction_kwargs")
-    decoded = {prompt_key: prompt, "reward_model": reward_model, "extra_info": extra}
+    decoded: dict[str, Any] = {prompt_key: prompt, "reward_model": reward_model, "extra_info": extra}
+    decoded |= {image_key: images} if images else {}
     added = {
         "raw_prompt": [dict(message) for message in prompt],
         "index": extra.get("index", place.number),
@@ -85,9 +90,6 @@ def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str) -> Tas
 def _prompt(row: Row, key: str) -> list[Message]:
     if key not in row:
         raise DataError(f"{_found(row, key)}; it must be a list of messages (prompt_key names the column)")
-    for media in ("images", "videos"):
-        if row.get(media):
-            raise DataError(f"{media} is not empty; images are not built yet, so leave the column out")
     prompt = check_messages(row[key], key)
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{key} ends with the assistant; its last message must be from user, tool or system")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from rally.data.media import load_images, place_images
 from rally.data.messages import check_messages, decoded, shown
 from rally.data.read import DataError, Files, Place, Row, RowSet
 from rally.types import Message
@@ -33,6 +34,7 @@ def load_conversations(
     messages_key: str = "messages",
     tools_key: str = "tools",
     enable_thinking_key: str = "enable_thinking",
+    image_key: str = "images",
     *,
     pair: QuestionAnswer | None = None,
 ) -> RowSet[Conversation]:
@@ -43,7 +45,8 @@ def load_conversations(
     read = partial(_pair, pair=pair) if pair else partial(_messages, field=messages_key)
 
     def build(place: Place, row: Row) -> Conversation:
-        messages = read(row)
+        images = load_images(row, image_key, place.folder)
+        messages = place_images(read(row), images, place.folder, messages_key, image_key)
         thinking = row.get(enable_thinking_key)
         if not isinstance(thinking, bool | None):
             raise DataError(f"{enable_thinking_key} is {shown(thinking)}; it must be true, false or absent")

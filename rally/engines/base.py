@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-from rally.types import Generation, RallyError, SamplingParams
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams
+
+NO_IMAGES = "servers are given tokens alone, and the prompt holds images; set rollout.name=embedded"
 
 
 class EngineError(RallyError):
@@ -28,9 +30,15 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
-        """Sample one continuation. Cancelling the awaiting task cancels the request."""
+        """Sample one continuation of a prompt, some of whose tokens may be `images`. Cancelling the awaiting task
+        cancels the request."""
         ...
 
     async def close(self) -> None:

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rally.engines.base import EngineError
+from rally.engines.base import NO_IMAGES, EngineError
 from rally.engines.board import Board
 from rally.engines.exposition import Metric, exposition, labelled
 from rally.engines.replica import Replica, ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.standing import Duty, RouterSettings, Ticket
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, ImageSpan, SamplingParams
 
 SEED_BITS = 31  # every kind of server takes a seed of so many
 
@@ -113,10 +113,17 @@ class Router:
         self._dispatch()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         if self._closed:
             raise EngineError("the router is closed; build a new one")
+        if images:
+            raise EngineError(NO_IMAGES)
         if params.seed is None:
             params = replace(params, seed=self._random.getrandbits(SEED_BITS))
         self._watch_over()

@@ -81,16 +81,17 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return calls
 
 
-def _content(message: Mapping[str, Any], at: int) -> Any:
+def _content(message: Mapping[str, Any], at: int) -> str:
     """Text where there is nothing but text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise MessageError(f"messages.{at}.content must be a text or a list of parts")
-    if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-        return "".join(part["text"] for part in content)
-    return content
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise MessageError(f"messages.{at}.content has a part of type {part.get('type')}; send text alone")
+    return "".join(part["text"] for part in content)
 
 
 def _call(call: Mapping[str, Any], number: int, at: int) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class Transcript:
         if after is not None and (observed := self._observed(conversation, after)) is not None:
             branch = after.branch if after.free else Branch(Segment(prompt_ids=after.ids))
             return Draft(conversation, branch, observed, after)
-        encode = codec.rerender if self._rerender else codec.encode_prompt
-        return Draft(conversation, Branch(Segment(prompt_ids=encode(conversation.messages))))
+        encode = codec.rerender if self._rerender else codec.prompt
+        return Draft(conversation, Branch(Segment(prompt_ids=encode(conversation.messages).ids)))
 
     @contextmanager
     def held(self, draft: Draft) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Transcript:
         """The ids of the messages behind the turn; None where the template has no place for them there."""
         codec = self.codec_for(conversation)
         if self._rerender:
-            whole, known = codec.rerender(conversation.messages), after.ids
+            whole, known = codec.rerender(conversation.messages).ids, after.ids
             return whole[len(known) :] if whole[: len(known)] == known else None
         try:
             return codec.encode_delta(conversation.messages[conversation.answered :], closed=after.closed)

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
+from rally.images import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
-from rally.types import Generation, RallyError, SamplingParams, Segment, StopReason, Task, Turn
+from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn
 
 
 class LoopError(RallyError):
@@ -64,6 +65,7 @@ class AgentLoopOutput:
     reward_score: float | None = None
     turn_rewards: Sequence[float] | None = None
     multi_modal_data: Mapping[str, Any] | None = None
+    images: Sequence[ImageSpan] = ()
     extra_fields: dict[str, Any] = field(default_factory=dict)
     metrics: Any = None
     """Seconds that a loop measured itself: a mapping or an object with `tool_calls`."""
@@ -71,11 +73,9 @@ class AgentLoopOutput:
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.STOP
 
-    def as_segments(self, said: Sequence[Generation] = ()) -> tuple[Segment, ...]:
+    def as_segments(self, codec: ChatCodec, said: Sequence[Generation] = ()) -> tuple[Segment, ...]:
         """The token truth; built here for loops that returned plain lists, whose log-probs are those of `said` where
         they tell none."""
-        if self.multi_modal_data:
-            raise LoopError("the agent loop returned multi_modal_data; images and videos are not built yet")
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:
@@ -89,6 +89,7 @@ class AgentLoopOutput:
                 response_ids=tuple(self.response_ids),
                 response_mask=tuple(map(int, self.response_mask)),
                 response_logprobs=tuple(logprobs),
+                images=tuple(self.images) or self._located(codec),
             ),
         )
 
@@ -117,6 +118,15 @@ class AgentLoopOutput:
         values = iter(logprob for generation in said for logprob in generation.logprobs)
         return [next(values) if mask else 0.0 for mask in self.response_mask]
 
+    def _located(self, codec: ChatCodec) -> tuple[ImageSpan, ...]:
+        """The images of `multi_modal_data`, which does not say where they stand: placeholders do, in their order."""
+        given = {kind: items for kind, items in (self.multi_modal_data or {}).items() if items}
+        if unknown := sorted(given.keys() - {"image", "images"}):
+            raise LoopError(f"the agent loop returned multi_modal_data with {unknown[0]}; only images are built")
+        images = [read_image(image) for items in given.values() for image in items]
+        ids, mask = (*self.prompt_ids, *self.response_ids), (*[0] * len(self.prompt_ids), *self.response_mask)
+        return codec.locate(ids, images, mask) if images else ()
+
 
 class EpisodeServer:
     """The engine as one episode sees it: every call has its own seed, and the time spent generating is counted."""
@@ -136,12 +146,15 @@ class EpisodeServer:
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
-        """Sample one turn. What `sampling_params` does not say comes from the run's configuration."""
+        """Sample one turn. What `sampling_params` does not say comes from the run's configuration. `images` say which
+        tokens of the prompt are pictures, as `codec.prompt` and `codec.delta` tell."""
         params = self._params(sampling_params, room=self.engine.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
-            generation = await self.engine.generate(prompt_ids, params, session=session or self.session)
+            shown: dict[str, Any] = {"images": images} if images else {}  # an engine for text need not know of them
+            generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **shown)
             self.said.append(generation)
             return generation
         finally:

@@ -73,7 +73,8 @@ class MessageServer:
         params = {**asked, "max_tokens": min(exchange.room, asked.get("max_tokens", exchange.room))}
         try:
             async with asyncio.timeout(self._loop.context.turn_seconds(self._began)) as limit:
-                generation = await self._loop.server.generate(exchange.segment.ids, params)
+                segment = exchange.segment
+                generation = await self._loop.server.generate(segment.ids, params, images=segment.images)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -112,12 +113,12 @@ class MessageServer:
 
     def _begin_again(self, history: list[Message]) -> None:
         exchange = self.exchange
-        ids = exchange.codec.rerender(history)
-        if len(ids) >= exchange.max_model_len:
+        full = exchange.codec.rerender(history)
+        if len(full.ids) >= exchange.max_model_len:
             self._end(StopReason.CONTEXT)
         if not exchange.segment.response_ids:
             exchange.segments.pop()
-        exchange.segments.append(Segment(prompt_ids=ids))
+        exchange.segments.append(Segment(prompt_ids=full.ids, images=full.images))
         exchange.messages = list(history)
 
     def _end(self, reason: StopReason) -> NoReturn:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from rally.chat import ChatCodec, Parsed
+from rally.chat import ChatCodec, Encoded, Parsed
 from rally.loops.base import LoopError, LoopSettings
 from rally.types import Generation, Message, Segment, StopReason, Task, ToolResult, Turn
 
 
-def cut_prompt(ids: tuple[int, ...], most: int | None, side: str) -> tuple[int, ...]:
+def cut_prompt(prompt: Encoded, most: int | None, side: str) -> tuple[int, ...]:
     """A prompt cut to `most` tokens on the named side (data.truncation); `error` never gets this far uncut."""
+    ids = prompt.ids
     if most is None or len(ids) <= most:
         return ids
+    if prompt.images and side != "error":
+        raise LoopError(
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most} and holds images, which cannot be "
+            "cut; raise it, set data.filter_overlong_prompts=true, or lower max_pixels in data.mm_processor_kwargs"
+        )
     if side == "error":
         raise LoopError(
             f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most}; raise it, set "
@@ -54,16 +61,16 @@ class Exchange:
         began: float | None = None,
     ) -> Exchange:
         """An exchange that has its prompt. `began`, by time.perf_counter, is what its turns count from."""
-        full = codec.encode_prompt(task.prompt)
+        full = codec.prompt(task.prompt)
         ids = cut_prompt(full, settings.prompt_length, settings.truncation)
         return cls(
             codec,
             list(task.prompt),
-            [Segment(prompt_ids=ids)],
+            [Segment(prompt_ids=ids, images=full.images)],
             max_model_len,
             settings.response_length,
             prompt_messages=len(task.prompt),
-            whole_prompt=ids == full,
+            whole_prompt=ids == full.ids,
             began=time.perf_counter() if began is None else began,
         )
 
@@ -138,9 +145,9 @@ class Exchange:
         if rerender:
             reason = self._observe_rerendered()
         else:
-            reason = self._observe(self.codec.encode_delta(list(messages), closed=closed))
+            reason = self._observe(self.codec.delta(list(messages), closed=closed))
         segment = self.segment
-        text = "\n".join(str(m["content"]) for m in messages)
+        text = "\n".join(_text(m["content"]) for m in messages)
         rewards = [reward for reward in (score, *(r.reward for r in results)) if reward is not None]
         self.turns.append(
             Turn(
@@ -173,24 +180,32 @@ class Exchange:
             )
         )
 
-    def _observe(self, ids: Sequence[int]) -> StopReason | None:
+    def _observe(self, new: Encoded) -> StopReason | None:
         self._observed_from = len(self.segment.response_ids)
-        if self.used + len(ids) >= self.response_length:
+        if self.used + len(new.ids) >= self.response_length:
             return StopReason.LENGTH
-        if len(self.segment.ids) + len(ids) >= self.max_model_len:
+        if len(self.segment.ids) + len(new.ids) >= self.max_model_len:
             return StopReason.CONTEXT
-        self.segments[-1] = self.segment.append_observed(ids)
+        self.segments[-1] = self.segment.append_observed(*new)
         return None
 
     def _observe_rerendered(self) -> StopReason | None:
         """Follow the inference template: extend the segment if it still agrees, else open a new one."""
-        full = tuple(self.codec.rerender(self.messages))
-        known = self.segment.ids
-        if full[: len(known)] == known:
-            return self._observe(full[len(known) :])
+        full = self.codec.rerender(self.messages)
+        known, seen = self.segment.ids, len(self.segment.images)
+        if full.ids[: len(known)] == known and full.images[:seen] == self.segment.images:
+            later = tuple(span.moved(-len(known)) for span in full.images[seen:])
+            return self._observe(Encoded(full.ids[len(known) :], later))
         self._observed_from = len(self.segment.response_ids)
-        if len(full) >= self.max_model_len:
+        if len(full.ids) >= self.max_model_len:
             return StopReason.CONTEXT
-        self.segments.append(Segment(prompt_ids=full))
+        self.segments.append(Segment(prompt_ids=full.ids, images=full.images))
         self._observed_from = 0
         return None
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    """What a person reads of a message: its words, and a mark for each image."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
+from rally.images import loaded_images
 from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
@@ -129,6 +130,8 @@ class Runner:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
         server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
+        if self.codec.patches is not None:
+            await self.codec.patches.prepare(loaded_images(job.task.prompt))
         context = LoopContext(
             task=job.task,
             episode_id=job.episode_id,
@@ -170,7 +173,7 @@ class Runner:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
-        segments = output.as_segments(server.said)
+        segments = output.as_segments(self.codec, server.said)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(

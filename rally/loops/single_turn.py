@@ -28,7 +28,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
             }
             try:
                 async with asyncio.timeout(self.context.turn_seconds(started)) as limit:
-                    generation = await self.server.generate(exchange.segment.ids, params)
+                    shown = exchange.segment.images
+                    generation = await self.server.generate(exchange.segment.ids, params, images=shown)
                 exchange.add_sampled(generation, started)
                 cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH
                 reason = {"stop": StopReason.STOP, "length": cut, "abort": StopReason.CANCELLED}[generation.finish]

@@ -15,11 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from rally.chat import Parsed, TemplateError
+from rally.images import ImageError, read_image
 from rally.interactions import Closing
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
 from rally.loops.exchange import Exchange
 from rally.loops.registry import register
-from rally.types import Message, StopReason, ToolResult
+from rally.types import Message, StopReason, ToolResponse, ToolResult, ToolStatus
 
 
 @register("tool_agent")
@@ -90,7 +91,7 @@ class ToolAgentLoop(AgentLoopBase):
             return exchange.out_of_room(), None
         started = time.perf_counter()
         params = {**sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room))}
-        generation = await self.server.generate(exchange.segment.ids, params)
+        generation = await self.server.generate(exchange.segment.ids, params, images=exchange.segment.images)
         parsed = exchange.add_sampled(generation, started)
         if generation.finish == "abort":
             return StopReason.CANCELLED, None
@@ -113,11 +114,11 @@ class ToolAgentLoop(AgentLoopBase):
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
         try:
-            results = [self._shortened(r) for r in await self.session.run(parsed.tool_calls)]
+            results = [self._shortened(await self._seen(r)) for r in await self.session.run(parsed.tool_calls)]
         finally:
             self.tool_seconds += time.perf_counter() - started
         reason = self.exchange.add_observed(
-            [_message(r) for r in results],
+            [tool_message(r, self.codec.patches is not None) for r in results],
             results,
             closed=parsed.closed,
             rerender=self.settings.history == "rerender",
@@ -144,6 +145,19 @@ class ToolAgentLoop(AgentLoopBase):
             started=started,
             score=reply.score,
         )
+
+    async def _seen(self, result: ToolResult) -> ToolResult:
+        """With its images ready to be shown to a policy that sees; one that cannot be shown is the tool's error."""
+        response = result.response
+        if not response.image or self.codec.patches is None:
+            return result
+        try:
+            images = await asyncio.to_thread(lambda given: [read_image(image) for image in given], response.image)
+            await self.codec.patches.prepare(images)
+        except ImageError as problem:
+            told = ToolResponse(text=f"Error: {result.call.name} returned an image that cannot be shown: {problem}")
+            return replace(result, status=ToolStatus.ERROR, response=told)
+        return replace(result, response=replace(response, image=images))
 
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply the token limit of a tool answer; the head is kept and the model is told."""
@@ -210,12 +224,18 @@ class ToolAgentLoop(AgentLoopBase):
             return str(refusal)
 
 
-def _message(result: ToolResult) -> Message:
+def tool_message(result: ToolResult, sees: bool) -> Message:
+    """What the policy is told of a result: its images first, as people write them, then its text."""
+    text, images = result.response.text or "", result.response.image or ()
+    parts = [
+        *({"type": "image", "image": image} for image in images),
+        *([{"type": "text", "text": text}] if text else []),
+    ]
     return {
         "role": "tool",
         "name": result.call.name,
         "tool_call_id": result.call.id,
-        "content": result.response.text or "",
+        "content": parts if images and sees else text,
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from rally.data import geometry as geometry_data
 from rally.data import retool as retool_data
 from rally.data import search_r1 as search_data
 from rally.data import triage as triage_data
@@ -83,6 +84,23 @@ def triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
         written.append(_write(out / "sft.parquet", conversations))
     (out / "words.txt").write_text("\n".join(triage_data.WORDS), encoding="utf-8")
     return [*written, Written(out / "words.txt", len(triage_data.WORDS))]
+
+
+class GeometrySizes(NamedTuple):
+    train: int
+    test: int
+
+
+def geometry(out: Path, sizes: GeometrySizes, levels: Sequence[int], source: Path | None, seed: int) -> list[Written]:
+    """train.parquet and test.parquet, pictures inside: drawn here, or those of a folder like geometry3k's."""
+    counts = dict(zip(geometry_data.SPLITS, sizes, strict=True))
+    return [
+        _write(
+            out / f"{split}.parquet",
+            geometry_data.converted(source, split) if source else geometry_data.rows(count, seed, split, levels),
+        )
+        for split, count in counts.items()
+    ]
 
 
 def answers(tools: ToolBox, name: str, argument: str, values: Sequence[str]) -> list[str]:

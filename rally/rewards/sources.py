@@ -120,6 +120,7 @@ def _search(
 
 
 @register_reward("hiyouga/geometry3k")
+@register_reward("rally/geometry")
 def _geo3k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class BaseTool(Generic[ArgsT]):
     """What the calls of several tools pass together, before the deadline of each begins."""
     example: ClassVar[Mapping[str, Any] | None] = None
     """Arguments of a call that must go well, which `rally doctor` makes; None: it makes some up from the schema."""
+    sees_images: bool = False
+    """Whether `create` is given the images of the row's prompt, as the keyword `images`."""
     destructive: bool = False
     """Whether a call may destroy something, so that none is made only to see whether the tool works."""
 

@@ -7,7 +7,7 @@ does not pay. The ground truth is the row's `create_kwargs.ground_truth`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 from rally.scoring import gsm8k
@@ -16,6 +16,13 @@ from rally.tools.schema import ToolConfigError
 from rally.types import ToolResponse
 
 NO_GAIN = -0.05
+
+
+class Judged(NamedTuple):
+    """The answer as it was understood, and what it is worth."""
+
+    parsed: str | None
+    score: float
 
 
 class Gsm8kTool(BaseTool[Any]):
@@ -50,13 +57,15 @@ class Gsm8kTool(BaseTool[Any]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        answer = str(parameters.get("answer", ""))
-        marked = answer if answer.startswith("#### ") else f"#### {answer}"
-        score = gsm8k.score(marked, self._truth[instance_id], "flexible")
+        parsed, score = self.judged(str(parameters.get("answer", "")), self._truth[instance_id])
         improved = score > self._best[instance_id]
         self._best[instance_id] = max(score, self._best[instance_id])
-        text = f"Current parsed answer={gsm8k.extract(marked, 'flexible')!r} reward={score}"
+        text = f"Current parsed answer={parsed!r} reward={score}"
         return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score, "correct": score == 1.0}
+
+    def judged(self, answer: str, truth: Any) -> Judged:
+        marked = answer if answer.startswith("#### ") else f"#### {answer}"
+        return Judged(gsm8k.extract(marked, "flexible"), gsm8k.score(marked, truth, "flexible"))
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The best score of the episode."""

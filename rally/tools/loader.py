@@ -27,7 +27,9 @@ from rally.tools.base import BaseTool
 from rally.tools.calculator import Calculator
 from rally.tools.code_interpreter import CodeInterpreter
 from rally.tools.function import FunctionTool
+from rally.tools.geo3k import Geo3kTool
 from rally.tools.gsm8k import Gsm8kTool
+from rally.tools.image_zoom import ImageZoomInTool
 from rally.tools.importing import import_class, import_tool_file
 from rally.tools.mcp_config import is_mcp
 from rally.tools.plain import PlainTool
@@ -38,12 +40,16 @@ from rally.types import RallyError
 BUILT_IN: dict[str, type[BaseTool[Any]]] = {
     "calculator": Calculator,
     "calc_gsm8k_reward": Gsm8kTool,
+    "calc_geo3k_reward": Geo3kTool,
+    "image_zoom_in_tool": ImageZoomInTool,
     "search": SearchTool,
     "code_interpreter": CodeInterpreter,
 }
 
 SAME_AS_BUILT_IN = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "calc_gsm8k_reward",
+    "verl.tools.geo3k_tool.Geo3kTool": "calc_geo3k_reward",
+    "verl.tools.image_zoom_in_tool.ImageZoomInTool": "image_zoom_in_tool",
     "verl.tools.search_tool.SearchTool": "search",
     "verl.tools.calculator.Calculator": "calculator",
     "verl.tools.calculator_tool.CalculatorTool": "calculator",
@@ -52,11 +58,6 @@ SAME_AS_BUILT_IN = {
     "Calculator": "calculator",
     "Gsm8kTool": "calc_gsm8k_reward",
     "SearchTool": "search",
-}
-
-NOT_BUILT = {
-    "verl.tools.geo3k_tool.Geo3kTool": "the geometry tool",
-    "verl.tools.image_zoom_in_tool.ImageZoomInTool": "the image zoom tool",
 }
 
 BARE_KEYS = ("name", "description", "parameters")
@@ -137,7 +138,7 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ToolConfigError(f"{where}: config must be a mapping, not {type(config).__name__}")
-    _refuse_unbuilt(entry, config, where)
+    _refuse_unbuilt(config, where)
     if "class_name" in entry:
         return _construct(_by_class_name(entry, folder, where), config, entry.get("tool_schema"), where)
     built_in = _built_in(entry, where)
@@ -155,11 +156,8 @@ def _limited(tool: BaseTool[Any], entry: Any, where: str) -> BaseTool[Any]:
     return tool
 
 
-def _refuse_unbuilt(entry: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
+def _refuse_unbuilt(config: Mapping[str, Any], where: str) -> None:
     kind = config.get("type", "native")
-    missing = NOT_BUILT.get(str(entry.get("class_name")))
-    if missing:
-        raise ToolConfigError(f"{where}: not built yet: {missing}; write a tool class of your own for now")
     if kind != "native":
         raise ToolConfigError(f"{where}: config.type must be native, not {kind!r}")
 

@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from rally.images import loaded_images
 from rally.redact import learn_environment, redact
 from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
@@ -235,7 +236,10 @@ class ToolSession:
         name = caller.tool.name
         on_abandoned.set(lambda: None)  # a creation that is given up is counted by who gives it up
         try:
-            return await caller.create(self._instance_id(name), self._row(name, "create_kwargs"))
+            given = self._row(name, "create_kwargs")
+            if caller.tool.sees_images:
+                given = {"images": loaded_images(self._task.prompt), **given}
+            return await caller.create(self._instance_id(name), given)
         except SystemExit as error:
             raise RallyError(f"create of tool {name!r} called exit({error.code})") from None
 

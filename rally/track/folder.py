@@ -1,7 +1,7 @@
 """Everything that happens in a run is written to its folder once, as it happens, and survives a kill at any moment.
 
     config.yaml  versions.json  metrics.jsonl  timeline.jsonl  episodes/train_000001.jsonl  episodes/val_000010.jsonl
-    advantages/train_000001.jsonl  rewound-1/
+    advantages/train_000001.jsonl  images/<hash>.png  rewound-1/
 
 Metrics and the timeline are appended line by line; every other file is written beside its name and renamed into place.
 When a step is written again (validation after a resume) the last writing counts.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from rally.track.hide import hidden_lines, hidden_yaml
 from rally.track.lines import StepLines, checked_lines, write_atomic
+from rally.track.pictures import ImageFolder
 from rally.track.serialize import episode_from_json, episodes_to_json
 from rally.types import Episode, RallyError
 
@@ -71,12 +72,16 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.timeline_path = self.path / "timeline.jsonl"
         self.episodes_path = self.path / "episodes"
+        self.images = ImageFolder(self.path)
         self._metrics, self._timeline = StepLines(self.metrics_path), StepLines(self.timeline_path)
 
     def create(self) -> RunFolder:
         """Make the folder, or reopen it after a crash: a torn last line and half-written files are removed."""
         self.episodes_path.mkdir(parents=True, exist_ok=True)
-        for part in (*self.path.glob(".*.part"), *(p for name in _SETS for p in self.path.glob(f"{name}/.*.part"))):
+        for part in (
+            *self.path.glob(".*.part"),
+            *(p for name in (*_SETS, "images") for p in self.path.glob(f"{name}/.*.part")),
+        ):
             part.unlink()
         self._metrics.repair()
         self._timeline.repair()
@@ -131,6 +136,7 @@ class RunFolder:
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
+        self.images.save(episodes)  # first: an episode never names an image that is not there
         write_atomic(self._episode_file(step, validate), hidden_lines(episodes_to_json(episodes)))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
@@ -141,7 +147,7 @@ class RunFolder:
             kind = "validation" if validate else "training"
             raise RallyError(f"{self.path} has no {kind} episodes of step {step}; the steps it has are: {known}")
         with path.open(encoding="utf-8", newline="\n") as file:
-            return [episode_from_json(json.loads(line)) for line in file]
+            return [episode_from_json(json.loads(line, object_hook=self.images.hook)) for line in file]
 
     def episode_steps(self, validate: bool = False) -> list[int]:
         """The steps whose episodes are stored."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import pstdev
 
+from rally.images import loaded_images
 from rally.track.agents import agent_metrics
 from rally.track.numbers import Metrics, mean, percentiles, spread
 from rally.track.tools import tool_metrics
@@ -38,6 +39,7 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= _token_metrics(episodes, max_prompt_length)
     metrics |= spread("num_turns", [e.num_turns for e in episodes])
     metrics |= tool_metrics(episodes) | _interaction_metrics(episodes) | agent_metrics(episodes)
+    metrics |= _image_metrics(episodes)
     reasons = Counter(e.stop_reason for e in episodes)
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
@@ -58,6 +60,20 @@ def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -
     metrics["sampled_tokens/mean"] = mean(sampled)
     metrics["observed_tokens/mean"] = mean(lengths) - mean(sampled)
     return metrics
+
+
+def _image_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """How many images the policy was shown and how many tokens they took, and how many of its tools' it was not: it is
+    for text alone, or they did not fit. Nothing where nobody has images."""
+    shown = [[span for segment in e.segments[-1:] for span in segment.images] for e in episodes]
+    returned = [sum(len(result.response.image or ()) for result in e.tool_results) for e in episodes]
+    if not any(shown) and not any(returned):
+        return {}
+    asked = [len(loaded_images(e.task.prompt)) for e in episodes]
+    missing = [max(0, a + r - len(s)) for a, r, s in zip(asked, returned, shown, strict=True)]
+    metrics = spread("images", [len(spans) for spans in shown])
+    tokens = [sum(span.end - span.start for span in spans) for spans in shown]
+    return metrics | {"images/tokens/mean": mean(tokens), "images/not_shown": sum(missing)}
 
 
 def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:

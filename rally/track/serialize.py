@@ -3,7 +3,8 @@
 Fields of the data model are written plainly. Open values (arguments, extra_info, metrics, ...) are plain JSON
 where JSON can hold them; what it cannot hold is a one-key object whose key starts with `$`:
 `$tuple`, `$float` (nan, inf), `$int` (too long for a JSON reader), `$str` (lone surrogates), `$dict` (keys that are
-not strings or start with `$`) and `$repr`, which comes back as an `Opaque`.
+not strings or start with `$`), `$image` (by its hash; its bytes are a file of their own) and `$repr`, which comes back
+as an `Opaque`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rally.types import (
     Episode,
+    Image,
+    ImageSpan,
     Segment,
     StopReason,
     Task,
@@ -90,6 +94,8 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def _plain_opaque(value: Any) -> Json:
+    if isinstance(value, Image):
+        return image_to_json(value)
     if isinstance(value, Opaque):
         return {"$repr": plain(value.text), "type": value.type}
     try:
@@ -97,6 +103,17 @@ def _plain_opaque(value: Any) -> Json:
     except Exception as error:  # noqa: BLE001 - repr is foreign code; whatever it raises must not lose the episode
         text = f"<no repr: {type(error).__name__}>"
     return {"$repr": plain(text[:MAX_REPR]), "type": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def image_to_json(image: Image) -> Json:
+    return {"$image": image.hash, "format": image.format, "width": image.width, "height": image.height}
+
+
+def image_from_json(value: Json, folder: Path = Path("images")) -> Image:
+    """The image, whose bytes are in `folder`."""
+    name, kind = value["$image"], value["format"]
+    size = {"width": value["width"], "height": value["height"]}
+    return Image(hash=name, format=kind, path=str(folder / f"{name}.{kind}"), **size)
 
 
 def restore(value: Any) -> Any:
@@ -116,6 +133,8 @@ def restore(value: Any) -> Any:
             return "".join(map(chr, codes))
         case {"$dict": pairs}:
             return {restore(k): restore(v) for k, v in pairs}
+        case {"$image": _}:
+            return image_from_json(value)
         case {"$repr": text, "type": name}:
             return Opaque(name, restore(text))
     return {k: restore(v) for k, v in value.items()}
@@ -180,12 +199,14 @@ def _task_from_json(value: Json) -> Task:
 
 
 def _segment_to_json(segment: Segment) -> Json:
+    images = [[s.start, s.rows, s.columns, image_to_json(s.image)] for s in segment.images]
     return {
         "prompt_ids": segment.prompt_ids,
         "response_ids": segment.response_ids,
         "response_mask": segment.response_mask,
         "response_logprobs": _numbers(segment.response_logprobs),
         "spans": [[s.version, s.start, s.end] for s in segment.spans],
+        **({"images": images} if images else {}),
     }
 
 
@@ -201,6 +222,7 @@ def _segment_from_json(value: Json) -> Segment:
         response_mask=tuple(value["response_mask"]),
         response_logprobs=tuple(v if isinstance(v, float) else restore(v) for v in value["response_logprobs"]),
         spans=tuple(WeightSpan(*s) for s in value["spans"]),
+        images=tuple(ImageSpan(at, rows, columns, restore(i)) for at, rows, columns, i in value.get("images", ())),
     )
 
 

@@ -50,7 +50,7 @@ class LogprobGap:
 def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> Departure | None:
     """The first token in which they differ, in content or in who wrote it; None if they are the same to the end."""
     for number, (a, b) in enumerate(zip_longest(recorded, now, fillvalue=_EMPTY)):
-        if (at := _first(a.prompt_ids, b.prompt_ids)) is not None:
+        if (at := _first(_prompt(a), _prompt(b))) is not None:
             return _at(number, at, "prompt", a.prompt_ids, b.prompt_ids)
         at = _first(_tokens(a), _tokens(b))
         if at is not None:
@@ -83,8 +83,21 @@ def _before(segment: int, place: int, until: Departure | None) -> bool:
     return (segment, place) < (until.segment, end)
 
 
-def _tokens(segment: Segment) -> list[tuple[int, int]]:
-    return list(zip(segment.response_ids, segment.response_mask, strict=True))
+def _prompt(segment: Segment) -> list[tuple[int, str]]:
+    return list(zip(segment.prompt_ids, _shown(segment), strict=False))
+
+
+def _tokens(segment: Segment) -> list[tuple[int, int, str]]:
+    shown = _shown(segment)[len(segment.prompt_ids) :]
+    return list(zip(segment.response_ids, segment.response_mask, shown, strict=True))
+
+
+def _shown(segment: Segment) -> list[str]:
+    """The image that each token of the history is part of: equal placeholders of two images are not the same."""
+    names = [""] * len(segment.ids)
+    for span in segment.images:
+        names[span.start : span.end] = [span.image.hash] * (span.end - span.start)
+    return names
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
 from rally.engines.embedded.families import FAMILIES
@@ -22,6 +22,7 @@ from rally.train.head import MAX_LOGITS
 from rally.train.load import load_model_config
 from rally.train.lora import LoraSettings, lora_rank
 from rally.train.parts import engine_settings_of, lora_of, prompt_length, response_length, reward_kl_coef
+from rally.train.sight import auto_class
 
 UTILISATION = 0.35
 USED_BUDGET = 0.5
@@ -77,7 +78,7 @@ def size_of(model: PreTrainedModel) -> Size:
 def size_from(model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False) -> Size:
     """Of the model that a configuration describes, and of the adapters that would be trained."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)
+        model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     size = size_of(model)
     return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
 

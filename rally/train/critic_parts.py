@@ -4,12 +4,13 @@ one."""
 from __future__ import annotations
 
 from rally.config import Config
+from rally.engines.embedded.vision import give_sight
 from rally.train.checkpoint import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.cuts import UNBOUND
 from rally.train.kl_control import KlControl
 from rally.train.load import pick_device
-from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
+from rally.train.parts import gradient_limits_of, optimizer_settings, patches_of, response_length, reward_kl_coef
 from rally.train.policy import Policy
 from rally.train.value_model import load_value_model
 
@@ -31,6 +32,8 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Crit
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
     )
+    if patches := patches_of(config):
+        give_sight(body, patches)
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),

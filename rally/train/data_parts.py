@@ -30,6 +30,7 @@ def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) ->
         list(files),
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,
+        image_key=data.image_key,
         max_samples=data.val_max_samples if validate else data.train_max_samples,
         shuffle=data.validation_shuffle if validate else data.shuffle,
         seed=config.trainer.seed if data.seed is None else data.seed,

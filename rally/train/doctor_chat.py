@@ -49,7 +49,7 @@ def prompt(case: Case) -> Iterator[Finding]:
     codec = _codec_of(case, task)
     tool = next((one for one in case.toolbox.tools if codec.tools and one.name == _name(codec.tools[0])), None)
     messages = exchange(task, tool)
-    ids, mask = codec.encode_conversation(messages)
+    ids, mask, _ = codec.encode_conversation(messages)
     shown = tuple(_pieces(codec, ids, mask))
     yield Finding(
         "prompt",

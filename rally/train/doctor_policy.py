@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
 from rally.engines import EmbeddedEngine
@@ -25,6 +25,7 @@ from rally.train.doctor_case import Case, Finding
 from rally.train.forward import token_logprobs
 from rally.train.load import load_model
 from rally.train.packing import Row, pack
+from rally.train.sight import auto_class
 from rally.types import SamplingParams, Segment
 
 SMALL = 200_000_000  # parameters; float32, so that loading and a few tokens take seconds
@@ -135,9 +136,11 @@ def twin_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTraine
         derived = isinstance(getattr(type(text), name, None), property)
         if getattr(text, name, None) is not None and not derived:
             setattr(text, name, value)
+    if hasattr(config, "vision_config"):
+        config.vision_config.depth = 1  # only text is compared
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+        model: Any = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust)
     model.eval()
     assert isinstance(model, PreTrainedModel)
     return model

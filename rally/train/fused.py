@@ -30,8 +30,9 @@ from rally.engines.embedded.families import (
 )
 from rally.engines.embedded.kernels import has_triton
 from rally.engines.embedded.memory import kv_shape
+from rally.engines.embedded.vision import Seen, image_features
 from rally.train.packed import PackedAttention, fits_one_call
-from rally.train.packing import PackedRows
+from rally.train.packing import PackedImages, PackedRows
 
 
 class Ops(NamedTuple):
@@ -48,7 +49,15 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     attention = PackedAttention(packed)
     if _gains(model):
         return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
-    return packed_hidden(model, packed.ids_T, packed.positions_T, attention)
+    positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
+    return packed_hidden(model, packed.ids_T, positions, attention, _seen(model, packed.images))
+
+
+def _seen(model: PreTrainedModel, images: PackedImages | None) -> Seen | None:
+    """The features of all images by one run of the tower; what stands several times gets several gradients."""
+    if images is None:
+        return None
+    return Seen(images.at_V, image_features(model, images.images).rows(images.feature_V))
 
 
 def compiled_ops() -> Ops:

@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from rally.train.lora import is_adapter_folder
+from rally.train.sight import auto_class
 from rally.types import RallyError
 
 
@@ -50,9 +50,9 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
-    kind: Any = AutoModelForCausalLM,
+    kind: Any = None,
 ) -> PreTrainedModel:
-    """A causal language model, or what else `kind` is, in eval mode."""
+    """A causal language model, which may also see images, or what else `kind` is, in eval mode."""
     device = device or torch.device("cpu")
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
@@ -65,6 +65,8 @@ def load_model(
             f"model.lora_adapter_path, or make it whole with: rally merge {path}"
         )
     where, gguf = _locate(path)
+    if kind is None:
+        kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code))
     try:
         model: Any = kind.from_pretrained(where, **kwargs, **gguf)
     except (OSError, ValueError, ImportError) as problem:

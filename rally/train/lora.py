@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rally.engines.embedded.vision import tower_of
 from rally.types import RallyError
 
 NAME = "default"  # what PEFT calls the only adapter of a module
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
+TOWER = r"(.*\.)?visual\..*"
 
 
 class LoraError(RallyError):
@@ -51,7 +53,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
     """
     peft = _peft()
     folder = saved or settings.start
-    config = _read_config(folder, settings) if folder else _new_config(settings)
+    config = _read_config(folder, settings) if folder else _new_config(_of_language(model, settings))
     _check_names(model, settings)
     try:
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -160,6 +162,12 @@ def _new_config(settings: LoraSettings) -> Any:
         exclude_modules=_names(settings.excluded) if settings.excluded else None,
         task_type="CAUSAL_LM",
     )
+
+
+def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
+    """All linear layers of a model that sees are those of its language: who wants to adapt how it looks says so."""
+    chosen = settings.targets != LoraSettings.targets or settings.excluded
+    return settings if chosen or tower_of(model) is None else replace(settings, excluded=(TOWER,))
 
 
 def _read_config(folder: str, settings: LoraSettings) -> Any:

@@ -16,15 +16,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rally.train.fsdp_shards import HF, has_shards, joined_shards, shard_files
 from rally.train.load import LoadError, load_model, load_tokenizer
 from rally.train.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
+from rally.train.sight import auto_class, patches_for
 from rally.types import RallyError
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+PROCESSOR = "preprocessor_config.json"
 
 
 class MergeError(RallyError):
@@ -105,6 +107,8 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
     tokenizer = source if (source / "tokenizer_config.json").is_file() else path
     load_tokenizer(str(tokenizer)).save_pretrained(target)
+    if patches := patches_for(model.config, str(source if (source / PROCESSOR).is_file() else path), {}):
+        patches.processor.save_pretrained(target)
 
 
 def _stored_dtype(path: str) -> str:
@@ -139,7 +143,8 @@ def _merge_shards(source: Path, target: Path) -> int:
 
 def _check_whole(folder: Path) -> None:
     """Weights that a file lacks would be random numbers after loading, and nobody would be told."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    kind = auto_class(AutoConfig.from_pretrained(folder))
+    loaded: Any = kind.from_pretrained(folder, output_loading_info=True, dtype="auto")
     found = loaded[1]
     wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
     if wrong:

@@ -3,23 +3,27 @@ sampled tokens ever reach a loss.
 
 The rows of a micro-batch are laid into a tree. A row's branch is what it does not share with the row before it; its
 keys are its whole history, some of it on the branches of other rows. So the prompt of a group is computed once, and so
-is a beginning that several answers have in common. Whatever is equal is found by comparing ids.
+is a beginning that several answers have in common. Whatever is equal is found by comparing ids; those of an image are
+its name, made of its content. An image that several rows show is looked at once.
 
-Shapes: T packed tokens, S keys of all branches, M sampled tokens, U different (position, sampled token) pairs.
+Shapes: T packed tokens, S keys of all branches, M sampled tokens, U different (position, sampled token) pairs, V tokens
+of images.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rally.types import Segment
+from rally.engines.embedded.vision import rope_of
+from rally.types import Image, ImageSpan, Segment
 
 KEYS_PER_TOKEN = 8  # a budget of tokens bounds the copied keys too: many short answers to one long prompt have many
 
@@ -39,6 +43,7 @@ class Row:
     marked: tuple[bool, ...] = ()  # tokens that the objective treats apart; () is none
     values: tuple[float, ...] = ()  # what the critic expected before each of them
     returns: tuple[float, ...] = ()  # what it is trained to expect
+    images: tuple[ImageSpan, ...] = ()  # which of its tokens are pictures
 
     def __post_init__(self) -> None:
         given = (self.advantages, self.weights, self.marked, self.values, self.returns)
@@ -54,20 +59,48 @@ class Row:
             sampled=sampled,
             logprobs=tuple(p for p, m in zip(segment.response_logprobs, segment.response_mask, strict=True) if m),
             episode=episode,
+            images=segment.images,
         )
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """The tokens to compute: from the last sampled one on, nothing predicts anything."""
-        return self.ids[: self.sampled[-1]] if self.sampled else ()
+        """The tokens to compute: from the last sampled one on, nothing predicts anything. Those of an image are a
+        negative number, the same for the same image."""
+        used = list(self.ids[: self.sampled[-1]]) if self.sampled else []
+        for span in self.shown:
+            used[span.start : span.end] = [name_of(span.image)] * (span.end - span.start)
+        return tuple(used)
+
+    @property
+    def shown(self) -> tuple[ImageSpan, ...]:
+        """The images among the tokens to compute."""
+        end = self.sampled[-1] if self.sampled else 0
+        return tuple(span for span in self.images if span.end <= end)
+
+
+def name_of(image: Image) -> int:
+    return -1 - int(image.hash[:15], 16)
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """Different images, in the order of their features, and which of those stands at which of the packed tokens."""
+
+    images: tuple[Image, ...]
+    at_V: Tensor
+    feature_V: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Several rows in one sequence. A branch is `queries[i]` packed tokens, the last of its `keys[i]` keys."""
+    """Several rows in one sequence. A branch is `queries[i]` packed tokens, the last of its `keys[i]` keys.
+
+    `positions_3T` has three axes, which differ where there are images; `positions_T` are the numbers of the tokens."""
 
     ids_T: Tensor
     positions_T: Tensor
+    positions_3T: Tensor | None
+    images: PackedImages | None
     queries: list[int]
     keys: list[int]
     source_S: Tensor | None  # the packed token that each key belongs to; None: branches share nothing, S = T in order
@@ -99,8 +132,10 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
     return PackedRows(
-        ids_T=tensor(tree.ids),
+        ids_T=tensor(np.maximum(tree.ids, 0)),
         positions_T=tensor(tree.positions),
+        positions_3T=tensor(_three_axes(rows, tree)) if any(row.shown for row in rows) else None,
+        images=_images(rows, tree, tensor),
         queries=tree.queries,
         keys=tree.keys,
         source_S=None if sum(tree.keys) == len(tree.ids) else tensor(tree.source),
@@ -115,6 +150,32 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         row_M=tensor(np.repeat(np.arange(len(rows)), counts)),
         rows=len(rows),
     )
+
+
+def _three_axes(rows: Sequence[Row], tree: _Tree) -> np.ndarray:
+    ropes = [rope_of(len(row.inputs), row.shown).positions_3L for row in rows]
+    positions_3T = np.empty((3, len(tree.ids)), dtype=np.int64)
+    for path, rope_3L in zip(tree.paths, ropes, strict=True):
+        positions_3T[:, path] = rope_3L
+    return positions_3T
+
+
+def _images(rows: Sequence[Row], tree: _Tree, tensor: Callable[[np.ndarray], Tensor]) -> PackedImages | None:
+    """Every packed token of an image is met on the path of some row, with its place in the image."""
+    begins: dict[Image, int] = {}
+    feature_T = np.full(len(tree.ids), -1, dtype=np.int64)
+    features = 0
+    for row, path in zip(rows, tree.paths, strict=True):
+        for span in row.shown:
+            count = span.end - span.start
+            if span.image not in begins:
+                begins[span.image], features = features, features + count
+            feature_T[path[span.start : span.end]] = begins[span.image] + np.arange(count)
+    if not begins:
+        return None
+    assert len({name_of(image) for image in begins}) == len(begins), "two images with one name"
+    at_V = np.flatnonzero(feature_T >= 0)
+    return PackedImages(tuple(begins), tensor(at_V), tensor(feature_T[at_V]))
 
 
 def _per_token(given: Sequence[Sequence[float]], counts: Sequence[int], usual: float, kind: type) -> np.ndarray:

@@ -27,7 +27,7 @@ from rally.train.compare import departure, logprob_gap
 from rally.train.resample import ID, company_of, same_rollout, sample_again, version_of, weights_of
 from rally.train.rollout import with_score
 from rally.train.run import Inputs, scorer_of
-from rally.types import Episode, RallyError
+from rally.types import Episode, RallyError, Segment
 
 
 class ReplayError(RallyError):
@@ -118,7 +118,9 @@ def rendered(episode: Episode, config: Config, inputs: Inputs) -> Finding:
         now = Exchange.start(codec, episode.task, settings, most).segment
     except RallyError as problem:
         return Finding("prompt", Verdict.CANNOT, str(problem))
-    apart = departure([replace(now, prompt_ids=episode.segments[0].prompt_ids)], [now])
+    first = episode.segments[0]
+    shown = tuple(span for span in first.images if span.end <= len(first.prompt_ids))
+    apart = departure([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
     if apart is None:
         return Finding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
     return Finding("prompt", Verdict.DIFFERENT, apart.words(codec.decode))

@@ -193,6 +193,11 @@ def _trainer(
 
 def _engine(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:
     if config.rollout.name != "embedded":
+        if inputs.codec.patches is not None:
+            raise RunError(
+                f"{config.model.path} sees images, and servers are given tokens alone; set "
+                "actor_rollout_ref.rollout.name=embedded"
+            )
         return server_parts.remote_engine_of(config, policy.model, parts.sampling_of(config, inputs.codec))
     settings = parts.engine_settings_of(config)
     return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)

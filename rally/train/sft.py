@@ -47,9 +47,14 @@ def encode_row(
     codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "", number: int = 0
 ) -> EncodedRow:
     """One conversation as a training row, `number` in its set; one that is too long follows `truncation`."""
-    ids, mask = codec.encode_conversation(messages)
+    ids, mask, images = codec.encode_conversation(messages)
     cut = len(ids) > settings.max_length
     if cut:
+        if images and settings.truncation != "error":
+            raise SftError(
+                f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}, and "
+                "holds images, which cannot be cut; raise it"
+            )
         if settings.truncation == "error":
             raise SftError(
                 f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}; raise "
@@ -58,7 +63,8 @@ def encode_row(
         keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
         ids, mask = ids[keep], mask[keep]
     sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
-    return EncodedRow(Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number), cut)
+    row = Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number, images=images)
+    return EncodedRow(row, cut)
 
 
 def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:

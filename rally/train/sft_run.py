@@ -25,7 +25,7 @@ from rally.train.guards import keeping_diverged
 from rally.train.interrupt import Interrupt, resume_command, stopped
 from rally.train.load import load_tokenizer
 from rally.train.packing import Row
-from rally.train.parts import gradient_limits_of, optimizer_settings, trained_model
+from rally.train.parts import gradient_limits_of, optimizer_settings, patches_at, trained_model
 from rally.train.policy import Policy, due, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
@@ -161,6 +161,7 @@ def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bo
         tokenizer,
         config.data.tool_format,
         template_kwargs={**config.data.apply_chat_template_kwargs, **own},
+        patches=patches_at(config.model, str(config.model_path), {}),
     )
 
 
@@ -181,6 +182,7 @@ def conversations_of(config: SftConfig, files: Sequence[str], most: int) -> RowS
         messages_key=config.messages_key,
         tools_key=config.tools_key,
         enable_thinking_key=config.enable_thinking_key,
+        image_key=config.data.image_key,
         pair=QuestionAnswer(config.question_path, config.answer_path) if config.question_path else None,
     )
     return conversations if most < 0 else conversations.select(range(min(most, len(conversations))))

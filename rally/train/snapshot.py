@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
+from rally.train.sight import processor_files
 
 Part = Callable[[Path], None]
 WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
@@ -31,7 +32,7 @@ def model_part(
     adapted = has_adapters(model)
     weights = copied(adapter_weights(model) if adapted else model.state_dict())
     whole = copied(merged_weights(model)) if merged and adapted else None
-    files = _tokenizer_files(tokenizer)
+    files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
     def write(checkpoint: Path) -> None:
         target = checkpoint / folder

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rally.algos.credit import Turns
-from rally.types import Episode, RallyError
+from rally.types import Episode, Image, RallyError, Turn
 
 
 class TurnRewardError(RallyError):
@@ -59,10 +59,15 @@ def _told_turns(episode: Episode) -> list[_Turn]:
             mask = episode.segments[turn.segment].response_mask[turn.start : turn.end]
             turns.append(_Turn(sum(mask), earned, seen))
         else:
-            seen = turn.text
+            seen = turn.text, _shown(turn)
             if turns:
                 turns[-1] = turns[-1]._replace(reward=turns[-1].reward + earned)
     return turns
+
+
+def _shown(turn: Turn) -> tuple[str, ...]:
+    images = (image for result in turn.tool_results for image in result.response.image or ())
+    return tuple(image.hash for image in images if isinstance(image, Image))
 
 
 def _runs(episode: Episode) -> list[_Turn]:

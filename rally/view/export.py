@@ -61,7 +61,8 @@ def bundle(data: Mapping[str, Any]) -> str:
     files = page_files()
     script, style = "".join(_modules(files, START, set())), files["style.css"]
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
     # With every < written as an escape, no text of a model can end the element that holds it.
     inside = redacted_json(data).replace("<", "\\u003c")
@@ -132,8 +133,14 @@ def _answers(run: Run, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
     inside = {row["id"] for row in rows}
     for step in sorted({row["step"] for row in rows}):
         yield f"timeline/{step}", _timeline(run.timeline(step), inside)
+    shown: set[str] = set()
     for row in rows:
-        yield "episode?" + urlencode({"id": row["id"]}), _episode(run.episode(row["id"]))
+        whole = run.episode(row["id"])
+        yield "episode?" + urlencode({"id": row["id"]}), _episode(whole)
+        shown |= {span["hash"] for segment in whole["segments"] for span in segment["images"]}
+    for name in sorted(shown):
+        data, mime = run.image(name)
+        yield f"images/{name}", f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
 def _timeline(whole: Json, inside: Set[str]) -> Json:

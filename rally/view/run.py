@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rally.track.pictures import ImageFolder
 from rally.track.text import one_line
 from rally.types import RallyError
 from rally.view.index import Index
@@ -27,6 +28,11 @@ class Missing(RallyError):
     """Something that the run does not have."""
 
 
+class Picture(NamedTuple):
+    data: bytes
+    mime: str
+
+
 class Run:
     """A run folder that is being looked at."""
 
@@ -36,6 +42,7 @@ class Run:
         self.indexer = Indexer(self.index)
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._phases = JsonLines(path / "timeline.jsonl")
+        self._images = ImageFolder(path)
         self._lock = threading.Lock()
         self._advantages: tuple[tuple[str, int], dict[str, Any]] = (("", 0), {})
 
@@ -131,12 +138,20 @@ class Run:
     def _segment(self, segment: Json, advantages: Sequence[Any]) -> Json:
         decode = self.tokenizer.decode
         return {
-            **{key: value for key, value in segment.items() if key != "response_logprobs"},
+            **{key: value for key, value in segment.items() if key not in ("response_logprobs", "images")},
+            "images": [_span(*span) for span in segment.get("images", ())],
             "response_logprobs": shown(segment["response_logprobs"]),
             "prompt_text": pieces(decode, segment["prompt_ids"]) if decode else None,
             "response_text": pieces(decode, segment["response_ids"]) if decode else None,
             "advantages": advantages[0] if advantages else None,
         }
+
+    def image(self, name: str) -> Picture:
+        """The image with this hash."""
+        place = self._images.find(name)
+        if place is None:
+            raise Missing(f"{self.name} has no such image")
+        return Picture(place.read_bytes(), f"image/{place.suffix[1:]}")
 
     def _advantages_of(self, file: str) -> dict[str, Any]:
         """By episode, for the step of an episode file; the step last asked for is remembered."""
@@ -150,6 +165,11 @@ class Run:
                 found = [json.loads(line) for line in lines]
             self._advantages = key, {one["id"]: one["segments"] for one in found}
         return self._advantages[1]
+
+
+def _span(start: int, rows: int, columns: int, image: Json) -> Json:
+    named = {"hash": image["$image"], "width": image["width"], "height": image["height"]}
+    return {"start": start, "rows": rows, "columns": columns, **named}
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:

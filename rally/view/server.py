@@ -25,7 +25,7 @@ from rally.view.page import INDEX, MIME, page_files
 from rally.view.run import Missing, Run
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -106,8 +106,16 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
     def state(_: Request) -> Any:
         return {"runs": [run.state() for run in runs]}
 
+    def image(request: Request) -> Response:
+        try:
+            found = _run(runs, request).image(request.path_params["name"])
+        except Missing as problem:
+            return _text(str(problem), 404)
+        return Response(found.data, media_type=found.mime)
+
     routes = [
         Route("/", static),
+        Route("/api/runs/{run:int}/images/{name}", image),
         Route("/page/{name}", static),
         Route("/api/state", _json(state)),
         Route("/api/runs/{run:int}/metrics", _json(lambda r: _run(runs, r).metrics(r.query_params.getlist("name")))),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rally.track.serialize import Opaque, restore
+from rally.types import Image
 
 Json = dict[str, Any]
 FIRST_WORDS = 160  # characters of question and answer that a row shows
@@ -58,6 +59,8 @@ def _readable(value: Any) -> Any:
         return {k if isinstance(k, str) else repr(k): _readable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_readable(v) for v in value]
+    if isinstance(value, Image):
+        return f"<image {value.hash}: {value.width} x {value.height}>"
     if isinstance(value, Opaque):
         return f"<{value.type}: {value.text}>"
     if isinstance(value, float) and value - value != 0:
@@ -117,6 +120,8 @@ def text_of(value: Any) -> str:
 def _words(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(map(_words, value))
+    if isinstance(value, dict) and value.get("type") == "image":
+        return "[image]"
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         value = value["text"]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

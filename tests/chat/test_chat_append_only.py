@@ -49,7 +49,7 @@ def test_mask_is_one_exactly_on_the_replies(codecs: dict[str, ChatCodec], name: 
     @LIGHT
     @given(conversations(1))
     def check(messages: list[dict[str, Any]]) -> None:
-        ids, mask = codec.encode_conversation(messages)
+        ids, mask, _ = codec.encode_conversation(messages)
         supervised = tuple(i for i, m in zip(ids, mask, strict=True) if m)
         expected = [codec.encode_assistant(m) for m in messages if m["role"] == "assistant"]
         assert supervised == sum(expected, ())

@@ -170,7 +170,7 @@ ONE_LINERS = {
     f"{R}.name=sglang_async": True,
     f"{R}.name=vllm": True,
     f"{R}.name=trtllm": False,
-    "data.return_multi_modal_inputs=False": False,
+    "data.return_multi_modal_inputs=False": True,
     "trainer.val_before_train=False": True,
     "trainer.experiment_name=qwen2.5-3b-it_rm-searchR1-like-sgl-multiturn-2025-05-01-12-00": True,
 }

@@ -132,8 +132,6 @@ BAD_ROWS: list[tuple[Row, str]] = [
     (row(prompt=[{"content": "a"}]), "prompt[0].role is None; it must be one of"),
     (row(prompt=[{"role": "user"}]), "prompt[0].content is missing; it must be a string"),
     (row(prompt=[{"role": "user", "content": 7}]), "prompt[0].content is 7; it must be one string"),
-    (row(prompt=[{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]), "images are not built yet"),
-    (row(images=[{"path": "x.png"}]), "images is not empty; images are not built yet"),
     (
         row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
         "prompt ends with the assistant; its last message must be from user, tool or system",

@@ -256,7 +256,7 @@ def check_rerendered(held: Held, question: Sequence[dict[str, Any]], codec: Chat
     messages = list(question)
     prompts, observed = [], [tool_messages(turn) for turn in held.episode.turns if turn.role == "tool"]
     for call, results in itertools.zip_longest(held.engine.calls, observed, fillvalue=[]):
-        full = codec.rerender(messages)
+        full = codec.rerender(messages).ids
         assert call.prompt == full
         if not known or full[: len(known)] != known:
             prompts.append(full)
@@ -308,7 +308,7 @@ def test_qwen3_thinking_before_a_users_turn(codecs: dict[str, ChatCodec], histor
         shown = "so" in codec.decode(call.prompt).partition("Why?")[2]
         assert shown is (history == "append" and len(messages) > 1)
         if history == "rerender":
-            assert call.prompt == codec.rerender(messages)
+            assert call.prompt == codec.rerender(messages).ids
         said_now = codec.message(codec.parse(call.generation.ids))
         messages += [said_now, {"role": "user", "content": word}]
     check_tiling(held.episode)

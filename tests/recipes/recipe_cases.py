@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from vision_cases import write_vision_model
 
 from rally.chat import tiny_tokenizer
 from rally.data import triage, write_rows
@@ -103,6 +104,8 @@ def write_home(home: Path) -> Path:
     build.triage(home / "data" / "triage", build.TriageSizes(8, 2, 8, 8), 0)
     build.retool(home / "data" / "retool", build.RetoolSizes(8, 2, 8), None, None, 0)
     _write_search(home)
+    build.geometry(home / "data" / "geometry", build.GeometrySizes(4, 1), (1, 2, 3), None, 0)
+    write_vision_model(home / "models" / "tiny_vision")
     return home
 
 

@@ -22,7 +22,8 @@ def small(recipe: Recipe, out: Path) -> list[str]:
     used = {"filter_groups": "filter_groups", "gen_batch_size": "gen_batch_size", "overlong": "overlong_buffer_cfg"}
     used |= {"critic": "critic:", "curriculum": "curriculum:"}
     kept = [line for line in SMALL_TRAIN if all(name not in line or sign in text for name, sign in used.items())]
-    return [*kept, f"trainer.default_local_dir={out}"]
+    sees = ["actor_rollout_ref.model.path=models/tiny_vision"] if recipe.path.parent.name == "geometry" else []
+    return [*kept, *sees, f"trainer.default_local_dir={out}"]
 
 
 @pytest.mark.parametrize("recipe", TRAIN, ids=lambda recipe: recipe.name)

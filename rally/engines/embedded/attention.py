@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rally.engines.embedded.vision import Seen, packed_seen_hidden
+
 NAME = "rally"
 
 
@@ -83,12 +85,17 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
-def packed_hidden(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-    """Last hidden states [T, hidden] of packed tokens. A 4-D mask makes transformers build none of its own."""
+def packed_hidden(
+    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: Seen | None = None
+) -> Tensor:
+    """Last hidden states [T, hidden] of packed tokens; of a model that sees, positions are [3, T] and some tokens may
+    be of images. A 4-D mask makes transformers build none of its own."""
     no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
+    if seen is not None:
+        return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
     output = model.base_model(
         input_ids=ids_T.unsqueeze(0),
-        position_ids=positions_T.unsqueeze(0),
+        position_ids=positions.unsqueeze(-2),
         attention_mask=no_mask,
         use_cache=False,
         rally=context,

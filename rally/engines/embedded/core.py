@@ -30,7 +30,8 @@ from rally.engines.embedded.scheduler import Plan, Scheduler
 from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.slots import Ints, Slots
 from rally.engines.embedded.support import refuse_unsupported
-from rally.types import FinishReason, SamplingParams
+from rally.engines.embedded.vision import Names, check_images
+from rally.types import FinishReason, ImageSpan, SamplingParams
 
 PATIENCE = 2  # steps
 
@@ -94,6 +95,7 @@ class EngineCore:
         self.decode = decode
         self.steps = 0
         self._vocabulary: int = model.config.get_text_config().vocab_size
+        self._names = Names()
         self._seeds = itertools.count(self.settings.seed)
 
     def _paged(self, model: PreTrainedModel) -> bool:
@@ -132,7 +134,13 @@ class EngineCore:
     def version(self) -> int:
         return self.scheduler.version
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, arrived: float | None = None) -> Request:
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        arrived: float | None = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> Request:
         """Queue a request, which `arrived` now or earlier; it fails here, in words, if it can never be served."""
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
@@ -153,7 +161,10 @@ class EngineCore:
             )
         seed = params.seed if params.seed is not None else next(self._seeds)
         arrived = time.perf_counter() if arrived is None else arrived
-        request = Request.new(prompt_ids, params, seed % 2**64, arrived)  # the sampler hashes 64 bits
+        if images:
+            check_images(self.model, images, len(prompt_ids))
+            prompt_ids = self._names.named(prompt_ids, images)
+        request = Request.new(prompt_ids, params, seed % 2**64, arrived, images)  # the sampler hashes 64 bits
         self.scheduler.add(request)
         return request
 
@@ -253,6 +264,8 @@ class EngineCore:
         scheduler.version = scheduler.version + 1 if version is None else version
         self.runner.weights_changed()
         self.index.forget()  # all: a version that is named may have been another's before
+        if not scheduler.busy:
+            self._names.forget()
         if self.settings.in_flight == "keep":
             for request in scheduler.running:
                 request.pure_version = None

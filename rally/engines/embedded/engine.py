@@ -26,7 +26,7 @@ from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.slots import Sampled
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, ImageSpan, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
 LOOP_TURNS = 16  # from a result to the next request, tools that answer at once included, an event loop takes about 8
@@ -45,6 +45,7 @@ class _Arrival(NamedTuple):
     waiter: _Waiter
     on_tokens: OnTokens | None
     at: float
+    images: Sequence[ImageSpan] = ()
 
 
 class EmbeddedEngine:
@@ -99,6 +100,7 @@ class EmbeddedEngine:
         params: SamplingParams,
         *,
         session: str | None = None,
+        images: Sequence[ImageSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Generation:
         loop = asyncio.get_running_loop()
@@ -109,7 +111,7 @@ class EmbeddedEngine:
             if self._closed:
                 raise EngineError("the engine is closed; build a new one")
             ids = list(map(operator.index, prompt_ids))
-            self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter()))
+            self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter(), images))
             self._asking[future] = session or ""
             self._wake.notify()
         try:
@@ -232,9 +234,9 @@ class EmbeddedEngine:
             departures, self._departures = self._departures, []
             if self._lockstep:
                 arrivals.sort(key=lambda arrival: self._asking.get(arrival.waiter[1], ""))
-        for prompt_ids, params, (loop, future), on_tokens, at in arrivals:
+        for prompt_ids, params, (loop, future), on_tokens, at, images in arrivals:
             try:
-                request = self.core.add(prompt_ids, params, at)
+                request = self.core.add(prompt_ids, params, at, images)
                 self._waiters[request] = (loop, future)
                 if on_tokens is not None:
                     self._listeners[request] = (on_tokens, 0)

@@ -21,11 +21,13 @@ from rally.engines.embedded.attention import Scores, head_logits, packed_hidden
 from rally.engines.embedded.fused import FusedDecoder, fusable
 from rally.engines.embedded.inputs import Inputs, Padding, Sizes, fill
 from rally.engines.embedded.kernels import Kernels, kernels_for
+from rally.engines.embedded.looking import Looking
 from rally.engines.embedded.pages import KVStore
 from rally.engines.embedded.runner import Done
 from rally.engines.embedded.sampler import Draw, Sampled, sample
 from rally.engines.embedded.scheduler import Plan
 from rally.engines.embedded.slots import Slots
+from rally.engines.embedded.vision import Seen, tower_of
 from rally.kernels.tiles import SPLIT, extend_tokens
 
 GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
@@ -121,6 +123,7 @@ class FastRunner:
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused() if fusable(model) and not eager else None
+        self.looking = Looking(model, slots) if tower_of(model) is not None else None
         self._addresses = self._find_weights()
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
@@ -129,7 +132,8 @@ class FastRunner:
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
         room = bucket(max_tokens)
         rows = max(count, GRAPH_CHUNKS)
-        most = Sizes(room, count, rows, room + rows + count, count, width, count).offsets()["end"]
+        self.axes = 1 if self.looking is None else 3
+        most = Sizes(room, count, rows, room + rows + count, count, width, count, self.axes).offsets()["end"]
         self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
         self.hidden = torch.zeros((room, config.hidden_size), dtype=model.dtype, device=self.device)
         self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
@@ -149,6 +153,8 @@ class FastRunner:
                 self.fused = self._fused()
             self._addresses = self._find_weights()
             self._captured.clear()
+        if self.looking is not None:
+            self.looking.weights_changed()
 
     def _fused(self) -> FusedDecoder:
         return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
@@ -159,17 +165,25 @@ class FastRunner:
     @torch.no_grad()
     def launch(self, plan: Plan) -> _InFlight | Done:
         self._turn = (self._turn + 1) % HOST_BUFFERS
-        sizes, split, graph = self._bucket(plan)
+        seen = self.looking.seen(plan) if self.looking is not None else None
+        sizes, split, graph = self._bucket(plan, plain=seen is None)
         host = self.host[self._turn]
         words = fill(
-            host.numpy(), sizes, plan, self.slots, page_size=self.store.page_size, group=self.group, padding=self.pad
+            host.numpy(),
+            sizes,
+            plan,
+            self.slots,
+            page_size=self.store.page_size,
+            group=self.group,
+            padding=self.pad,
+            positions=self.looking.positions(plan) if self.looking is not None else None,
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
         inputs = self._inputs(sizes) if graph else Inputs.of(self.buffer, sizes)
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
-        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split))
+        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen))
         samplers = plan.samplers
         if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
             return self._sample_by_torch(inputs, plan)
@@ -183,12 +197,13 @@ class FastRunner:
             self._views[sizes] = Inputs.of(self.buffer, sizes)
         return self._views[sizes]
 
-    def _bucket(self, plan: Plan) -> _Bucket:
+    def _bucket(self, plan: Plan, plain: bool) -> _Bucket:
+        """A step that shows an image is not `plain` and has no graph: what the tower gives is at no fixed place."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
         split, width = self._split_up_to(plan), extend_tokens(self.group)
-        graph = self.graphs and tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
+        graph = self.graphs and plain and tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
         if graph:
             tokens = bucket(tokens)
             decodes, chunks = min(count, tokens), GRAPH_CHUNKS if plan.chunks else 0
@@ -196,7 +211,8 @@ class FastRunner:
         else:
             chunks = len(plan.chunks)
             tiles = decodes + sum(-(-c.tokens // width) for c in plan.chunks)
-        sizes = Sizes(tokens, decodes, chunks, 0 if split else tiles, min(count, bucket(samples)), pages, count)
+        tiles, samples = 0 if split else tiles, min(count, bucket(samples))
+        sizes = Sizes(tokens, decodes, chunks, tiles, samples, pages, count, self.axes)
         return _Bucket(sizes, split, graph)
 
     def _split_up_to(self, plan: Plan) -> int:
@@ -207,14 +223,14 @@ class FastRunner:
         longest = int(self.slots.computed[plan.decodes].max())
         return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
-    def _body(self, inputs: Inputs, split: int) -> None:
+    def _body(self, inputs: Inputs, split: int, seen: Seen | None) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
         given, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], given)
         if self.fused is not None:
             hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
         else:
-            hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention)
+            hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
         self.hidden[: inputs.sizes.tokens].copy_(hidden)
 
     def _head(self, inputs: Inputs) -> None:

@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     samples: int
     pages: int
     seats: int
+    axes: int = 1  # of positions
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         t, s = self.tokens, self.samples
@@ -45,7 +46,7 @@ class Sizes(NamedTuple):
             "uniform": (s,),
             "ids": (t,),
             "source": (t,),  # the slot whose last sampled token this is, or -1: it is in ids
-            "positions": (t,),
+            "positions": (t,) if self.axes == 1 else (self.axes, t),
             "places": (t,),
             "lengths": (self.decodes,),
             "table": (self.decodes + self.chunks, self.pages),
@@ -108,8 +109,10 @@ def fill(
     page_size: int,
     group: int,
     padding: Padding,
+    positions: Ints | None = None,
 ) -> int:
-    """Write the plan into a host buffer; returns how many words were written."""
+    """Write the plan into a host buffer; returns how many words were written. `positions` [axes, T] are there where
+    they are not just the numbers of the tokens."""
     shapes, offsets = sizes.fields(), sizes.offsets()
     words[: offsets["end"]] = 0
 
@@ -127,7 +130,11 @@ def fill(
     computed = slots.computed[decodes]
     put("ids", tokens.ids)
     put("source", np.where(slots.known[decodes] < computed, decodes, -1), pad=-1)  # its token is still on the device
-    put("positions", tokens.positions)
+    if positions is None:
+        put("positions", tokens.positions)
+    else:
+        for axis, along in enumerate(positions):
+            words[offsets["positions"] + axis * sizes.tokens :][: len(along)] = along
     put("places", tokens.places, pad=padding.trash)
     put("lengths", computed)
     put("table", slots.table_SP[decodes, : sizes.pages])

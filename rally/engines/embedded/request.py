@@ -10,17 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rally.engines.embedded.prefixes import Place
-from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
+from rally.engines.embedded.vision import Rope, rope_of
+from rally.types import FinishReason, Generation, ImageSpan, SamplingParams, WeightSpan
+
+PLAIN = rope_of(0, ())
+"""Positions of a history without images: the numbers of its tokens."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`ids` is the prompt and everything sampled before it last left its slot (-1: it has none)."""
+    """`ids` is the prompt and everything sampled before it last left its slot (-1: it has none). Those of an image are
+    its name, a negative number; `images` says which they are, and `rope` where the tokens of the prompt stand."""
 
     prompt_len: int
     ids: list[int]
     params: SamplingParams
     seed: int
+    rope: Rope
+    images: tuple[ImageSpan, ...] = ()
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # tokens already handed to the prefix index
@@ -36,8 +43,17 @@ class Request:
     first_token: float = 0.0
 
     @classmethod
-    def new(cls, prompt_ids: Sequence[int], params: SamplingParams, seed: int, arrived: float) -> Request:
-        return cls(prompt_len=len(prompt_ids), ids=list(prompt_ids), params=params, seed=seed, arrived=arrived)
+    def new(
+        cls,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        arrived: float,
+        images: Sequence[ImageSpan] = (),
+    ) -> Request:
+        length = len(prompt_ids)
+        rope = rope_of(length, images) if images else PLAIN
+        return cls(length, list(prompt_ids), params, seed, rope, tuple(images), arrived=arrived)
 
     @property
     def sampled(self) -> int:

@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention import head_logits, packed_hidden
+from rally.engines.embedded.looking import Looking
 from rally.engines.embedded.paged import PagedAttention, Rows
 from rally.engines.embedded.pages import KVStore
 from rally.engines.embedded.sampler import Draw, Sampled, sample
 from rally.engines.embedded.scheduler import Plan
 from rally.engines.embedded.slots import Ints, Slots
+from rally.engines.embedded.vision import tower_of
 
 
 class Pending(Protocol):
@@ -62,7 +64,7 @@ def packed_tokens(plan: Plan, slots: Slots, page_size: int) -> Tokens:
         last = np.append(last, ends[[c.samples for c in plan.chunks]])
     pages = slots.table_SP[owner, positions // page_size].astype(np.int64)
     return Tokens(
-        ids=slots.ids[owner, positions].astype(np.int64),
+        ids=np.maximum(slots.ids[owner, positions], 0).astype(np.int64),  # an image's token is none of the vocabulary
         positions=positions,
         places=pages * page_size + positions % page_size,
         last=last,
@@ -85,9 +87,11 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
         self.model, self.store, self.slots, self.stride = model, store, slots, stride
+        self.looking = Looking(model, slots) if tower_of(model) is not None else None
 
     def weights_changed(self) -> None:
-        """Nothing here remembers weights."""
+        if self.looking is not None:
+            self.looking.weights_changed()
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> Done:
@@ -98,7 +102,11 @@ class ModelRunner:
             torch.from_numpy(x).to(device) for x in packed_tokens(plan, self.slots, self.store.page_size)
         )
         context = PagedAttention(self.store, self._rows(plan), places, self.stride)
-        hidden = packed_hidden(self.model, ids, positions, context)
+        seen = None
+        if self.looking is not None:
+            positions = torch.from_numpy(self.looking.positions(plan)).to(device)
+            seen = self.looking.seen(plan)
+        hidden = packed_hidden(self.model, ids, positions, context, seen)
         if not len(last):
             nothing = np.empty(0, np.float32)
             return Done(Sampled(np.empty(0, np.int64), nothing, nothing))

@@ -44,6 +44,7 @@ class Slots:
         self.planned = np.zeros(count, np.int64)
         self.computed = np.zeros(count, np.int64)
         self.prompt = np.zeros(count, np.int64)
+        self.shift = np.zeros(count, np.int64)  # how much further on sampled tokens stand than their number
         self.limit = np.zeros(count, np.int64)  # a slot that has planned so many tokens needs no more steps; 0: empty
         self.serial = np.zeros(count, np.int64)  # changes whenever a slot gets or loses its request
         self.seed = np.zeros(count, np.uint64)
@@ -78,6 +79,7 @@ class Slots:
         self.known[slot] = self.planned[slot] = length
         self.computed[slot] = computed
         self.prompt[slot], self.limit[slot] = request.prompt_len, request.total_tokens
+        self.shift[slot] = request.rope.shift
         self.serial[slot], self.seed[slot] = self._serials, request.seed
         self.temperature[slot] = params.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p

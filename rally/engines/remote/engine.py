@@ -28,7 +28,7 @@ from rally.engines.remote.weights import WeightTransport
 from rally.engines.remote.wire import InFlight
 from rally.engines.router import Router
 from rally.engines.standing import Duty, RouterSettings
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, ImageSpan, SamplingParams
 
 Told = TypeVar("Told")
 
@@ -92,10 +92,15 @@ class RemoteEngine:
             watcher.add_done_callback(functools.partial(self._stopped_watching, name))
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         with self._requests.working():
-            return await self.router.generate(prompt_ids, params, session=session)
+            return await self.router.generate(prompt_ids, params, session=session, images=images)
 
     def expect(self, session: str) -> None:
         self.router.expect(session)

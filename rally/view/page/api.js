@@ -39,6 +39,12 @@ export async function metrics(run, names) {
   );
 }
 
-export function episode(run, id) {
-  return get(`runs/${run}/episode`, { id });
+// Images are known by their content; where one comes from is decided here alone.
+export async function episode(run, id) {
+  const found = await get(`runs/${run}/episode`, { id });
+  for (const span of found.segments.flatMap((segment) => segment.images)) {
+    const path = `runs/${run}/images/${encodeURIComponent(span.hash)}`;
+    span.source = exported ? exported.answers[path] : "/api/" + path;
+  }
+  return found;
 }

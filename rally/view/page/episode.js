@@ -45,6 +45,11 @@ function toolCard(result) {
   );
 }
 
+function picture(image) {
+  const size = `${image.width} × ${image.height} pixels`;
+  return h("img", { class: "picture", src: image.source, alt: "an image of " + size, title: size, loading: "lazy" });
+}
+
 function turnBlock(role, tokens, options, turn) {
   const facts = turn
     ? [
@@ -70,6 +75,7 @@ function turnBlock(role, tokens, options, turn) {
       ),
     ),
     turn?.tool_results.map(toolCard),
+    tokens.filter((token) => token.image).map(({ image }) => picture(image)),
     untold || (turn && !tokens.length) ? longText(turn.text) : null,
     tokens.length ? tokenBlock(tokens, options.mode, options.scale) : null,
   );

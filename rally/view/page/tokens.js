@@ -37,6 +37,12 @@ export function segmentTokens(segment) {
       version: sampled ? versions[n] : null,
     };
   });
+  const all = [...prompt, ...response];
+  for (const image of segment.images) {
+    const [first, ...rest] = all.slice(image.start, image.start + image.rows * image.columns);
+    Object.assign(first, { image, text: `[image, ${image.rows} × ${image.columns} tokens]` });
+    for (const token of rest) token.text = "";
+  }
   return { prompt, response };
 }
 

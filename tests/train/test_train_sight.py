@@ -1,0 +1,160 @@
+"""A model that sees is loaded whole, adapted where asked, trains with its tower frozen or not, and is saved so that it
+can see again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train_cases import Paper
+from vision_cases import (
+    FAMILIES,
+    make_codec,
+    make_image,
+    make_tokenizer,
+    make_vision_model,
+    picture,
+    write_vision_model,
+)
+
+from rally.config import load_config, load_sft_config
+from rally.data import geometry, write_rows
+from rally.engines.embedded import attention
+from rally.engines.embedded.vision import sight_of
+from rally.train import forward, parts, sft_run
+from rally.train.checkpoint import CheckpointStore
+from rally.train.doctor import examine
+from rally.train.load import load_model
+from rally.train.lora import LoraSettings, add_adapters
+from rally.train.merge import merge
+from rally.train.packing import Row, pack
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.sft import SftSettings, conversation_row, sft_step
+from rally.train.sight import SightError
+from rally.types import RallyError, Segment
+
+ASKED = [{"role": "user", "content": [{"type": "image", "image": make_image(1, 48, 48)}]}]
+
+
+def saved(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    return write_vision_model(folder, family)
+
+
+def config_of(folder: Path, *overrides: str):
+    return load_config(overrides=[f"actor_rollout_ref.model.path={folder}", *overrides])
+
+
+def learn(policy: Policy, steps: int = 1) -> float:
+    codec = make_codec()
+    settings = SftSettings(batch_size=1)
+    attention.install(policy.model)
+    rows = []
+    for seed, answer in ((1, "a"), (2, "b")):
+        asked = [{"type": "image", "image": make_image(seed)}, {"type": "text", "text": "a or b?"}]
+        told = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        rows.append(conversation_row(codec, told, settings))
+    for _ in range(steps):
+        found = sft_step(policy, rows, settings)
+    return found["train/loss"]
+
+
+def test_a_model_learns_what_only_the_image_tells() -> None:
+    policy = Policy(make_vision_model(), OptimizerSettings(lr=5e-3), 20)
+    assert learn(policy, 20) < 0.1  # the two questions are the same but for their images
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
+    config = config_of(saved(tmp_path / "model", family), "data.mm_processor_kwargs.max_pixels=576")
+    model = parts.model_of(config)
+    codec = parts.codec_of(config, parts.tokenizer_of(config), parts.toolbox_of(config))
+    assert codec.patches is sight_of(model)  # what is counted is what is seen
+    assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels was heard
+    store = CheckpointStore(tmp_path / "checkpoints", warn=print)
+    folder = store.save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
+    again = config_of(folder / "actor")
+    codec = parts.codec_of(again, parts.tokenizer_of(again), parts.toolbox_of(again))
+    assert codec.prompt(ASKED).images[0].rows == 3
+    for (name, was), now in zip(model.named_parameters(), parts.model_of(again).parameters(), strict=True):
+        assert torch.equal(was, now), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_tower_is_trained_unless_it_is_frozen(tmp_path: Path, frozen: bool) -> None:
+    config = config_of(saved(tmp_path), f"actor_rollout_ref.actor.freeze_vision_tower={frozen}")
+    model = parts.model_of(config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learn(Policy(model, OptimizerSettings(lr=1e-2), 4))
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert any("language_model" in name for name in changed)
+    assert any("visual" in name for name in changed) is not frozen
+
+
+def test_lora_adapts_the_language_unless_told_otherwise() -> None:
+    default, told = make_vision_model(), make_vision_model()
+    add_adapters(default, LoraSettings(rank=2), "base")
+    add_adapters(told, LoraSettings(rank=2, targets=("qkv", "q_proj")), "base")
+    adapted = [name for name, _ in default.named_parameters() if "lora_" in name]
+    assert adapted and not any("visual" in name for name in adapted)
+    assert any("visual" in name for name, _ in told.named_parameters() if "lora_" in name)
+
+
+def test_adapters_are_merged_into_a_folder_that_sees(tmp_path: Path) -> None:
+    config = config_of(saved(tmp_path / "model"), "actor_rollout_ref.model.lora_rank=2")
+    model = parts.model_of(config)
+    policy = Policy(model, OptimizerSettings(lr=1e-2), 3)
+    learn(policy, 3)
+    folder = CheckpointStore(tmp_path / "checkpoints", warn=print).save(1, policy, make_tokenizer())
+    whole = config_of(merge(folder).folder)
+    codec = parts.codec_of(whole, parts.tokenizer_of(whole), parts.toolbox_of(whole))
+    [row] = [Row.of(Segment(prompt_ids=p.ids, images=p.images), 0) for p in [codec.prompt(ASKED)]]
+    row = replace(row, ids=(*row.ids, 5), sampled=(len(row.ids),), logprobs=(0.0,))
+    plain = parts.model_of(whole)
+    attention.install(plain)
+    ours, theirs = (forward.token_logprobs(m, pack([row], m.device)).logp_M for m in (model, plain))
+    assert float((ours - theirs).detach().abs()) < 1e-4
+
+
+def test_supervised_fine_tuning_learns_from_rows_with_images(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "noise"}]
+    rows = [{"messages": messages, "images": [{"bytes": picture(seed)}]} for seed in range(4)]
+    write_rows(rows, tmp_path / "sft.parquet")
+    overrides = [f"model.path={saved(tmp_path / 'model')}", f"data.train_files={tmp_path / 'sft.parquet'}"]
+    overrides += ["data.train_batch_size=2", "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]
+    config = load_sft_config(overrides=overrides)
+    paper = Paper()
+    sft_run.show(config, paper.console)
+    assert "<|image_pad|>" in paper.text and sft_run.check(config, paper.console)
+    assert sft_run.sft(config, paper.console).steps == 3
+
+
+def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
+    write_rows(geometry.rows(2, 0, "train"), tmp_path / "train.parquet")
+    given = {"train_files": tmp_path / "train.parquet", "max_prompt_length": 1024, "train_batch_size": 2}
+    overrides = [
+        f"actor_rollout_ref.model.path={saved(tmp_path / 'model')}",
+        *(f"data.{k}={v}" for k, v in given.items()),
+    ]
+    overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    found = list(examine(None, overrides))
+    assert not [one for one in found if one.status == "error"], found
+    assert "full forward" in "".join(one.text for one in found)
+
+
+def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
+    from small_models import make_model
+
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SightError, match="has no vision tower"):
+        parts.model_of(config_of(tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=true"))
+    with pytest.raises(SightError, match="mm_processor_kwargs has no effect"):
+        parts.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
+
+
+def test_a_folder_without_a_processor_says_what_is_missing(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert load_model(str(tmp_path)).config.model_type == "qwen2_5_vl"
+    with pytest.raises(RallyError, match=r"preprocessor_config\.json"):
+        parts.patches_of(config_of(tmp_path))

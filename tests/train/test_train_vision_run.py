@@ -1,0 +1,65 @@
+"""A whole run with images: it trains on what it sampled from, says what it showed, and episodes can be replayed."""
+
+from pathlib import Path
+
+import pytest
+from train_cases import Paper, run_config, write_reward
+from vision_cases import make_codec, make_image, write_vision_model
+
+from rally.config import load_config
+from rally.data import geometry, write_rows
+from rally.track import RunFolder
+from rally.train.compare import departure
+from rally.train.replay import Verdict, replay
+from rally.train.run import RunError, train
+from rally.types import Segment
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LENGTHS = ("data.max_prompt_length=1024", "data.max_response_length=12", f"{ROLLOUT}.n=2", "data.train_batch_size=2")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    write_vision_model(folder / "model")
+    write_reward(folder)
+    for split in geometry.SPLITS:
+        write_rows(geometry.rows(2, 0, split), folder / f"{split}.parquet")
+    return folder
+
+
+def small(home: Path, out: Path, *overrides: str):
+    size = "data.mm_processor_kwargs.max_pixels=1024"
+    return run_config(home, out, *LENGTHS, size, "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides)
+
+
+def test_a_run_trains_and_its_episodes_are_replayed(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    config = small(home, out, "trainer.total_training_steps=2", f"{ROLLOUT}.deterministic=true")
+    train(config, Paper().console)
+    folder = RunFolder(out)
+    rows = [row.metrics for row in folder.read_metrics() if row.step]
+    assert len(rows) == 2 and all(row["images/mean"] == 1 and row["images/not_shown"] == 0 for row in rows)
+    assert all(row["actor/rollout_mismatch_max"] < 1e-4 for row in rows)
+    assert len(list((out / "images").iterdir())) == 4  # two rows to train on, two to validate
+    for validate, step in ((False, 2), (True, 2)):
+        episode = folder.read_episodes(step, validate)[0]
+        found = replay(out, episode.id, load_config(out / "config.yaml"))
+        assert {finding.verdict for finding in found.findings} == {Verdict.SAME}, found
+
+
+def test_another_image_in_the_same_place_is_a_departure() -> None:
+    codec = make_codec()
+    content = [[{"type": "image", "image": make_image(seed)}] for seed in (1, 2)]
+    one, other = (codec.prompt([{"role": "user", "content": parts}]) for parts in content)
+    assert one.ids == other.ids
+    a, b = (Segment(prompt_ids=p.ids, images=p.images) for p in (one, other))
+    apart = departure([a], [b])
+    assert apart is not None and (apart.place, apart.writer) == (one.images[0].start, "prompt")
+    assert departure([a], [a]) is None
+
+
+def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:
+    config = small(home, tmp_path, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
+    with pytest.raises(RunError, match=r"servers are given tokens alone; set .*rollout\.name=embedded"):
+        train(config, Paper().console)

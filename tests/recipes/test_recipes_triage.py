@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loops.loop_cases import (
+from loop_cases import (
     Held,
     Reply,
     check_sampled_once,

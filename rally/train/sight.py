@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rally.engines.embedded.vision import FAMILIES, sight_of, tower_of
+from rally.engines.embedded.vision import FAMILIES, give_sight, sight_of, tower_of
 from rally.patches import Patches
 from rally.types import RallyError
 
@@ -56,6 +56,16 @@ def _patches(path: str, options: str, token: int, trust_remote_code: bool) -> Pa
             "preprocessor_config.json, and data.mm_processor_kwargs what that takes"
         ) from problem
     return Patches(processor, token)
+
+
+def share_sight(model: PreTrainedModel, patches: Patches, key: str) -> None:
+    """Let a model, which `key` names, look at the images of the policy, cut as the policy cuts them."""
+    processor: Any = patches.processor
+    vision: Any = getattr(model.config, "vision_config", None)
+    cut = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    if tower_of(model) is None or cut != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
+        raise SightError(f"{key} cannot look at images as the policy does; name a model of the policy's family")
+    give_sight(model, patches)
 
 
 def freeze_tower(model: PreTrainedModel) -> None:

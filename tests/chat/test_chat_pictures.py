@@ -76,12 +76,13 @@ def test_nobody_can_write_an_image() -> None:
         {"role": "system", "content": f"You see {PAD}."},
         {"role": "user", "content": f"{PAD} and <|vision_start|>"},
         {"role": "assistant", "content": f"I say {PAD}"},
+        {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}, {"text": PAD}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": PAD, "arguments": {PAD: [PAD]}}}]},
         {"role": "tool", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": PAD}]},
     ]
     ids, images = CODEC.rerender(messages)
-    assert len(images) == 1 and [i for i, t in enumerate(ids) if t == PAD_ID] == list(
-        range(images[0].start, images[0].end)
-    )
+    inside = [i for span in images for i in range(span.start, span.end)]
+    assert len(images) == 2 and [i for i, t in enumerate(ids) if t == PAD_ID] == inside
 
 
 def test_the_sanity_check_knows_that_images_are_wide() -> None:
@@ -135,3 +136,4 @@ def test_patches_are_made_once_and_not_kept_for_ever() -> None:
     for image in (IMAGES[0], IMAGES[0], IMAGES[1], IMAGES[0], IMAGES[3], IMAGES[0]):
         patches.of(image)
     assert len(made) == 4
+    assert {patches.size(image) for image in IMAGES[:2]} == {(2, 3), (1, 1)} and len(made) == 4  # counting makes none

@@ -7,7 +7,7 @@ import pytest
 from chat_cases import observed, replies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer
+from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer, picture
 
 from rally.chat import ChatCodec, TemplateError, tiny_tokenizer
 from rally.patches import Patches
@@ -83,6 +83,14 @@ def test_nobody_can_write_an_image() -> None:
     ids, images = CODEC.rerender(messages)
     inside = [i for span in images for i in range(span.start, span.end)]
     assert len(images) == 2 and [i for i, t in enumerate(ids) if t == PAD_ID] == inside
+
+
+def test_pixels_are_not_kept_with_the_prompts_that_were_encoded() -> None:
+    codec = make_codec()
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (picture(1), picture(2))]
+    first, second = (codec.prompt(messages) for messages in asked)
+    assert first.ids == second.ids and first.images[0].image != second.images[0].image
+    assert codec._prompt_ids.cache_info().currsize == 1
 
 
 def test_the_sanity_check_knows_that_images_are_wide() -> None:

@@ -97,7 +97,7 @@ class Patches:
     def _make(self, image: Image) -> Patched:
         try:
             made = self.processor(images=[decoded(image)], return_tensors="np")
-        except ValueError as problem:  # such as a picture two hundred times as wide as high
+        except (TypeError, ValueError) as problem:  # such as a picture two hundred times as wide as high
             if isinstance(problem, ImageError):
                 raise
             told = f"the image processor does not take an image of {image.width} x {image.height} pixels ({problem})"

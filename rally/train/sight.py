@@ -21,6 +21,12 @@ from rally.engines.embedded.vision import FAMILIES, give_sight, sight_of, tower_
 from rally.patches import Patches
 from rally.types import RallyError
 
+OPTIONS = (
+    *("min_pixels", "max_pixels", "size", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std"),
+)
+"""Of image processors, which pass over a name they do not know. How patches are cut belongs to the tower's weights."""
+
 
 class SightError(RallyError):
     """A model that cannot see, or cannot be kept from learning to, as asked."""
@@ -39,6 +45,10 @@ def patches_for(
         if options:
             raise SightError("data.mm_processor_kwargs has no effect, the model is for text alone; leave it out")
         return None
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise SightError(
+            f"data.mm_processor_kwargs.{unknown[0]} is nothing that can be set; known are {', '.join(OPTIONS)}"
+        )
     return _patches(path, json.dumps(dict(options), sort_keys=True), config.image_token_id, trust_remote_code)
 
 

@@ -154,6 +154,12 @@ def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
     assert "full forward" in "".join(one.text for one in found)
 
 
+@pytest.mark.parametrize("option", ["maxpixels=64", "patch_size=2"])
+def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(SightError, match="is nothing that can be set; known are min_pixels, max_pixels"):
+        parts.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
+
+
 def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
     from small_models import make_model
 

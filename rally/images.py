@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -19,8 +20,12 @@ from rally.types import Image, Message, RallyError
 MOST_PIXELS = 64_000_000
 """A few kilobytes can claim to be a picture of terabytes; no camera we know of takes more than this."""
 
+MOST_BYTES = 4 * MOST_PIXELS + (1 << 20)
+"""Of a file: so many pixels uncompressed, and a header."""
+
 MOST_REMEMBERED = 1 << 17
 FORMATS: tuple[str, ...] = get_args(get_type_hints(Image)["format"])
+SAID_BY = ("image", "image_url", "url", "bytes", "path")
 TAKEN = "give a path, bytes, a data: address or a PIL image"
 
 
@@ -30,10 +35,10 @@ class ImageError(RallyError):
 
 def read_image(source: Any, folder: Path | None = None) -> Image:
     """The image that `source` names or holds; a relative path counts from `folder`."""
+    while isinstance(source, Mapping):
+        source = _inside(source)
     if isinstance(source, Image):
         return source
-    if isinstance(source, Mapping):
-        return read_image(_inside(source), folder)
     if isinstance(source, (bytes, bytearray)):
         return _checked(bytes(source), "the image", None)
     if isinstance(source, (str, Path)):
@@ -86,26 +91,36 @@ def is_image(part: Any) -> bool:
 
 def _inside(source: Mapping[str, Any]) -> Any:
     """What a mapping says: a part of a message, {"url": ...}, or a data set's {"bytes": ..., "path": ...}."""
-    for key in ("image", "image_url", "url", "bytes", "path"):
+    for key in SAID_BY:
         if source.get(key) is not None:
             return source[key]
     raise ImageError(f"a mapping with {', '.join(map(str, source)) or 'nothing in it'} holds no image; {TAKEN}")
 
 
 def _named(name: str, folder: Path | None) -> Image:
-    scheme = urlsplit(name).scheme if "://" in name or name.startswith("data:") else ""
-    if scheme == "data":
+    if name.startswith("data:"):
         return _checked(_from_data_address(name), "the image of a data: address", None)
+    scheme = name.partition("://")[0] if "://" in name else ""
     if scheme not in ("", "file"):
         raise ImageError(f"images are not fetched from the network; save {name[:80]} as a file and give its path")
-    path = Path(unquote(urlsplit(name).path) if scheme else name).expanduser()
-    path = path if path.is_absolute() or folder is None else folder / path
     try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as problem:  # the latter where a name holds what no file's can
+        path = Path(unquote(urlsplit(name).path) if scheme else name).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        data = _file(path)
+    except (OSError, ValueError, RuntimeError) as problem:  # the latter two where a name holds what no file's can
         told = problem.strerror if isinstance(problem, OSError) else problem
-        raise ImageError(f"the image {path} cannot be read ({told}); correct the path") from None
+        where = str(name if folder is None or scheme else folder / name)
+        raise ImageError(f"the image {where[:300]} cannot be read ({told}); correct the path") from None
     return _checked(data, f"the image {path}", path)
+
+
+def _file(path: Path) -> bytes:
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):  # reading a pipe waits for ever, reading some devices never ends
+        raise ValueError("it is no ordinary file")
+    if facts.st_size > MOST_BYTES:
+        raise ValueError(f"it has {facts.st_size} bytes, more than any picture that is taken")
+    return path.read_bytes()
 
 
 def _from_data_address(text: str) -> bytes:
@@ -160,12 +175,17 @@ def _opened(data: bytes, what: str) -> Any:
 def _encoded(picture: Any) -> Image:
     """A PIL image as PNG, which loses nothing of it."""
     buffer = io.BytesIO()
-    kept = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
-    kept.save(buffer, "PNG")
+    try:
+        kept = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else picture.convert("RGB")
+        kept.save(buffer, "PNG")
+    except (OSError, SyntaxError, ValueError) as problem:  # it is empty, closed, or was opened and is broken
+        raise ImageError(f"a PIL image cannot be used ({problem}); give a picture with pixels in it") from None
     return _checked(buffer.getvalue(), "the image", None)
 
 
 def _rgb(picture: Any) -> Any:
+    if picture.mode.startswith("I;16"):  # of which PIL would show all but the darkest 255 shades as white
+        picture = picture.point(lambda shade: shade / 256).convert("L")
     if "A" not in picture.getbands() and "transparency" not in picture.info:
         return picture.convert("RGB")
     layer = picture.convert("RGBA")

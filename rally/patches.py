@@ -1,7 +1,8 @@
 """An image becomes the patches that the model's own image processor makes of it, the same ones everywhere.
 
 How many tokens an image takes (the chat codec), what the engine computes and what is trained on all come from here, so
-they cannot disagree. Patches are kept by content, the latest of them, up to a bound of memory.
+they cannot disagree. Patches are kept by content, the latest of them, up to a bound of memory; how many tokens an image
+takes is remembered for longer, so that whoever only counts need not make them again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rally.images import ImageError, decoded
+from rally.images import MOST_REMEMBERED, ImageError, decoded
 from rally.types import Image
 
 KEPT_BYTES = 1 << 30
@@ -31,12 +32,20 @@ class Patched(NamedTuple):
     columns: int
 
 
+class Size(NamedTuple):
+    """Of an image, in tokens."""
+
+    rows: int
+    columns: int
+
+
 class Patches:
     """An image processor in the manner of Qwen-VL, the id of the token that stands for an image, and a memory."""
 
     def __init__(self, processor: Any, token: int, kept_bytes: int = KEPT_BYTES) -> None:
         self.processor, self.token = processor, token
         self._kept: OrderedDict[str, Patched] = OrderedDict()
+        self._sizes: dict[str, Size] = {}
         self._bytes, self._most = 0, kept_bytes
         self._lock = threading.Lock()  # the engine's thread asks too
         self._making = threading.Lock()  # a group asks for its image at once, and one of them makes it
@@ -56,6 +65,13 @@ class Patches:
                 self._keep(image, found)
             return found
 
+    def size(self, image: Image) -> Size:
+        known = self._sizes.get(image.hash)
+        if known is None:
+            made = self.of(image)
+            known = Size(made.rows, made.columns)
+        return known
+
     async def prepare(self, images: Sequence[Image]) -> None:
         """Make what is missing beside the event loop, which others need meanwhile."""
         missing = [image for image in images if self._known(image) is None]
@@ -70,6 +86,9 @@ class Patches:
 
     def _keep(self, image: Image, made: Patched) -> None:
         with self._lock:
+            if len(self._sizes) >= MOST_REMEMBERED:
+                self._sizes.clear()
+            self._sizes[image.hash] = Size(made.rows, made.columns)
             self._kept[image.hash] = made
             self._bytes += made.pixels.nbytes
             while self._bytes > self._most and len(self._kept) > 1:
@@ -78,7 +97,7 @@ class Patches:
     def _make(self, image: Image) -> Patched:
         try:
             made = self.processor(images=[decoded(image)], return_tensors="np")
-        except ValueError as problem:  # such as a picture two hundred times as wide as high
+        except (TypeError, ValueError) as problem:  # such as a picture two hundred times as wide as high
             if isinstance(problem, ImageError):
                 raise
             told = f"the image processor does not take an image of {image.width} x {image.height} pixels ({problem})"

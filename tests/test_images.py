@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as PILImage
 from vision_cases import picture
 
-from rally.images import ImageError, decoded, has_images, image_parts, loaded_images, read_image
+from rally.images import MOST_BYTES, ImageError, decoded, has_images, image_parts, loaded_images, read_image
 from rally.types import Image, ImageGone, ImageSpan, RallyError, Segment
 
 
@@ -48,10 +48,18 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
         ("data:image/png;base64,%%%", "data:image/png;base64"),
         (7, "int is no image"),
         ({"type": "image"}, "holds no image"),
+        (PILImage.new("RGB", (9, 9)).crop((4, 4, 4, 8)), "cannot write empty image"),
+        (PILImage.open(io.BytesIO(picture(1)[:-40])), "truncated"),
+        ("/dev/zero", "it is no ordinary file"),
+        ("huge.png", "more than any picture"),
+        ("~nobody-of-this-name/a.png", "correct the path"),
+        ("http://[", "images are not fetched"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "use png, jpeg"),
     ],
 )
 def test_what_is_no_image_is_refused_in_a_sentence(source: Any, sentence: str, tmp_path: Path) -> None:
+    with (tmp_path / "huge.png").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)  # which takes no room on the disk
     with pytest.raises(ImageError) as raised:
         read_image(source, tmp_path)
     assert sentence in str(raised.value) and isinstance(raised.value, RallyError)
@@ -67,6 +75,17 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
 def test_what_is_transparent_is_shown_on_white() -> None:
     assert decoded(read_image(as_png("RGBA", (2, 2), (255, 0, 0, 0)))).getpixel((0, 0)) == (255, 255, 255)
     assert decoded(read_image(as_png("LA", (2, 2), (0, 255)))).getpixel((0, 0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_sixteen_bits_are_shown_as_eight(as_file: bool) -> None:
+    grey = PILImage.new("I;16", (2, 1))
+    grey.putpixel((0, 0), 0x4000)
+    grey.putpixel((1, 0), 0xFFFF)
+    buffer = io.BytesIO()
+    grey.save(buffer, "PNG")
+    shown = decoded(read_image(buffer.getvalue() if as_file else grey))
+    assert [shown.getpixel((x, 0)) for x in (0, 1)] == [(0x40,) * 3, (0xFF,) * 3]
 
 
 def test_a_file_that_changed_or_went_is_not_taken_for_the_image(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rally.chat.escape import Escaped
 from rally.chat.formats import get_format
 from rally.chat.pictures import Encoded, Pictures
 from rally.chat.probe import SanityMode, TemplateReport, compare, probe
-from rally.chat.template import Template, openai_shape
+from rally.chat.template import Template, content_of, openai_shape
 from rally.chat.turns import Turns
 from rally.patches import Patches
 from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
@@ -114,7 +114,7 @@ class ChatCodec:
 
     def prompt(self, messages: Sequence[Message]) -> Encoded:
         """`encode_prompt`, and where its images stand."""
-        return self._pictures.expand(self._prompt_ids(_key(messages)), messages)
+        return self._pictures.expand(self._prompt_ids(_key([_without_pixels(m) for m in messages])), messages)
 
     def delta(self, messages: Sequence[Message], closed: bool = True) -> Encoded:
         """`encode_delta`, and where its images stand."""
@@ -242,6 +242,12 @@ class ChatCodec:
         return 0
 
 
+def _without_pixels(message: Message) -> Message:
+    """For a key: of an image, which may be megabytes of a data: address, its place alone matters."""
+    content = message.get("content")
+    return {**message, "content": content_of(content)} if isinstance(content, list) else message
+
+
 def _key(value: Any) -> str:
-    """Messages or tools as a text to look them up by; images, whose places alone matter here, by their repr."""
+    """Messages or tools as a text to look them up by."""
     return json.dumps(value, ensure_ascii=False, default=repr)

@@ -57,8 +57,10 @@ class Pictures:
 
     def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Where images stand in a whole history, in their order; what was sampled (mask 1) is none of their places."""
-        if images and self.patches is None:
-            raise TemplateError("the history holds images, but the model is for text alone; use one that sees images")
+        if self.patches is None:
+            if images:
+                raise TemplateError("the history holds images, but the model is for text alone; use one that sees them")
+            return ()
         observed = (i for i, sampled in enumerate(mask) if not sampled)
         places = [i for i in observed if ids[i] == self.pad]
         spans, done = [], 0
@@ -97,5 +99,4 @@ class Pictures:
 
     def _span(self, start: int, image: Image) -> ImageSpan:
         assert self.patches is not None
-        patched = self.patches.of(image)
-        return ImageSpan(start, patched.rows, patched.columns, image)
+        return ImageSpan(start, *self.patches.size(image), image)

@@ -42,6 +42,7 @@ class Template:
         self.source = chat_template
         # A run over midnight must not change the date in its prompts: templates that print it ask for this name.
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
+        self.placeholder = placeholder  # of images, where the policy sees them
         self.escaper = Escaper(tokenizer, placeholder)
 
     @property
@@ -82,14 +83,26 @@ class Template:
         result = {key: value for key, value in message.items() if value is not None}
         result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
-        return {**result, "tool_calls": calls} if calls else result
+        result = {**result, "tool_calls": calls} if calls else result
+        if self.placeholder is None:
+            return result
+        return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
 
     def observed(self, role: str, content: Any) -> Any:
         """Content with its control tokens neutralised where a tool or a user wrote it."""
         escape = {"tool": self.escaper.tool, "user": self.escaper.user}.get(role, self.escaper.trusted)
         if isinstance(content, str):
             return escape(content).text
-        return [{**p, "text": escape(p["text"]).text} if p.get("type") == "text" else p for p in content]
+        return [{**p, "text": escape(p["text"]).text} if isinstance(p.get("text"), str) else p for p in content]
+
+    def _without_placeholder(self, value: Any) -> Any:
+        """Names, arguments, thoughts and whatever else a template may print: none of it shows an image."""
+        if isinstance(value, str):
+            return self.escaper.trusted(value).text
+        if isinstance(value, Mapping):
+            inside = self._without_placeholder
+            return {inside(key): inside(item) for key, item in value.items()}
+        return [self._without_placeholder(item) for item in value] if isinstance(value, list) else value
 
 
 def openai_shape(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

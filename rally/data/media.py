@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rally.data.read import DataError, Row
-from rally.images import ImageError, is_image, read_image
+from rally.images import SAID_BY, ImageError, is_image, read_image
 from rally.types import Image, Message
 
 PLACEHOLDER = "<image>"
@@ -58,7 +58,7 @@ def _parts(message: Message, has_column: bool) -> Iterator[dict[str, Any]]:
 
 
 def _is_bare(part: dict[str, Any]) -> bool:
-    return is_image(part) and not any(part.get(key) is not None for key in ("image", "image_url", "url"))
+    return is_image(part) and not any(part.get(key) is not None for key in SAID_BY)
 
 
 def _placed(part: dict[str, Any], left: Iterator[Image], folder: Path, field: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class AgentLoopOutput:
             raise LoopError(f"the agent loop returned multi_modal_data with {unknown[0]}; only images are built")
         images = [read_image(image) for items in given.values() for image in items]
         ids, mask = (*self.prompt_ids, *self.response_ids), (*[0] * len(self.prompt_ids), *self.response_mask)
-        return codec.locate(ids, images, mask) if images else ()
+        return codec.locate(ids, images, mask)
 
 
 class EpisodeServer:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from rally.images import has_images
 from rally.loops.base import AgentLoopBase, EpisodeServer, LoopError
 from rally.types import Message
 
@@ -98,7 +99,7 @@ class BroughtLoop(AgentLoopBase):
         remove_system_prompt: bool = False,
     ) -> list[int]:
         """The ids of the first messages or, with `remove_system_prompt`, of those that follow a sampled turn."""
-        if images or videos:
+        if images or videos or has_images(messages):
             raise LoopError("the agent loop renders images or videos, which loops of verl cannot yet; leave them out")
         codec = self.codec if tools is None else self.codec.with_tools(tools)
         return list(codec.encode_delta(messages) if remove_system_prompt else codec.encode_prompt(messages))

@@ -16,6 +16,7 @@ from typing import Any
 import mcp_types as types
 from PIL import Image
 
+from rally.images import FORMATS, MOST_PIXELS
 from rally.types import ToolResponse
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -77,7 +78,9 @@ def _image(data: str) -> Any:
 
 def _decoded(raw: bytes) -> Any:
     try:
-        image = Image.open(io.BytesIO(raw))
+        image = Image.open(io.BytesIO(raw), formats=[name.upper() for name in FORMATS])
+        if image.width * image.height > MOST_PIXELS:
+            return None
         image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.text import Text
 
 from rally.track.text import number, one_line, visible
-from rally.types import Episode, Segment, ToolResult
+from rally.types import Episode, ImageSpan, Segment, ToolResult
 
 PROMPT_STYLE = "dim"
 SAMPLED_STYLE = "green"
@@ -18,15 +18,16 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def conversation_text(episode: Episode, decode: Decode) -> Text:
-    """The whole exchange. `decode` turns ids into text; each unbroken run of the mask is decoded in one piece."""
+    """The whole exchange. `decode` turns ids into text; each unbroken run of the mask is decoded in one piece. Of an
+    image, which is hundreds of equal tokens, its size is told."""
     text = Text()
     text.append_text(_header(episode))
     for n, segment in enumerate(episode.segments, start=1):
         if len(episode.segments) > 1:
             text.append(f"\n\nsegment {n}/{len(episode.segments)}", style="bold")
         text.append("\n\n")
-        for ids, style in _runs(segment):
-            text.append(visible(decode(ids)), style=style)
+        for piece, style in _pieces(segment, decode):
+            text.append(visible(piece), style=style)
     text.append("\n")
     for result in episode.tool_results:
         text.append_text(_tool_line(result))
@@ -47,12 +48,17 @@ def _header(episode: Episode) -> Text:
     return header
 
 
-def _runs(segment: Segment) -> Iterator[tuple[Sequence[int], str]]:
-    yield segment.prompt_ids, PROMPT_STYLE
-    for sampled, run in groupby(
-        zip(segment.response_ids, segment.response_mask, strict=True), key=lambda pair: pair[1]
-    ):
-        yield [token for token, _ in run], SAMPLED_STYLE if sampled else OBSERVED_STYLE
+def _pieces(segment: Segment, decode: Decode) -> Iterator[tuple[str, str]]:
+    styles = [SAMPLED_STYLE if sampled else OBSERVED_STYLE for sampled in segment.response_mask]
+    styles = [PROMPT_STYLE] * len(segment.prompt_ids) + styles
+    shown: list[ImageSpan | None] = [None] * len(styles)
+    for image in segment.images:
+        shown[image.start : image.end] = [image] * (image.end - image.start)
+    ids, at = segment.ids, 0
+    for (style, span), run in groupby(zip(styles, shown, strict=True)):
+        end = at + len(list(run))
+        yield f"[image, {span.rows} x {span.columns} tokens]" if span else decode(ids[at:end]), style
+        at = end
 
 
 def _tool_line(result: ToolResult) -> Text:

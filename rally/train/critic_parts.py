@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 from rally.config import Config
-from rally.engines.embedded.vision import give_sight
 from rally.train.checkpoint import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.cuts import UNBOUND
@@ -12,6 +11,7 @@ from rally.train.kl_control import KlControl
 from rally.train.load import pick_device
 from rally.train.parts import gradient_limits_of, optimizer_settings, patches_of, response_length, reward_kl_coef
 from rally.train.policy import Policy
+from rally.train.sight import share_sight
 from rally.train.value_model import load_value_model
 
 
@@ -33,7 +33,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Crit
         overrides=dict(model.override_config),
     )
     if patches := patches_of(config):
-        give_sight(body, patches)
+        share_sight(body, patches, "critic.model.path")
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),

@@ -166,8 +166,11 @@ def _new_config(settings: LoraSettings) -> Any:
 
 def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
     """All linear layers of a model that sees are those of its language: who wants to adapt how it looks says so."""
-    chosen = settings.targets != LoraSettings.targets or settings.excluded
-    return settings if chosen or tower_of(model) is None else replace(settings, excluded=(TOWER,))
+    if settings.targets != LoraSettings.targets or tower_of(model) is None:
+        return settings
+    excluded = _names(settings.excluded)
+    own = excluded if isinstance(excluded, str) else rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"
+    return replace(settings, excluded=(f"{TOWER}|{own}" if settings.excluded else TOWER,))
 
 
 def _read_config(folder: str, settings: LoraSettings) -> Any:

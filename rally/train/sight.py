@@ -17,9 +17,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rally.engines.embedded.vision import FAMILIES, sight_of, tower_of
+from rally.engines.embedded.vision import FAMILIES, give_sight, sight_of, tower_of
 from rally.patches import Patches
 from rally.types import RallyError
+
+OPTIONS = (
+    *("min_pixels", "max_pixels", "size", "resample", "do_rescale", "rescale_factor"),
+    *("do_normalize", "image_mean", "image_std"),
+)
+"""Of image processors, which pass over a name they do not know. How patches are cut belongs to the tower's weights."""
 
 
 class SightError(RallyError):
@@ -39,6 +45,10 @@ def patches_for(
         if options:
             raise SightError("data.mm_processor_kwargs has no effect, the model is for text alone; leave it out")
         return None
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise SightError(
+            f"data.mm_processor_kwargs.{unknown[0]} is nothing that can be set; known are {', '.join(OPTIONS)}"
+        )
     return _patches(path, json.dumps(dict(options), sort_keys=True), config.image_token_id, trust_remote_code)
 
 
@@ -56,6 +66,16 @@ def _patches(path: str, options: str, token: int, trust_remote_code: bool) -> Pa
             "preprocessor_config.json, and data.mm_processor_kwargs what that takes"
         ) from problem
     return Patches(processor, token)
+
+
+def share_sight(model: PreTrainedModel, patches: Patches, key: str) -> None:
+    """Let a model, which `key` names, look at the images of the policy, cut as the policy cuts them."""
+    processor: Any = patches.processor
+    vision: Any = getattr(model.config, "vision_config", None)
+    cut = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    if tower_of(model) is None or cut != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
+        raise SightError(f"{key} cannot look at images as the policy does; name a model of the policy's family")
+    give_sight(model, patches)
 
 
 def freeze_tower(model: PreTrainedModel) -> None:

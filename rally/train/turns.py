@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rally.algos.credit import Turns
-from rally.types import Episode, Image, RallyError, Turn
+from rally.types import Episode, Image, RallyError, Segment, Turn
 
 
 class TurnRewardError(RallyError):
@@ -70,16 +70,21 @@ def _shown(turn: Turn) -> tuple[str, ...]:
     return tuple(image.hash for image in images if isinstance(image, Image))
 
 
+def _images(segment: Segment, start: int, end: int) -> tuple[str, ...]:
+    return tuple(span.image.hash for span in segment.images if start <= span.start < end)
+
+
 def _runs(episode: Episode) -> list[_Turn]:
     """Runs of sampled tokens, for a loop that did not tell its turns."""
     turns: list[_Turn] = []
     for segment in episode.segments:
-        seen, at = segment.prompt_ids, 0
+        at, start = 0, len(segment.prompt_ids)
+        seen: Any = segment.prompt_ids, _images(segment, 0, start)
         for sampled, run in itertools.groupby(segment.response_mask):
             end = at + len(list(run))
             if sampled:
                 turns.append(_Turn(end - at, 0.0, seen))
             else:
-                seen = segment.response_ids[at:end]
+                seen = segment.response_ids[at:end], _images(segment, start + at, start + end)
             at = end
     return turns

@@ -7,7 +7,7 @@ import pytest
 from chat_cases import observed, replies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer
+from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer, picture
 
 from rally.chat import ChatCodec, TemplateError, tiny_tokenizer
 from rally.patches import Patches
@@ -76,12 +76,21 @@ def test_nobody_can_write_an_image() -> None:
         {"role": "system", "content": f"You see {PAD}."},
         {"role": "user", "content": f"{PAD} and <|vision_start|>"},
         {"role": "assistant", "content": f"I say {PAD}"},
+        {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}, {"text": PAD}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": PAD, "arguments": {PAD: [PAD]}}}]},
         {"role": "tool", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": PAD}]},
     ]
     ids, images = CODEC.rerender(messages)
-    assert len(images) == 1 and [i for i, t in enumerate(ids) if t == PAD_ID] == list(
-        range(images[0].start, images[0].end)
-    )
+    inside = [i for span in images for i in range(span.start, span.end)]
+    assert len(images) == 2 and [i for i, t in enumerate(ids) if t == PAD_ID] == inside
+
+
+def test_pixels_are_not_kept_with_the_prompts_that_were_encoded() -> None:
+    codec = make_codec()
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (picture(1), picture(2))]
+    first, second = (codec.prompt(messages) for messages in asked)
+    assert first.ids == second.ids and first.images[0].image != second.images[0].image
+    assert codec._prompt_ids.cache_info().currsize == 1
 
 
 def test_the_sanity_check_knows_that_images_are_wide() -> None:
@@ -135,3 +144,4 @@ def test_patches_are_made_once_and_not_kept_for_ever() -> None:
     for image in (IMAGES[0], IMAGES[0], IMAGES[1], IMAGES[0], IMAGES[3], IMAGES[0]):
         patches.of(image)
     assert len(made) == 4
+    assert {patches.size(image) for image in IMAGES[:2]} == {(2, 3), (1, 1)} and len(made) == 4  # counting makes none

@@ -46,6 +46,13 @@ def test_parts_with_paths_count_from_the_file(tmp_path: Path, suffix: str) -> No
     assert shown(task) == [ONE, "How long is AB?"]
 
 
+def test_a_part_with_a_path_is_not_bare(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(1))
+    content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "and <image>"}]
+    [task] = load(tmp_path, row(content, images=[{"bytes": picture(2)}]))
+    assert shown(task) == [ONE, "and ", TWO]
+
+
 def test_a_bare_part_takes_the_next_image_and_the_column_may_have_another_name(tmp_path: Path) -> None:
     content = [{"type": "image"}, {"type": "text", "text": "and <image>"}]
     (tmp_path / "b.png").write_bytes(picture(2))

@@ -9,6 +9,7 @@ from vision_cases import PAD, make_codec, make_image
 
 from rally.images import read_image
 from rally.loops import AgentLoopBase, AgentLoopOutput
+from rally.loops.brought import BroughtLoop
 from rally.loops.registry import LoopSpec
 from rally.tools import BaseTool, ToolBox, load_tools
 from rally.track.metrics import rollout_metrics
@@ -59,8 +60,9 @@ async def test_a_zoomed_part_is_seen_in_the_next_turn(history: str) -> None:
     assert held.episode.turns[1].text.startswith("[image]The part [0, 0, 30, 40]")
 
 
-async def test_an_image_that_cannot_be_shown_is_the_tools_error() -> None:
-    held = await hold(setting(Show("no such file.png")), make_task(ASKED))
+@pytest.mark.parametrize("broken", ["no such file.png", PILImage.new("RGB", (0, 9))])
+async def test_an_image_that_cannot_be_shown_is_the_tools_error(broken: Any) -> None:
+    held = await hold(setting(Show(broken)), make_task(ASKED))
     [result] = held.episode.tool_results
     assert result.status is ToolStatus.ERROR and "cannot be shown" in str(result.response.text)
     assert len(held.segment.images) == 1
@@ -114,6 +116,31 @@ class Bare(AgentLoopBase):
         told: dict[str, Any] = {"multi_modal_data": {"images": [IMAGE, OTHER][: row_fields.get("shown", 2)]}}
         told |= {"response_logprobs": [-1.0] * len(mask)}
         return AgentLoopOutput(prompt_ids=ids, response_ids=response, response_mask=mask, **told)
+
+
+class Forgetful(AgentLoopBase):
+    """Never says that there are images."""
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        ids = self.codec.encode_prompt(self.task.prompt)
+        reply = await self.server.generate(ids, sampling_params)
+        return AgentLoopOutput(prompt_ids=ids, response_ids=reply.ids, response_mask=[1] * len(reply.ids))
+
+
+class FromVerl(BroughtLoop):
+    """Takes its prompt for text."""
+
+    async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+        raise AssertionError(await self.apply_chat_template(self.task.prompt))
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [(Forgetful, "its 0 images take 0"), (FromVerl, "which loops of verl cannot yet")],
+)
+async def test_a_loop_that_would_leave_the_policy_blind_is_an_error(loop: Any, sentence: str) -> None:
+    held = await hold(setting(loop="own", loops={"own": LoopSpec(loop, {})}), make_task(ASKED))
+    assert held.episode.stop_reason is StopReason.ERROR and sentence in str(held.episode.error)
 
 
 OTHER = make_image(2, 30, 40)

@@ -1,8 +1,10 @@
 """Tools of MCP servers: told whole, answered by name whatever the server does, and nothing left behind."""
 
 import asyncio
+import base64
 import contextlib
 import gc
+import io
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mcp_types import CallToolResult
+from PIL import Image as PILImage
 
 from rally.tools import ToolBox, ToolConfigError, ToolLimits, load_tools
 from rally.tools import mcp_line as line_module
@@ -482,3 +485,12 @@ def test_any_content_is_read_and_every_part_is_text_an_image_or_counted(
     assert len(content.response.image or ()) + content.not_shown == images
     if not parts and structured is not None:
         assert json.loads(content.response.text or "") == structured
+
+
+@pytest.mark.parametrize(("size", "kind"), [((9_000, 9_000), "PNG"), ((4, 4), "EPS"), ((4, 4), "TIFF")])
+def test_a_server_cannot_send_a_bomb_or_a_program(size: tuple[int, int], kind: str) -> None:
+    buffer = io.BytesIO()
+    PILImage.new("L" if kind == "EPS" else "1", size).save(buffer, kind)
+    part = {"type": "image", "data": base64.b64encode(buffer.getvalue()).decode(), "mimeType": "image/png"}
+    content = read_content(CallToolResult.model_validate({"content": [part]}))
+    assert content.response.image is None and content.not_shown == 1

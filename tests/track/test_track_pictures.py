@@ -9,7 +9,7 @@ import pytest
 from view_cases_pictures import picture_episode
 from vision_cases import make_image, picture
 
-from rally.track import RunFolder
+from rally.track import RunFolder, conversation_text
 from rally.track.metrics import rollout_metrics
 from rally.track.pictures import ImageFolder
 from rally.types import ImageGone, ToolResponse
@@ -54,3 +54,12 @@ def test_what_was_shown_and_what_was_not_is_counted() -> None:
     assert metrics["images/tokens/mean"] == 9.0
     assert not any(name.startswith("images") for name in rollout_metrics([picture_episode(0, images=False)]))
     assert ToolResponse(image=[make_image(1)]).image == [make_image(1)]
+
+
+def test_a_person_reads_the_size_of_an_image_and_not_its_tokens() -> None:
+    text = conversation_text(picture_episode(0), lambda ids: " ".join(map(str, ids))).plain
+    first, second = picture_episode(0).segments[0].images
+    told = [f"[image, {span.rows} x {span.columns} tokens]" for span in (first, second)]
+    assert [text.count(line) for line in told] == [told.count(line) for line in told]
+    pad = picture_episode(0).segments[0].ids[first.start]
+    assert f"{pad} {pad}" not in text

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import make_model
 from train_cases import Paper
 from vision_cases import (
     FAMILIES,
     make_codec,
     make_image,
+    make_patches,
     make_tokenizer,
     make_vision_model,
     picture,
@@ -30,7 +32,7 @@ from rally.train.merge import merge
 from rally.train.packing import Row, pack
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.sft import SftSettings, conversation_row, sft_step
-from rally.train.sight import SightError
+from rally.train.sight import SightError, share_sight
 from rally.types import RallyError, Segment
 
 ASKED = [{"role": "user", "content": [{"type": "image", "image": make_image(1, 48, 48)}]}]
@@ -91,12 +93,23 @@ def test_the_tower_is_trained_unless_it_is_frozen(tmp_path: Path, frozen: bool) 
 
 
 def test_lora_adapts_the_language_unless_told_otherwise() -> None:
-    default, told = make_vision_model(), make_vision_model()
+    default, less, told = make_vision_model(), make_vision_model(), make_vision_model()
     add_adapters(default, LoraSettings(rank=2), "base")
+    add_adapters(less, LoraSettings(rank=2, excluded=("q_proj", "mlp.up_proj")), "base")
     add_adapters(told, LoraSettings(rank=2, targets=("qkv", "q_proj")), "base")
     adapted = [name for name, _ in default.named_parameters() if "lora_" in name]
     assert adapted and not any("visual" in name for name in adapted)
+    left_out = {name for name in adapted if "q_proj" in name or "up_proj" in name}
+    assert left_out and {name for name, _ in less.named_parameters() if "lora_" in name} == set(adapted) - left_out
     assert any("visual" in name for name, _ in told.named_parameters() if "lora_" in name)
+
+
+def test_a_critic_that_cannot_look_as_the_policy_does_is_refused() -> None:
+    finer = make_vision_model()
+    finer.config.vision_config.patch_size = 2
+    for critic in (finer, make_model()):
+        with pytest.raises(SightError, match="cannot look at images as the policy does"):
+            share_sight(critic, make_patches(), "critic.model.path")
 
 
 def test_adapters_are_merged_into_a_folder_that_sees(tmp_path: Path) -> None:
@@ -139,6 +152,12 @@ def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
     found = list(examine(None, overrides))
     assert not [one for one in found if one.status == "error"], found
     assert "full forward" in "".join(one.text for one in found)
+
+
+@pytest.mark.parametrize("option", ["maxpixels=64", "patch_size=2"])
+def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(SightError, match="is nothing that can be set; known are min_pixels, max_pixels"):
+        parts.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
 
 
 def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from train_cases import Paper, run_config, write_reward
+from train_cases import Paper, episode, run_config, write_reward
 from vision_cases import make_codec, make_image, write_vision_model
 
 from rally.config import load_config
@@ -12,7 +12,8 @@ from rally.track import RunFolder
 from rally.train.compare import departure
 from rally.train.replay import Verdict, replay
 from rally.train.run import RunError, train
-from rally.types import Segment
+from rally.train.turns import turns_of_episodes
+from rally.types import Generation, Segment
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LENGTHS = ("data.max_prompt_length=1024", "data.max_response_length=12", f"{ROLLOUT}.n=2", "data.train_batch_size=2")
@@ -43,8 +44,8 @@ def test_a_run_trains_and_its_episodes_are_replayed(home: Path, tmp_path: Path) 
     assert all(row["actor/rollout_mismatch_max"] < 1e-4 for row in rows)
     assert len(list((out / "images").iterdir())) == 4  # two rows to train on, two to validate
     for validate, step in ((False, 2), (True, 2)):
-        episode = folder.read_episodes(step, validate)[0]
-        found = replay(out, episode.id, load_config(out / "config.yaml"))
+        held = folder.read_episodes(step, validate)[0]
+        found = replay(out, held.id, load_config(out / "config.yaml"))
         assert {finding.verdict for finding in found.findings} == {Verdict.SAME}, found
 
 
@@ -57,6 +58,17 @@ def test_another_image_in_the_same_place_is_a_departure() -> None:
     apart = departure([a], [b])
     assert apart is not None and (apart.place, apart.writer) == (one.images[0].start, "prompt")
     assert departure([a], [a]) is None
+
+
+def test_turns_that_were_shown_different_images_are_in_different_states() -> None:
+    codec, reply = make_codec(), Generation(ids=(5,), logprobs=(-1.0,), finish="stop")
+    asked, answers = codec.prompt([{"role": "user", "content": "?"}]), []
+    for seed in (1, 2, 1):
+        shown = codec.delta([{"role": "tool", "content": [{"type": "image", "image": make_image(seed)}]}])
+        segment = Segment(prompt_ids=asked.ids).append_sampled(reply).append_observed(*shown).append_sampled(reply)
+        answers.append(episode(f"e{seed}", "g", 0.0, segment))
+    first, second = turns_of_episodes(answers).states_K.reshape(3, 2).T.tolist()
+    assert len(set(first)) == 1 and second[0] == second[2] != second[1]
 
 
 def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:

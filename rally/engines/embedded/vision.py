@@ -69,9 +69,9 @@ def check_images(model: PreTrainedModel, images: Sequence[ImageSpan], length: in
         raise EngineError("the prompt holds an image, but the model is for text alone; use a model that sees images")
     end = 0
     for span in images:
-        patched = patches.of(span.image)
-        if (patched.rows, patched.columns) != (span.rows, span.columns):
-            told = f"an image of {patched.rows} x {patched.columns} tokens was given {span.rows} x {span.columns}"
+        rows, columns = patches.size(span.image)
+        if (rows, columns) != (span.rows, span.columns):
+            told = f"an image of {rows} x {columns} tokens was given {span.rows} x {span.columns}"
             raise EngineError(f"{told}; encode it with the codec of this model")
         if not end <= span.start <= span.end <= length:
             raise EngineError("the images of a prompt stand outside of it or over each other; give their places in it")

@@ -42,19 +42,18 @@ class AgentClient:
     def openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` that is closed with the episode."""
         openai = _openai()
-        # Loopback needs no certificates, which take longer to load than an answer, and must not go through a proxy.
-        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        made = openai.AsyncOpenAI(
-            **{"base_url": self.base_url, "api_key": self.api_key, "http_client": http, **options}
-        )
-        self._opened.append(made.close)
-        return made
+        return self._kept(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient, options)
 
     def sync_openai(self, **options: Any) -> Any:
         """The same for code that blocks: an `openai.OpenAI`."""
         openai = _openai()
-        http = openai.DefaultHttpxClient(verify=False, trust_env=False)
-        made = openai.OpenAI(**{"base_url": self.base_url, "api_key": self.api_key, "http_client": http, **options})
+        return self._kept(openai.OpenAI, openai.DefaultHttpxClient, options)
+
+    def _kept(self, kind: Callable[..., Any], http: Callable[..., Any], options: dict[str, Any]) -> Any:
+        if not options.keys() & {"base_url", "http_client"}:
+            # Ours needs no certificates, which take longer to load than an answer, and must not go through a proxy.
+            options = {"http_client": http(verify=False, trust_env=False), **options}
+        made = kind(**{"base_url": self.base_url, "api_key": self.api_key, **options})
         self._opened.append(made.close)
         return made
 

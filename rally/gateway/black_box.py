@@ -58,7 +58,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def _held(self, gateway: Any, session: Session, limit: asyncio.Timeout, row: dict[str, Any]) -> Outcome:
         function, agents = find_agent(self._agent), gateway.agents
         client = gateway.open(session, self.context.episode_id)
-        running = Running(agents, held(function, dict(row), client))
+        running = Running(agents, held(function, fresh(row), client))
         try:
             async with limit:
                 return Outcome(await asyncio.shield(running.ended))
@@ -108,6 +108,13 @@ class BlackBoxAgentLoop(AgentLoopBase):
             told = f"{type(ended.error).__name__}: {ended.error}"
             raise LoopError(f"the agent {self._agent} failed: {told}") from ended.error
         return session.reason, Returned()
+
+
+def fresh(value: Any) -> Any:
+    """The value in containers of its own: all episodes of a task have one row, and agents write into theirs."""
+    if isinstance(value, dict):
+        return {key: fresh(item) for key, item in value.items()}
+    return [fresh(item) for item in value] if isinstance(value, list) else value
 
 
 def returned_by(agent: str, value: Any) -> Returned:

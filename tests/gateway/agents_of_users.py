@@ -220,6 +220,20 @@ async def two_heads(row: Row, client: AgentClient) -> str:
     return str(last.content)
 
 
+async def asks_at_once(row: Row, client: AgentClient) -> dict[str, Any]:
+    """Eight questions at the same time; how many were answered."""
+    said = await asyncio.gather(*[ask(client, f"question {n}") for n in range(8)], return_exceptions=True)
+    return {"answered": sum(isinstance(one, str) for one in said)}
+
+
+async def writes_into_its_row(row: Row, client: AgentClient) -> str:
+    messages = row["raw_prompt"]
+    for _ in range(2):
+        completion = await client.openai().chat.completions.create(model="m", messages=messages)
+        messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
+    return str(len(messages))
+
+
 async def asks_for_ever(row: Row, client: AgentClient) -> None:
     while True:
         try:

@@ -75,6 +75,18 @@ def test_limits_end_an_episode_and_the_agent_is_told(
     assert "this episode is over: " in content.extra["agent_answer"] and "410" in content.extra["agent_answer"]
 
 
+@pytest.mark.parametrize("last_words", [30.0, 0.05])
+def test_limits_on_turns_hold_for_requests_that_come_at_once(
+    last_words: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LAST_WORDS", last_words)
+    slow = [Reply(said(CODEC, "done"), seconds=0.3)] * 8
+    held = held_by("asks_at_once", CODEC, slow, max_assistant_turns=3)
+    assert held.episode.stop_reason is StopReason.MAX_TURNS and len(held.engine.calls) == 3
+    assert len(held.episode.turns) == 3, "what is being answered when the limit is met is answered to the end"
+    check_sampled_once(held)
+
+
 def test_a_turn_cut_by_the_budget_ends_an_episode_by_length_and_by_the_agents_own_limit_does_not() -> None:
     long = [Reply(said(CODEC, "word " * 50))]
     assert held_by("wants_to_be_cold", CODEC, long, response_length=20).episode.stop_reason is StopReason.LENGTH
@@ -98,7 +110,7 @@ def test_what_cannot_be_honoured_is_refused_in_a_sentence() -> None:
     assert error is not None and "one answer is sampled for each request, not 3; ask again for another" in error
 
 
-def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success() -> None:
+def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted = held_by("asks_ten_times_or_gives_up", CODEC, [Reply(said(CODEC, "half"), finish="abort")]).episode
     assert aborted.stop_reason is StopReason.CANCELLED and len(aborted.turns) == 1
 
@@ -107,10 +119,12 @@ def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success() -> None:
         async def generate(self, *args: object, **kwargs: object) -> Generation:
             raise RallyError("no server is left")
 
-    runner = black_box("asks_ten_times_or_gives_up", CODEC)
-    runner.engine = Broken(CODEC, [])
-    episode = asyncio.run(hold(runner, row_of(CODEC))).episode
-    assert episode.stop_reason is StopReason.ERROR and episode.error == "RallyError: no server is left"
+    monkeypatch.setattr(session, "LAST_WORDS", 0.2)
+    for agent in ("asks_ten_times_or_gives_up", "asks_for_ever"):
+        runner = black_box(agent, CODEC)
+        runner.engine = Broken(CODEC, [])
+        episode = asyncio.run(asyncio.wait_for(hold(runner, row_of(CODEC)), 20)).episode
+        assert episode.stop_reason is StopReason.ERROR and episode.error == "RallyError: no server is left"
 
 
 def test_a_finished_episodes_key_and_a_strangers_are_told_apart() -> None:

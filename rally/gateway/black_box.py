@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +59,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def _held(self, gateway: Any, session: Session, limit: asyncio.Timeout, row: dict[str, Any]) -> Outcome:
         function, agents = find_agent(self._agent), gateway.agents
         client = gateway.open(session, self.context.episode_id)
-        running = Running(agents, held(function, fresh(row), client))
+        running = Running(agents, partial(held, function, fresh(row), client))
         try:
             async with limit:
                 return Outcome(await asyncio.shield(running.ended))

@@ -154,7 +154,8 @@ class Session:
 
     def _params(self, asked: ChatRequest, room: Room) -> SamplingParams:
         given = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        words = asked.stop or []
+        stop = [words] if isinstance(words, str) else words
         rules = self._sampling
         return SamplingParams.of(
             {

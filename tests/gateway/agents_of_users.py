@@ -185,6 +185,14 @@ async def shortens_itself(row: Row, client: AgentClient) -> str:
         return f"{refusal} / {await ask(client, 'short')}"
 
 
+async def offers_no_function(row: Row, client: AgentClient) -> str:
+    """First a tool of a kind that is not known here, then none."""
+    try:
+        return await ask(client, "hello", tools=[{"type": "custom", "custom": {"name": "shell"}}])
+    except Exception as refusal:  # noqa: BLE001 - what users write
+        return f"{refusal} / {await ask(client, 'hello', stop='')}"
+
+
 async def wants_three(row: Row, client: AgentClient) -> str:
     return await ask(client, "hello", n=3)
 

@@ -1,6 +1,7 @@
 """However an agent ends, its episode ends for one named reason, in words where it is an error."""
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import httpx
@@ -11,9 +12,11 @@ from gateway_cases import black_box, held_by, row_of
 from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once, check_tiling, hold, said, tiny_codec
 
 from rally.gateway import BlackBoxAgentLoop, session
+from rally.gateway.agents import AgentThread, Running
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError
+from rally.tools.calling import Ended
 from rally.types import Generation, RallyError, StopReason
 
 CODEC = tiny_codec()
@@ -103,6 +106,28 @@ def test_messages_that_do_not_fit_are_refused_and_shorter_ones_are_not() -> None
     assert held.episode.extra["agent"]["refused"] == 1
     full = held_by("asks_ten_times", CODEC, max_model_len=60).episode
     assert full.stop_reason is StopReason.CONTEXT and full.error is None
+
+
+def test_a_tool_whose_calls_could_not_be_read_is_refused_before_anything_is_sampled() -> None:
+    held = held_by("offers_no_function", CODEC)
+    assert "tools.0 is no function with a name" in held.episode.extra["agent_answer"]
+    assert held.episode.extra["agent_answer"].endswith("/ done") and len(held.engine.calls) == 1
+
+
+def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
+    begun: list[bool] = []
+
+    async def work() -> None:
+        begun.append(True)
+
+    async def cancelled() -> Ended:
+        thread = AgentThread()
+        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is at work
+        running = Running(thread, work)
+        running.cancel()
+        return await asyncio.wait_for(running.ended, 10)
+
+    assert isinstance(asyncio.run(cancelled()).error, asyncio.CancelledError) and not begun
 
 
 def test_what_cannot_be_honoured_is_refused_in_a_sentence() -> None:

@@ -20,7 +20,7 @@ from rally.types import Generation, RallyError, SamplingParams, StopReason
 
 LAST_WORDS = 30.0  # seconds that an agent has left after it was told that its episode is over
 COUNTED = (
-    *("requests", "refused", "overruled"),
+    *("requests", "refused", "overruled", "gone"),
     *("branches", "rewritten", "tool_calls", "malformed_calls", "tool_answers"),
 )
 
@@ -89,6 +89,7 @@ class Session:
         except asyncio.CancelledError:
             if self._closed:
                 raise ended() from None
+            self.transcript.counts["gone"] += 1
             raise
         except RallyError as refused:
             self.refused = str(refused)

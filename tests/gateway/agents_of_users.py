@@ -193,6 +193,12 @@ async def offers_no_function(row: Row, client: AgentClient) -> str:
         return f"{refusal} / {await ask(client, 'hello', stop='')}"
 
 
+async def is_impatient(row: Row, client: AgentClient) -> str:
+    llm = client.openai(timeout=0.3, max_retries=1)
+    question: Any = [{"role": "user", "content": "hello"}]
+    return str((await llm.chat.completions.create(model="m", messages=question)).choices[0].message.content)
+
+
 async def wants_three(row: Row, client: AgentClient) -> str:
     return await ask(client, "hello", n=3)
 

@@ -108,6 +108,12 @@ def test_messages_that_do_not_fit_are_refused_and_shorter_ones_are_not() -> None
     assert full.stop_reason is StopReason.CONTEXT and full.error is None
 
 
+def test_an_answer_that_nobody_waited_for_is_counted_and_no_turn() -> None:
+    held = held_by("is_impatient", CODEC, [Reply(said(CODEC, "late"), seconds=3600.0)])
+    assert held.episode.stop_reason is StopReason.STOP and held.episode.extra["agent_answer"] == "done"
+    assert len(held.episode.turns) == 1 and held.episode.extra["agent"]["gone"] == 1
+
+
 def test_a_tool_whose_calls_could_not_be_read_is_refused_before_anything_is_sampled() -> None:
     held = held_by("offers_no_function", CODEC)
     assert "tools.0 is no function with a name" in held.episode.extra["agent_answer"]

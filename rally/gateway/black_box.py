@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from functools import partial
+from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -134,7 +135,7 @@ def returned_by(agent: str, value: Any) -> Returned:
 
 
 def _number(agent: str, value: Any) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise LoopError(
         f"the agent {agent} returned {value!r}, which is no reward; return a number, a text, None, or a dictionary "

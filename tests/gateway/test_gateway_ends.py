@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from agents_of_users import KEPT
@@ -13,6 +14,7 @@ from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once
 
 from rally.gateway import BlackBoxAgentLoop, session
 from rally.gateway.agents import AgentThread, Running
+from rally.gateway.black_box import returned_by
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError
@@ -213,3 +215,7 @@ def test_limits_that_only_the_tool_loop_can_keep_are_refused() -> None:
 def test_a_return_value_that_means_nothing_is_an_error() -> None:
     error = held_by("returns_a_list", CODEC).episode.error
     assert error is not None and "returned ['done'], which is no reward; return a number, a text, None" in error
+    assert (
+        returned_by("mine", np.float32(0.5)).reward == 0.5
+        and returned_by("mine", {"reward": np.int64(1)}).reward == 1.0
+    )

@@ -19,12 +19,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -148,16 +150,26 @@ def bare(engine: str, plan: Plan, options: argparse.Namespace) -> dict[str, Any]
     """The engine in the process of its own Python."""
     words = [python_of(engine, options), "-m", "benchmarks.bare_engine", engine, str(options.model), options.workload]
     words += ["--running", str(plan.running), "--shrink", str(plan.shrink)]
-    log = options.out / f"{engine}-bare.log"
+    log, told = options.out / f"{engine}-bare.log", options.out / f"{engine}-bare.json"
     try:
-        with log.open("w") as errors:
-            limit = SECONDS["bare"] * plan.patience
-            asked = subprocess.run(
-                words, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, check=True, timeout=limit
-            )
+        with log.open("w") as errors, told.open("w") as answer:
+            _run_all_of(words, SECONDS["bare"] * plan.patience, answer, errors)
     except subprocess.SubprocessError as problem:
         return {"bare_failed": f"{problem}; its log is {log}"}
-    return {"bare": json.loads(asked.stdout.splitlines()[-1])}
+    return {"bare": json.loads(told.read_text(encoding="utf-8").splitlines()[-1])}
+
+
+def _run_all_of(words: Sequence[str], seconds: float, stdout: IO[str], stderr: IO[str]) -> None:
+    """With all it starts, such as the Python of a script: else a part that is too late would keep the GPU's memory."""
+    child = subprocess.Popen(words, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        code = child.wait(seconds)
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    if code:
+        raise subprocess.CalledProcessError(code, words)
 
 
 def tree_of(engine: str, plan: Plan, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

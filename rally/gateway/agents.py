@@ -42,19 +42,18 @@ class AgentClient:
     def openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` that is closed with the episode."""
         openai = _openai()
-        # Loopback needs no certificates, which take longer to load than an answer, and must not go through a proxy.
-        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        made = openai.AsyncOpenAI(
-            **{"base_url": self.base_url, "api_key": self.api_key, "http_client": http, **options}
-        )
-        self._opened.append(made.close)
-        return made
+        return self._kept(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient, options)
 
     def sync_openai(self, **options: Any) -> Any:
         """The same for code that blocks: an `openai.OpenAI`."""
         openai = _openai()
-        http = openai.DefaultHttpxClient(verify=False, trust_env=False)
-        made = openai.OpenAI(**{"base_url": self.base_url, "api_key": self.api_key, "http_client": http, **options})
+        return self._kept(openai.OpenAI, openai.DefaultHttpxClient, options)
+
+    def _kept(self, kind: Callable[..., Any], http: Callable[..., Any], options: dict[str, Any]) -> Any:
+        if not options.keys() & {"base_url", "http_client"}:
+            # Ours needs no certificates, which take longer to load than an answer, and must not go through a proxy.
+            options = {"http_client": http(verify=False, trust_env=False), **options}
+        made = kind(**{"base_url": self.base_url, "api_key": self.api_key, **options})
         self._opened.append(made.close)
         return made
 
@@ -116,7 +115,7 @@ class AgentThread:
 class Running:
     """One agent at work, seen from the event loop of its episode."""
 
-    def __init__(self, thread: AgentThread, work: Coroutine[Any, Any, Any]) -> None:
+    def __init__(self, thread: AgentThread, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self._here, self._there = asyncio.get_running_loop(), thread.loop
         self.ended: asyncio.Future[Ended] = self._here.create_future()
         self.abandoned = False  # a thread that could not be ended runs on
@@ -126,20 +125,21 @@ class Running:
     def cancel(self) -> None:
         self._there.call_soon_threadsafe(lambda: self._task and self._task.cancel())
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._task = self._there.create_task(settled(self._watched(work)))
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._task = self._there.create_task(self._watched(work))
         self._task.add_done_callback(self._done)
 
-    async def _watched(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _watched(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Ended:
         on_abandoned.set(self._abandon)
-        return await work
+        return await settled(work())
 
     def _abandon(self) -> None:
         self.abandoned = True
 
     def _done(self, task: asyncio.Task[Ended]) -> None:
+        never_begun = Ended(error=asyncio.CancelledError())
         with suppress(RuntimeError):  # an abandoned agent may outlive the event loop of its episode
-            self._here.call_soon_threadsafe(self._tell, task.result())
+            self._here.call_soon_threadsafe(self._tell, never_begun if task.cancelled() else task.result())
 
     def _tell(self, ended: Ended) -> None:
         if not self.ended.done():

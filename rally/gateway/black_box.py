@@ -6,6 +6,8 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
+from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +60,7 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def _held(self, gateway: Any, session: Session, limit: asyncio.Timeout, row: dict[str, Any]) -> Outcome:
         function, agents = find_agent(self._agent), gateway.agents
         client = gateway.open(session, self.context.episode_id)
-        running = Running(agents, held(function, dict(row), client))
+        running = Running(agents, partial(held, function, fresh(row), client))
         try:
             async with limit:
                 return Outcome(await asyncio.shield(running.ended))
@@ -110,6 +112,13 @@ class BlackBoxAgentLoop(AgentLoopBase):
         return session.reason, Returned()
 
 
+def fresh(value: Any) -> Any:
+    """The value in containers of its own: all episodes of a task have one row, and agents write into theirs."""
+    if isinstance(value, dict):
+        return {key: fresh(item) for key, item in value.items()}
+    return [fresh(item) for item in value] if isinstance(value, list) else value
+
+
 def returned_by(agent: str, value: Any) -> Returned:
     """A number is the reward, a text the answer; a dictionary may hold `reward`, `answer` and what else to record."""
     if value is None:
@@ -126,7 +135,7 @@ def returned_by(agent: str, value: Any) -> Returned:
 
 
 def _number(agent: str, value: Any) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise LoopError(
         f"the agent {agent} returned {value!r}, which is no reward; return a number, a text, None, or a dictionary "

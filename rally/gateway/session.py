@@ -20,7 +20,7 @@ from rally.types import Generation, RallyError, SamplingParams, StopReason
 
 LAST_WORDS = 30.0  # seconds that an agent has left after it was told that its episode is over
 COUNTED = (
-    *("requests", "refused", "overruled"),
+    *("requests", "refused", "overruled", "gone"),
     *("branches", "rewritten", "tool_calls", "malformed_calls", "tool_answers"),
 )
 
@@ -89,6 +89,7 @@ class Session:
         except asyncio.CancelledError:
             if self._closed:
                 raise ended() from None
+            self.transcript.counts["gone"] += 1
             raise
         except RallyError as refused:
             self.refused = str(refused)
@@ -96,6 +97,8 @@ class Session:
             raise
         finally:
             self._asking.discard(task)
+            if self._over is not None and not self._asking:
+                self._leave_last_words()
 
     async def _complete(self, asked: ChatRequest) -> Json:
         if self._closed:
@@ -134,9 +137,9 @@ class Session:
 
     def _room(self, draft: Draft) -> Room:
         settings, transcript = self._context.settings, self.transcript
-        if settings.max_assistant_turns and transcript.turns("assistant") >= settings.max_assistant_turns:
+        if settings.max_assistant_turns and transcript.assistant_turns >= settings.max_assistant_turns:
             self._end(StopReason.MAX_TURNS)
-        if draft.after and settings.max_user_turns and transcript.turns("tool", "user") >= settings.max_user_turns:
+        if draft.after and settings.max_user_turns and transcript.user_turns >= settings.max_user_turns:
             self._end(StopReason.MAX_USER_TURNS)
         most = self._context.server.engine.max_model_len
         budget = settings.response_length - transcript.used - len(draft.observed)
@@ -152,7 +155,8 @@ class Session:
 
     def _params(self, asked: ChatRequest, room: Room) -> SamplingParams:
         given = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        words = asked.stop or []
+        stop = [words] if isinstance(words, str) else words
         rules = self._sampling
         return SamplingParams.of(
             {
@@ -183,11 +187,15 @@ class Session:
         return Answer(shape, wishes, [Ask(draft.ids, params)]).whole([generation])
 
     def _end(self, reason: StopReason) -> NoReturn:
-        """Nothing is sampled from now on. The agent is told, and has a little time to end by itself."""
+        """Nothing more is asked of the engine from now on, and the agent is told."""
         self._over = reason
-        at = self._limit.when()
-        self._give_time(LAST_WORDS if at is None else min(LAST_WORDS, at - self._loop.time()))
         raise self._refusal(reason)
+
+    def _leave_last_words(self) -> None:
+        """The agent knows that it is over, all of it has been answered, and it has a little time to end by itself."""
+        if not self._closed:
+            at = self._limit.when()
+            self._give_time(LAST_WORDS if at is None else min(LAST_WORDS, at - self._loop.time()))
 
     def _refusal(self, reason: StopReason) -> Refused:
         told = OVER[reason].format(**self._context.settings.__dict__)

@@ -78,6 +78,7 @@ class Transcript:
     def __init__(self, codec: ChatCodec, history: Literal["append", "rerender"], began: float) -> None:
         self._codec, self._rerender, self._began = codec, history == "rerender", began
         self._branches: list[Branch] = []
+        self._held: list[Draft] = []  # turns that are being sampled
         self._said: dict[bytes, list[Said]] = {}
         self.counts: Counter[str] = Counter()
 
@@ -86,7 +87,17 @@ class Transcript:
         """Response tokens of all segments so far."""
         return sum(len(branch.segment.response_ids) for branch in self._branches)
 
-    def turns(self, *roles: str) -> int:
+    @property
+    def assistant_turns(self) -> int:
+        """Those that are being sampled count: agents may ask for several at once."""
+        return self._turns("assistant") + len(self._held)
+
+    @property
+    def user_turns(self) -> int:
+        """Messages of tools and users that were answered, or are about to be."""
+        return self._turns("tool", "user") + sum(draft.after is not None for draft in self._held)
+
+    def _turns(self, *roles: str) -> int:
         return sum(turn.role in roles for branch in self._branches for turn in branch.turns)
 
     def codec_for(self, conversation: Conversation) -> ChatCodec:
@@ -106,10 +117,12 @@ class Transcript:
         """While the turn is sampled nobody else may write where it will stand."""
         assert not draft.branch.asked, "one turn at a time"
         draft.branch.asked = True
+        self._held.append(draft)
         try:
             yield
         finally:
             draft.branch.asked = False
+            self._held.remove(draft)
 
     def add(self, draft: Draft, generation: Generation, message: Mapping[str, Any], started: float) -> None:
         """The turn was sampled, and `message` is what the agent is told of it."""

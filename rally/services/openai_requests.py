@@ -116,4 +116,15 @@ class ChatRequest(SamplingRequest):
                 "the model decides for itself whether it calls a tool; tool_choice may be auto or none",
                 param="tool_choice",
             )
+        for at, tool in enumerate(self.tools or []):
+            if not _is_function(tool.get("function") or tool):
+                told = f"tools.{at} is no function with a name and parameters, and nothing else can be offered"
+                raise Refused(400, f"{told}; leave it out", param="tools")
         return [] if self.tool_choice == "none" else self.tools or []
+
+
+def _is_function(tool: Any) -> bool:
+    """Whether calls of it can be read: what is sampled must not meet a tool that has no name."""
+    return (
+        isinstance(tool, dict) and isinstance(tool.get("name"), str) and isinstance(tool.get("parameters") or {}, dict)
+    )

@@ -8,14 +8,19 @@ from rally.track.numbers import Metrics, spread
 from rally.types import Episode
 
 SPREAD = ("requests", "segments", "tool_calls")
-SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused", "overruled", "abandoned")
+SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused", "overruled", "gone", "abandoned")
+
+
+def of_agent(episode: Episode) -> bool:
+    """Whether an agent behind the gateway held it, and wrote its prompts."""
+    return isinstance(episode.extra.get("agent"), dict)
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> Metrics:
     """By episode: completions asked for, segments, tool calls in the answers. Over all: segments that branched off, and
     those whose history was not ours; tool answers; calls that could not be read; requests that were refused, and that
-    wanted other sampling than the run's; agents that could not be ended."""
-    counts = [e.extra["agent"] for e in episodes if isinstance(e.extra.get("agent"), dict)]
+    wanted other sampling than the run's, and that nobody waited for to the end; agents that could not be ended."""
+    counts = [e.extra["agent"] for e in episodes if of_agent(e)]
     if not counts:
         return {}
     metrics: Metrics = {}

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from rally.track.agents import agent_metrics
 from rally.track.numbers import Metrics, mean, spread
 from rally.types import Episode, StopReason, ToolStatus
 
@@ -26,6 +27,7 @@ def validation_metrics(episodes: Sequence[Episode], k: int, suffix: str = "") ->
     if episodes:
         metrics["val-aux/unscored"] = sum(e.reward is None for e in episodes)
     metrics |= spread("val-aux/num_turns", [e.num_turns for e in episodes])
+    metrics |= {f"val-aux/{name}": value for name, value in agent_metrics(episodes).items()}
     return {f"{name}/{suffix}" if suffix else name: value for name, value in metrics.items()}
 
 

@@ -20,6 +20,7 @@ from rally.loops.exchange import Exchange
 from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.track import RunFolder
+from rally.track.agents import of_agent
 from rally.train import parts
 from rally.train.batch import GREEDY
 from rally.train.checkpoint import Checkpoint
@@ -112,6 +113,8 @@ def rendered(episode: Episode, config: Config, inputs: Inputs) -> Finding:
     """Whether today's template and tools make the same prompt of the task."""
     if not episode.segments:
         return Finding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
+    if of_agent(episode):
+        return Finding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
     settings, most = parts.loop_settings_of(config), parts.engine_settings_of(config).max_model_len
     try:

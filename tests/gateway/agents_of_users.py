@@ -185,6 +185,20 @@ async def shortens_itself(row: Row, client: AgentClient) -> str:
         return f"{refusal} / {await ask(client, 'short')}"
 
 
+async def offers_no_function(row: Row, client: AgentClient) -> str:
+    """First a tool of a kind that is not known here, then none."""
+    try:
+        return await ask(client, "hello", tools=[{"type": "custom", "custom": {"name": "shell"}}])
+    except Exception as refusal:  # noqa: BLE001 - what users write
+        return f"{refusal} / {await ask(client, 'hello', stop='')}"
+
+
+async def is_impatient(row: Row, client: AgentClient) -> str:
+    llm = client.openai(timeout=0.3, max_retries=1)
+    question: Any = [{"role": "user", "content": "hello"}]
+    return str((await llm.chat.completions.create(model="m", messages=question)).choices[0].message.content)
+
+
 async def wants_three(row: Row, client: AgentClient) -> str:
     return await ask(client, "hello", n=3)
 
@@ -218,6 +232,20 @@ async def two_heads(row: Row, client: AgentClient) -> str:
     await said([{"role": "user", "content": "a sub-agent"}])
     last = await said([*left, one, {"role": "user", "content": "sum up"}])
     return str(last.content)
+
+
+async def asks_at_once(row: Row, client: AgentClient) -> dict[str, Any]:
+    """Eight questions at the same time; how many were answered."""
+    said = await asyncio.gather(*[ask(client, f"question {n}") for n in range(8)], return_exceptions=True)
+    return {"answered": sum(isinstance(one, str) for one in said)}
+
+
+async def writes_into_its_row(row: Row, client: AgentClient) -> str:
+    messages = row["raw_prompt"]
+    for _ in range(2):
+        completion = await client.openai().chat.completions.create(model="m", messages=messages)
+        messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
+    return str(len(messages))
 
 
 async def asks_for_ever(row: Row, client: AgentClient) -> None:

@@ -1,16 +1,19 @@
 """Agents written with other people's packages give the very episodes that the tool loop gives."""
 
+import asyncio
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 import agents_of_users
 import pytest
-from gateway_cases import held_by, held_by_tool_loop
+from gateway_cases import black_box, held_by, held_by_tool_loop, row_of
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from loop_cases import Reply, calculator, check_sampled_once, check_tiling, said, tiny_codec
+from loop_cases import Reply, calculator, check_sampled_once, check_tiling, hold, said, tiny_codec
 from transformers import AutoTokenizer
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.gateway import AgentClient
 from rally.types import StopReason
 
 CODEC = tiny_codec([calculator])
@@ -91,3 +94,21 @@ def check_same(agent: str, codec: ChatCodec, replies: Sequence[Reply]) -> None:
     assert ODD in box.episode.extra["agent_answer"]
     check_tiling(box.episode)
     check_sampled_once(box)
+
+
+def test_an_agent_that_writes_into_its_row_writes_into_no_other_episodes() -> None:
+    codec = tiny_codec()
+    row = row_of(codec)
+    for _ in range(2):
+        held = asyncio.run(hold(black_box("writes_into_its_row", codec), row))
+        assert held.episode.extra["agent_answer"] == "5" and held.episode.extra["agent"]["rewritten"] == 0
+    assert row.row["raw_prompt"] == list(row.prompt)
+
+
+def test_certificates_of_others_are_checked() -> None:
+    client = AgentClient(base_url="http://127.0.0.1:1/v1", api_key="k", episode_id="e")
+    for made in (client.openai, client.sync_openai):
+        for options, checked in (({}, False), ({"base_url": "https://judge.example/v1"}, True)):
+            context = made(**options)._client._transport._pool._ssl_context
+            assert (context.verify_mode is ssl.CERT_REQUIRED) == checked
+    asyncio.run(client.close())

@@ -1,9 +1,11 @@
 """However an agent ends, its episode ends for one named reason, in words where it is an error."""
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from agents_of_users import KEPT
@@ -11,9 +13,12 @@ from gateway_cases import black_box, held_by, row_of
 from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once, check_tiling, hold, said, tiny_codec
 
 from rally.gateway import BlackBoxAgentLoop, session
+from rally.gateway.agents import AgentThread, Running
+from rally.gateway.black_box import returned_by
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError
+from rally.tools.calling import Ended
 from rally.types import Generation, RallyError, StopReason
 
 CODEC = tiny_codec()
@@ -75,6 +80,18 @@ def test_limits_end_an_episode_and_the_agent_is_told(
     assert "this episode is over: " in content.extra["agent_answer"] and "410" in content.extra["agent_answer"]
 
 
+@pytest.mark.parametrize("last_words", [30.0, 0.05])
+def test_limits_on_turns_hold_for_requests_that_come_at_once(
+    last_words: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LAST_WORDS", last_words)
+    slow = [Reply(said(CODEC, "done"), seconds=0.3)] * 8
+    held = held_by("asks_at_once", CODEC, slow, max_assistant_turns=3)
+    assert held.episode.stop_reason is StopReason.MAX_TURNS and len(held.engine.calls) == 3
+    assert len(held.episode.turns) == 3, "what is being answered when the limit is met is answered to the end"
+    check_sampled_once(held)
+
+
 def test_a_turn_cut_by_the_budget_ends_an_episode_by_length_and_by_the_agents_own_limit_does_not() -> None:
     long = [Reply(said(CODEC, "word " * 50))]
     assert held_by("wants_to_be_cold", CODEC, long, response_length=20).episode.stop_reason is StopReason.LENGTH
@@ -93,12 +110,40 @@ def test_messages_that_do_not_fit_are_refused_and_shorter_ones_are_not() -> None
     assert full.stop_reason is StopReason.CONTEXT and full.error is None
 
 
+def test_an_answer_that_nobody_waited_for_is_counted_and_no_turn() -> None:
+    held = held_by("is_impatient", CODEC, [Reply(said(CODEC, "late"), seconds=3600.0)])
+    assert held.episode.stop_reason is StopReason.STOP and held.episode.extra["agent_answer"] == "done"
+    assert len(held.episode.turns) == 1 and held.episode.extra["agent"]["gone"] == 1
+
+
+def test_a_tool_whose_calls_could_not_be_read_is_refused_before_anything_is_sampled() -> None:
+    held = held_by("offers_no_function", CODEC)
+    assert "tools.0 is no function with a name" in held.episode.extra["agent_answer"]
+    assert held.episode.extra["agent_answer"].endswith("/ done") and len(held.engine.calls) == 1
+
+
+def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
+    begun: list[bool] = []
+
+    async def work() -> None:
+        begun.append(True)
+
+    async def cancelled() -> Ended:
+        thread = AgentThread()
+        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is at work
+        running = Running(thread, work)
+        running.cancel()
+        return await asyncio.wait_for(running.ended, 10)
+
+    assert isinstance(asyncio.run(cancelled()).error, asyncio.CancelledError) and not begun
+
+
 def test_what_cannot_be_honoured_is_refused_in_a_sentence() -> None:
     error = held_by("wants_three", CODEC).episode.error
     assert error is not None and "one answer is sampled for each request, not 3; ask again for another" in error
 
 
-def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success() -> None:
+def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted = held_by("asks_ten_times_or_gives_up", CODEC, [Reply(said(CODEC, "half"), finish="abort")]).episode
     assert aborted.stop_reason is StopReason.CANCELLED and len(aborted.turns) == 1
 
@@ -107,10 +152,12 @@ def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success() -> None:
         async def generate(self, *args: object, **kwargs: object) -> Generation:
             raise RallyError("no server is left")
 
-    runner = black_box("asks_ten_times_or_gives_up", CODEC)
-    runner.engine = Broken(CODEC, [])
-    episode = asyncio.run(hold(runner, row_of(CODEC))).episode
-    assert episode.stop_reason is StopReason.ERROR and episode.error == "RallyError: no server is left"
+    monkeypatch.setattr(session, "LAST_WORDS", 0.2)
+    for agent in ("asks_ten_times_or_gives_up", "asks_for_ever"):
+        runner = black_box(agent, CODEC)
+        runner.engine = Broken(CODEC, [])
+        episode = asyncio.run(asyncio.wait_for(hold(runner, row_of(CODEC)), 20)).episode
+        assert episode.stop_reason is StopReason.ERROR and episode.error == "RallyError: no server is left"
 
 
 def test_a_finished_episodes_key_and_a_strangers_are_told_apart() -> None:
@@ -168,3 +215,7 @@ def test_limits_that_only_the_tool_loop_can_keep_are_refused() -> None:
 def test_a_return_value_that_means_nothing_is_an_error() -> None:
     error = held_by("returns_a_list", CODEC).episode.error
     assert error is not None and "returned ['done'], which is no reward; return a number, a text, None" in error
+    assert (
+        returned_by("mine", np.float32(0.5)).reward == 0.5
+        and returned_by("mine", {"reward": np.int64(1)}).reward == 1.0
+    )

@@ -77,6 +77,16 @@ def test_an_episode_of_a_deterministic_run_is_the_same_bit_by_bit(run: Path, id:
     assert f"the same in {company} of {company} episodes sampled together" in words(found, "sampling")
 
 
+def test_prompts_that_an_agent_wrote_itself_are_not_held_against_the_task(copy: Path) -> None:
+    id = "t000001-00000-0"
+    first, *rest = find_episode(RunFolder(copy), id).episode.segments
+    own = replace(first, prompt_ids=first.prompt_ids[:1] + first.prompt_ids)
+    change(copy, id, segments=(own, *rest), extra={"agent": {"requests": 2}})
+    found = again(copy, id, DETERMINISTIC.replace("true", "false"))
+    assert verdicts(found)["prompt"] is Verdict.SKIPPED and found.exit_code == 0
+    assert words(found, "prompt") == "the agent wrote the prompts itself"
+
+
 BATCH_REWARD = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
     return [len(solution_strs) + len(text) / 100 for text in solution_strs]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ from view_cases import NASTY, make_episode, nasty_episode, served, write_run, wr
 from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import AdvantageSpan, RunFolder
+from rally.types import StopReason
 from rally.view.export import write_export
 from rally.view.run import open_runs
 
@@ -363,6 +365,29 @@ def test_every_view_follows_the_run(browser: Browser, tmp_path: Path) -> None:
         browser.wait("document.querySelector('main').innerText.includes('advantage 0.5')")
         folder.log_episodes(4, [*late, make_episode(codec, 4, 0, 3)])
         browser.wait("!!document.querySelector('.side section:nth-child(4)')")
+
+
+def test_a_group_shows_a_prompt_once_only_where_all_begin_with_it(browser: Browser, tmp_path: Path) -> None:
+    folder, codec = RunFolder(write_run(tmp_path / "run")), ChatCodec(tiny_tokenizer())
+    failed, one, other = (make_episode(codec, 3, 0, sample) for sample in range(3))
+    ids = codec.encode_prompt([{"role": "user", "content": "a plan of its own"}])
+    [segment, *rest] = other.segments
+    rewritten = replace(other, segments=(replace(segment, prompt_ids=ids), *rest))
+    folder.log_episodes(
+        3,
+        [
+            replace(failed, segments=(), turns=(), reward=9.0, stop_reason=StopReason.ERROR, error="it broke"),
+            one,
+            other,
+        ],
+    )
+    folder.log_episodes(4, [replace(e, id=e.id.replace("t000003", "t000004"), group="own") for e in (one, rewritten)])
+    with served(folder.path) as url:
+        for group, prompts in (("t000003-00000", [1, 0]), ("own", [0, 2])):
+            go(browser, url + f"#/group?group={group}", ".side section:nth-child(2)")
+            shown = [f"main > {where}" for where in (".turn.prompt", ".side .turn.prompt")]
+            assert [browser.evaluate(f"document.querySelectorAll('{one}').length") for one in shown] == prompts
+        assert "a plan of its own" in browser.text(".side")
 
 
 def test_an_older_answer_never_covers_a_newer_one(browser: Browser, address: str) -> None:

@@ -52,6 +52,9 @@ export function groupView(root, app) {
       .filter((one) => !one.baseline)
       .map((one) => one.reward)
       .filter((reward) => typeof reward === "number");
+    // Agents that write their prompts themselves need not all begin with the same one.
+    const held = all.filter((one) => one.segments.length);
+    const shared = new Set(held.map((one) => one.segments[0].prompt_ids.join())).size === 1;
     const left = answer.count > all.length ? `, the ${MOST} best of ${answer.count} are shown` : "";
     put(
       root,
@@ -74,11 +77,11 @@ export function groupView(root, app) {
       ),
       bar.element,
       all[0].note && h("p", { class: "note" }, all[0].note),
-      promptBlock(all[0], { mode: bar.mode, scale }),
+      shared && promptBlock(held[0], { mode: bar.mode, scale }),
       h(
         "div",
         { class: "side" },
-        all.map((one) => column(one, { mode: bar.mode, scale, hidePrompt: true })),
+        all.map((one) => column(one, { mode: bar.mode, scale, hidePrompt: shared })),
       ),
     );
   }

@@ -198,3 +198,50 @@ def test_a_module_that_has_no_stand_in_is_told(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "wants_more.py").write_text("from verl.single_controller.base import Worker\n")
     with pytest.raises(LoopError, match=r"wants_more.Loop cannot be imported .*verl.single_controller"):
         import_loop("wants_more.Loop")
+
+
+AT_ONCE = """
+import asyncio
+from verl.workers.rollout.sglang_rollout.agent_loop.base import AgentLoopBase
+
+class Both(AgentLoopBase):
+    async def generate(self, llm_server, data, **kwargs):
+        [prompt] = data.batch["prompt"]
+        told = await asyncio.gather(*(llm_server.generate(prompts=[prompt], **kwargs) for _ in range(2)))
+        data.batch["response"] = [[*prompt, {"role": "assistant", "content": told[1]["text"][0]}]]
+        return data
+
+class Stubborn(AgentLoopBase):
+    async def generate(self, llm_server, data, **kwargs):
+        [history] = data.batch["prompt"]
+        for _ in range(50):
+            try:
+                told = await llm_server.generate(prompts=[history], **kwargs)
+                history += [{"role": "assistant", "content": told["text"][0]}, {"role": "user", "content": "Go on."}]
+            except Exception:
+                history = history[:1]
+        raise AssertionError("a limit of the run was taken for an accident")
+"""
+
+
+@pytest.fixture
+def at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"at_once_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(AT_ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+async def test_turns_that_are_asked_for_at_once_do_not_follow_each_other(tiny: ChatCodec, at_once: str) -> None:
+    held = await held_by(tiny, f"{at_once}.Both", ["yes", "no"])
+    assert held.episode.error is None
+    for segment, call in zip(held.episode.segments, held.engine.calls, strict=True):
+        assert (segment.prompt_ids, segment.response_ids) == (call.prompt, call.generation.ids)
+    check_sampled_once(held)
+
+
+async def test_a_loop_that_catches_everything_does_not_catch_its_limits(tiny: ChatCodec, at_once: str) -> None:
+    held = await held_by(tiny, f"{at_once}.Stubborn", ["yes"] * 50, max_assistant_turns=2)
+    assert (held.episode.error, held.episode.stop_reason) == (None, StopReason.MAX_TURNS)
+    assert len(held.engine.calls) == 2

@@ -22,6 +22,11 @@ def config_for_loops(config: Config) -> DictConfig:
         "tool_config_path": config.tool_config_path,
         "function_tool_path": config.function_tool_path,
     }
+    return as_written(tree)
+
+
+def as_written(tree: dict[str, Any]) -> DictConfig:
+    """Keys that code written for verl reads, each as the user wrote it."""
     return OmegaConf.create(_literal(tree))
 
 

@@ -1,8 +1,8 @@
 """`rollout.skip_rollout`: training episodes that were sampled once are not sampled again, for work on what follows.
 
 Each is kept under `rollout.skip_dump_dir` as it ended, before it is scored, in a folder for everything that decides its
-tokens. A later run with the same prompts, numbers, lengths and model takes them from there; what is not there is sampled
-and kept. The recorded log-probs are then those of other weights: the run says so when it begins, `episodes/skipped`
+tokens. A later run with the same prompts, numbers, lengths and model takes them from there; what is not there is
+sampled and kept. The recorded log-probs are then those of other weights: the run says so when it begins, `episodes/skipped`
 counts them, and `actor/rollout_mismatch_kl` tells how far off they are.
 """
 

@@ -96,7 +96,7 @@ class MessageServer:
         said = [message for message in trajectory if message["role"] != PADDING]
         if _same(said[: len(self._history)], self._history):
             for message in said[len(self._history) :]:
-                self.exchange.add_closing(str(message["content"]), None, time.perf_counter(), message["role"])
+                self.exchange.add_closing(str(message.get("content") or ""), None, time.perf_counter(), message["role"])
 
     def _take(self, history: list[Message], started: float) -> None:
         """Bring the exchange to where `history` is."""
@@ -172,4 +172,4 @@ def _trajectory(returned: Any, loop: MessageLoop) -> Sequence[Message]:
 
 
 def _same(history: Sequence[Message], other: Sequence[Message]) -> bool:
-    return [(m["role"], m["content"]) for m in history] == [(m["role"], m["content"]) for m in other]
+    return [(m["role"], m.get("content")) for m in history] == [(m["role"], m.get("content")) for m in other]

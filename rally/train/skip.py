@@ -2,8 +2,8 @@
 
 Each is kept under `rollout.skip_dump_dir` as it ended, before it is scored, in a folder for everything that decides its
 tokens. A later run with the same prompts, numbers, lengths and model takes them from there; what is not there is
-sampled and kept. The recorded log-probs are then those of other weights: the run says so when it begins, `episodes/skipped`
-counts them, and `actor/rollout_mismatch_kl` tells how far off they are.
+sampled and kept. The recorded log-probs are then those of other weights: the run says so when it begins,
+`episodes/skipped` counts them, and `actor/rollout_mismatch_kl` tells how far off they are.
 """
 
 from __future__ import annotations

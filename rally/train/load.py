@@ -127,7 +127,8 @@ def _template(given: str) -> str:
     if "{{" in given or "{%" in given:
         return given
     if not given.endswith(".jinja"):
-        raise LoadError(f"the chat template {given!r} is neither the text of one nor the path of a .jinja file; name one")
+        told = "is neither the text of one nor the path of a .jinja file; name one"
+        raise LoadError(f"the chat template {given!r} {told}")
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except OSError as problem:

@@ -245,3 +245,48 @@ async def test_a_loop_that_catches_everything_does_not_catch_its_limits(tiny: Ch
     held = await held_by(tiny, f"{at_once}.Stubborn", ["yes"] * 50, max_assistant_turns=2)
     assert (held.episode.error, held.episode.stop_reason) == (None, StopReason.MAX_TURNS)
     assert len(held.engine.calls) == 2
+
+
+AS_VERL_HAS_IT = """
+from uuid import uuid4
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class Single(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        messages = list(kwargs["raw_prompt"])
+        media = await self.process_vision_info(messages)
+        images, videos = media.get("images"), media.get("videos")
+        prompt = await self.apply_chat_template(messages, images=images, videos=videos)
+        said = await self.server_manager.generate(
+            request_id=uuid4().hex,
+            prompt_ids=prompt,
+            sampling_params=sampling_params,
+            image_data=images,
+            video_data=videos,
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=said.token_ids,
+            response_mask=[1] * len(said.token_ids),
+            response_logprobs=said.log_probs or None,
+            routed_experts=said.routed_experts[:9] if said.routed_experts is not None else None,
+            multi_modal_data=media,
+            num_turns=2,
+            metrics={},
+        )
+"""
+
+
+async def test_a_loop_that_minds_images_and_experts_runs_on_text(
+    tiny: ChatCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "as_verl_has_it.py").write_text(AS_VERL_HAS_IT)
+    held = await held_by(tiny, "as_verl_has_it.Single", ["yes"])
+    assert held.episode.error is None
+    [call] = held.engine.calls
+    assert (held.segment.response_ids, held.segment.response_logprobs) == (call.generation.ids, call.generation.logprobs)
+    loops = {"mine": LoopSpec(import_loop("as_verl_has_it.Single"), {})}
+    seen = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    refused = await hold(make_runner(tiny, loop="mine", loops=loops), make_task(row={"raw_prompt": seen}))
+    assert "the prompt holds images, which loops of verl cannot yet" in str(refused.episode.error)

@@ -27,7 +27,8 @@ def config_for_loops(config: Config) -> DictConfig:
 
 def as_written(tree: dict[str, Any]) -> DictConfig:
     """Keys that code written for verl reads, each as the user wrote it."""
-    return OmegaConf.create(_literal(tree))
+    keys: DictConfig = OmegaConf.create(_literal(tree))
+    return keys
 
 
 def _literal(value: Any) -> Any:

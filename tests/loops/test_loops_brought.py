@@ -284,8 +284,8 @@ async def test_a_loop_that_minds_images_and_experts_runs_on_text(
     (tmp_path / "as_verl_has_it.py").write_text(AS_VERL_HAS_IT)
     held = await held_by(tiny, "as_verl_has_it.Single", ["yes"])
     assert held.episode.error is None
-    [call] = held.engine.calls
-    assert (held.segment.response_ids, held.segment.response_logprobs) == (call.generation.ids, call.generation.logprobs)
+    told = held.engine.calls[0].generation
+    assert (held.segment.response_ids, held.segment.response_logprobs) == (told.ids, told.logprobs)
     loops = {"mine": LoopSpec(import_loop("as_verl_has_it.Single"), {})}
     seen = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     refused = await hold(make_runner(tiny, loop="mine", loops=loops), make_task(row={"raw_prompt": seen}))

@@ -56,6 +56,9 @@ def _reward(config: Config) -> Iterator[Idle]:
         why = "without reward_model.reward_manager=rate_limited; set that, or leave it out"
         for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout"):
             yield Idle(f"reward_model.{name}", why)
+    else:
+        for key, ruling in (("reward.num_workers", "max_concurrent"), ("reward.timeout", "timeout")):
+            yield Idle(key, f"with reward_manager=rate_limited; leave it out and set reward_model.{ruling}")
     given = "reward_model.reward_kwargs"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows

@@ -1,7 +1,7 @@
 """Rows may come from a class of the user's; each is checked as a row of a file is.
 
-Its objects have `len()` and `[number]`, which gives a row as a mapping; where they keep their rows in an attribute
-`dataframe`, as data sets of verl do, these are the rows. The class is given what it takes of `data_files`, `tokenizer`,
+Its objects have `len()` and `[number]`, which gives a row as a mapping; the rows of a data set of verl are its
+`dataframe`, unless it has a `[number]` of its own. The class is given what it takes of `data_files`, `tokenizer`,
 `config` (the keys of `data.*`), `processor` and `max_samples`.
 """
 
@@ -27,7 +27,11 @@ class CustomRows:
         return len(self.source)
 
     def __getitem__(self, number: int) -> Row:
-        row = self.source[number]
+        try:
+            row = self.source[number]
+        except Exception as error:  # a user's class may fail in any way
+            told = f"{type(error).__name__}: {error}"
+            raise DataError(f"data.custom_cls fails at row {number} (counted from 0; {told}); mend it") from error
         if not isinstance(row, Mapping):
             raise DataError(f"data.custom_cls gives a row of type {type(row).__name__}; it must be a mapping")
         return {str(key): plain(value) for key, value in row.items() if value is not None}
@@ -57,7 +61,8 @@ class FileRows:
         return len(self.dataframe)
 
     def __getitem__(self, number: int) -> Any:
-        return self.dataframe[number]
+        rows = self.dataframe
+        return rows.iloc[number].to_dict() if hasattr(rows, "iloc") else rows[number]
 
 
 def load_custom_rows(path: str, name: str, offered: Mapping[str, Callable[[], Any]]) -> CustomRows:
@@ -72,7 +77,7 @@ def load_custom_rows(path: str, name: str, offered: Mapping[str, Callable[[], An
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     try:
         made = cls(**{key: make() for key, make in offered.items() if takes_any or key in taken})
-        rows = CustomRows(getattr(made, "dataframe", made))
+        rows = CustomRows(made)
         len(rows)
     except DataError:
         raise

@@ -69,6 +69,8 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     metrics: Any = None
     """Seconds that a loop measured itself: a mapping or an object with `tool_calls`."""
+    routed_experts: None = None
+    """Loops of verl pass on what the engine told of it, which is nothing."""
     segments: tuple[Segment, ...] = ()
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.STOP

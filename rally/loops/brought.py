@@ -20,6 +20,7 @@ from rally.loops.base import AgentLoopBase, EpisodeServer, LoopError
 from rally.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
+NOT_YET = "which loops of verl cannot yet"
 
 
 class TokenOutput(NamedTuple):
@@ -58,9 +59,7 @@ class ServerManager:
         video_data: Any = None,
     ) -> TokenOutput:
         if image_data or video_data:
-            raise LoopError(
-                "the agent loop sends image_data or video_data, which loops of verl cannot yet; leave it out"
-            )
+            raise LoopError(f"the agent loop sends image_data or video_data, {NOT_YET}; leave it out")
         said = await self._server.generate(prompt_ids, known_to_us(sampling_params))
         return TokenOutput(list(said.ids), list(said.logprobs), "aborted" if said.finish == "abort" else "completed")
 
@@ -90,6 +89,13 @@ class BroughtLoop(AgentLoopBase):
     def loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
+    async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """The images and videos of the messages by kind: none."""
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        if any(part["type"] != "text" for part in parts):
+            raise LoopError(f"the prompt holds images, {NOT_YET}; use the tool loop, or leave them out")
+        return {}
+
     async def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -100,7 +106,7 @@ class BroughtLoop(AgentLoopBase):
     ) -> list[int]:
         """The ids of the first messages or, with `remove_system_prompt`, of those that follow a sampled turn."""
         if images or videos or has_images(messages):
-            raise LoopError("the agent loop renders images or videos, which loops of verl cannot yet; leave them out")
+            raise LoopError(f"the agent loop renders images or videos, {NOT_YET}; leave them out")
         codec = self.codec if tools is None else self.codec.with_tools(tools)
         return list(codec.encode_delta(messages) if remove_system_prompt else codec.encode_prompt(messages))
 

@@ -40,8 +40,9 @@ class DataProto:
         return len(next(iter(self.batch.values()), ()))
 
 
-class ExchangeOver(Exception):
-    """A limit of the run ended the exchange; raised through the user's loop, which has nothing to do about it."""
+class ExchangeOver(BaseException):
+    """A limit of the run ended the exchange; raised through the user's loop, which has nothing to do about it. As with
+    a cancellation, code that catches every Exception must not catch it."""
 
 
 class MessageServer:
@@ -54,12 +55,14 @@ class MessageServer:
         self._history: list[Message] = list(exchange.messages)
         self._closed = True
         self._began = time.perf_counter()
+        self._one_turn = asyncio.Lock()  # a second turn that is asked for meanwhile goes on from another history
 
     async def generate(self, prompts: Sequence[Sequence[Message]], **sampling_params: Any) -> dict[str, list[str]]:
         """`{"text": [...]}`: the next turn of each history."""
         if any(isinstance(history, Mapping | str) for history in prompts):
             raise LoopError("llm_server.generate takes a list of histories; write prompts=[history]")
-        return {"text": [await self._turn(list(history), sampling_params) for history in prompts]}
+        async with self._one_turn:
+            return {"text": [await self._turn(list(history), sampling_params) for history in prompts]}
 
     async def _turn(self, history: list[Message], sampling_params: Mapping[str, Any]) -> str:
         exchange, started = self.exchange, time.perf_counter()
@@ -93,7 +96,7 @@ class MessageServer:
         said = [message for message in trajectory if message["role"] != PADDING]
         if _same(said[: len(self._history)], self._history):
             for message in said[len(self._history) :]:
-                self.exchange.add_closing(str(message["content"]), None, time.perf_counter(), message["role"])
+                self.exchange.add_closing(str(message.get("content") or ""), None, time.perf_counter(), message["role"])
 
     def _take(self, history: list[Message], started: float) -> None:
         """Bring the exchange to where `history` is."""
@@ -169,4 +172,4 @@ def _trajectory(returned: Any, loop: MessageLoop) -> Sequence[Message]:
 
 
 def _same(history: Sequence[Message], other: Sequence[Message]) -> bool:
-    return [(m["role"], m["content"]) for m in history] == [(m["role"], m["content"]) for m in other]
+    return [(m["role"], m.get("content")) for m in history] == [(m["role"], m.get("content")) for m in other]

@@ -10,7 +10,7 @@ Beside `trajectories` the mapping has `data_sources`, `ground_truths` and `extra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rally.rewards.functions import RewardFunction, register_reward
@@ -37,7 +37,7 @@ class RewardManager:
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
     """The function as one over the four usual arguments; itself unless it was registered over trajectories."""
-    return _scorers.get(function, function)
+    return _scorers.get(function, function) if isinstance(function, Hashable) else function
 
 
 def _scorer(function: Callable[..., Any]) -> RewardFunction:

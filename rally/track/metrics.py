@@ -40,6 +40,8 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     metrics |= spread("num_turns", [e.num_turns for e in episodes])
     metrics |= tool_metrics(episodes) | _interaction_metrics(episodes) | agent_metrics(episodes)
     metrics |= _image_metrics(episodes)
+    if skipped := sum(bool(e.extra.get("rollout_skipped")) for e in episodes):
+        metrics["episodes/skipped"] = skipped
     reasons = Counter(e.stop_reason for e in episodes)
     metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
     for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rally.config import Config
 from rally.data import (
     EasyToHard,
@@ -21,6 +19,7 @@ from rally.data import (
     load_tasks,
 )
 from rally.data.custom import CustomRows
+from rally.train.brought import as_written
 from rally.train.parts import tokenizer_of
 
 
@@ -46,7 +45,7 @@ def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
     offered: dict[str, Callable[[], Any]] = {
         "data_files": lambda: list(files),
         "tokenizer": lambda: tokenizer_of(config),
-        "config": lambda: OmegaConf.create(config.data.model_dump(mode="json")),
+        "config": lambda: as_written(config.data.model_dump(mode="json")),
         "processor": lambda: None,
         "max_samples": lambda: -1,
     }

@@ -34,6 +34,8 @@ def has_shards(folder: Path) -> bool:
 def joined_shards(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the model, whole."""
     ranks = [_read(file) for file in shard_files(folder)]
+    if odd := next((name for rank in ranks for name in rank.keys() ^ ranks[0].keys()), None):
+        raise ShardError(f"{odd} is in some shards of {folder} and not in others; copy those of one run")
     return {name: _joined(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
 
@@ -55,14 +57,15 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ShardError(f"{file} cannot be read ({reason}); merge it with the program that wrote it") from error
-    assert isinstance(state, Mapping)
+    if not isinstance(state, Mapping):
+        raise ShardError(f"{file} holds no tensors by name; merge it with the program that wrote it")
     return state
 
 
 def _joined(name: str, pieces: Sequence[Any]) -> Tensor:
     first = pieces[0]
     if not isinstance(first, DTensor):
-        whole: Tensor = first
+        whole: Tensor = first.clone()  # tied weights share memory in the file of a single device
         return whole
     cut = [placement for placement in first.placements if isinstance(placement, Shard)]
     if len(cut) > 1:
@@ -71,4 +74,4 @@ def _joined(name: str, pieces: Sequence[Any]) -> Tensor:
     along = [slice(None) if isinstance(placement, Shard) else slice(0, 1) for placement in first.placements]
     ranks = first.device_mesh.mesh[tuple(along)].flatten().tolist()
     own: list[Tensor] = [pieces[rank].to_local() for rank in ranks]
-    return torch.cat(own, dim=cut[0].dim) if cut else own[0]
+    return torch.cat(own, dim=cut[0].dim) if cut else own[0].clone()

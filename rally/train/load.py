@@ -124,8 +124,11 @@ def load_tokenizer(
 
 
 def _template(given: str) -> str:
-    if not given.endswith(".jinja"):
+    if "{{" in given or "{%" in given:
         return given
+    if not given.endswith(".jinja"):
+        told = "is neither the text of one nor the path of a .jinja file; name one"
+        raise LoadError(f"the chat template {given!r} {told}")
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except OSError as problem:

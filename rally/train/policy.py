@@ -144,6 +144,7 @@ class Policy:
                 self.masters[name].copy_(master)
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
+        self._rest()
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from rally.chat import ChatCodec
 from rally.config import Config
@@ -18,8 +19,7 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
         bare = next((task.id for task in tasks if not task.tools_kwargs), None)
         if bare is not None:
             raise DataError(f"row {bare} has no extra_info.tools_kwargs, which data.need_tools_kwargs=true asks for")
-    with ThreadPoolExecutor(data.filter_overlong_prompts_workers) as pool:
-        lengths = list(pool.map(lambda task: len(codec.encode_prompt(task.prompt)), tasks))
+    lengths = _lengths(tasks, codec, data.filter_overlong_prompts_workers)
     long = [i for i, n in enumerate(lengths) if n > most]
     if not long:
         return tasks
@@ -36,3 +36,13 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
         )
     console.note(f"{worst}; they are cut ({data.truncation})")
     return tasks
+
+
+def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int) -> list[int]:
+    """A pool takes all that it is given at once, and rows can hold images: it is given some at a time."""
+    lengths: list[int] = []
+    left = iter(tasks)
+    with ThreadPoolExecutor(workers) as pool:
+        while some := list(islice(left, 256)):
+            lengths += pool.map(lambda task: len(codec.encode_prompt(task.prompt)), some)
+    return lengths

@@ -29,7 +29,7 @@ from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
-from rally.train.skip import skipping
+from rally.train.skip import dump_of, skipping
 from rally.train.watch import watched
 from rally.types import RallyError
 
@@ -117,6 +117,8 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
             f"trainer.critic_warmup={config.trainer.critic_warmup} leaves no step of {steps} to train the policy in; "
             "make it smaller"
         )
+    if config.rollout.skip_rollout:
+        console.warn_once("skip", f"episodes of {dump_of(config)} are trained on, whatever weights sampled them")
     folder.save_config(config.to_yaml())
     folder.save_versions()
     rewind(folder, store, checkpoint, console, tuple(tracking_parts.extra_folders_of(config.trainer).values()))

@@ -1,12 +1,14 @@
 """`rollout.skip_rollout`: training episodes that were sampled once are not sampled again, for work on what follows.
 
 Each is kept under `rollout.skip_dump_dir` as it ended, before it is scored, in a folder for everything that decides its
-shape. A later run with the same prompts, numbers and lengths takes them from there; what is not there is sampled and
-kept. The recorded log-probs are then those of other weights, which `actor/rollout_mismatch_kl` tells.
+tokens. A later run with the same prompts, numbers, lengths and model takes them from there; what is not there is
+sampled and kept. The recorded log-probs are then those of other weights: the run says so when it begins,
+`episodes/skipped` counts them, and `actor/rollout_mismatch_kl` tells how far off they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from rally.config import Config
 from rally.loops import Job, Runner
+from rally.track.pictures import ImageFolder
 from rally.track.serialize import episode_from_json, episode_to_json
 from rally.train.parts import prompt_length, response_length
 from rally.types import Episode, SamplingParams
@@ -33,11 +36,12 @@ class SkippingRunner(Runner):
             return await super().episode(job, sampling, ends_at)
         kept = self._kept(job.step)
         known = kept.get(job.episode_id)
-        if known is not None and (known.task.id, known.seed) == (job.task.id, job.seed):
-            return replace(known, extra={**known.extra, "rollout_skipped": True})
+        if known is not None and (known.task.prompt, known.seed) == (job.task.prompt, job.seed):
+            return replace(known, task=job.task, extra={**known.extra, "rollout_skipped": True})
         episode = await super().episode(job, sampling, ends_at)
         if episode.error is None:
             kept[job.episode_id] = episode
+            ImageFolder(self.dump).save([episode])
             with self._file(job.step).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(episode_to_json(episode)) + "\n")
         return episode
@@ -45,7 +49,9 @@ class SkippingRunner(Runner):
     def _kept(self, step: int) -> Kept:
         if step not in self._steps:
             self.dump.mkdir(parents=True, exist_ok=True)
-            episodes = (episode_from_json(json.loads(line)) for line in _whole_lines(self._file(step)))
+            images = ImageFolder(self.dump).hook
+            lines = (json.loads(line, object_hook=images) for line in _whole_lines(self._file(step)))
+            episodes = map(episode_from_json, lines)
             self._steps = {step: {episode.id: episode for episode in episodes}}
         return self._steps[step]
 
@@ -57,11 +63,24 @@ def skipping(runner: Runner, config: Config) -> Runner:
     """The runner, which skips what was sampled before where rollout.skip_rollout says so."""
     if not config.rollout.skip_rollout:
         return runner
+    return SkippingRunner(**vars(runner), dump=dump_of(config))
+
+
+def dump_of(config: Config) -> Path:
+    """Where the episodes of runs like this one are."""
     trainer, shape = config.trainer, f"GBS{config.data.train_batch_size}_N{config.rollout.n}"
     lengths = f"in{prompt_length(config)}_out{response_length(config)}"
     dump = Path(config.rollout.skip_dump_dir or Path(tempfile.gettempdir()) / "rollout_dump")
-    place = dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}"
-    return SkippingRunner(**vars(runner), dump=place)
+    return dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}_{_speaker(config)}"
+
+
+def _speaker(config: Config) -> str:
+    """Short for who spoke and how: ids of another tokenizer or template mean other words, and log-probs of another
+    temperature are other numbers."""
+    model, rollout = config.model, config.rollout
+    words = (model.path, model.tokenizer_path, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
+    how = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
+    return hashlib.sha256(repr((words, how)).encode()).hexdigest()[:8]
 
 
 def _whole_lines(file: Path) -> list[str]:

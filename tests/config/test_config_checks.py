@@ -320,6 +320,8 @@ def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
     config = load("reward_model.reward_manager=rate_limited", "reward_model.max_rpm=90", "reward_model.max_tpm=120000")
     assert config.reward_model.calls_per_minute == 60
     assert "has no effect without reward_model.reward_manager=rate_limited" in told("reward_model.max_rpm=90")
+    limited = told("reward_model.reward_manager=rate_limited", "reward.num_workers=9", "reward.timeout=2")
+    assert "set reward_model.max_concurrent" in limited and "set reward_model.timeout" in limited
 
 
 def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:

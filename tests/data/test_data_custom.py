@@ -41,6 +41,27 @@ class Counted:
             "reward_model": {"style": "rule", "ground_truth": str(len(word))},
         }
 
+class Asked(RLHFDataset):
+    def __getitem__(self, number):
+        return {**super().__getitem__(number), "agent_name": "single_turn_agent"}
+
+class Torn(RLHFDataset):
+    def __getitem__(self, number):
+        return self._build_messages(number)
+
+class Framed(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        super()._read_files_and_tokenize()
+        self.dataframe = Frame(self.dataframe)
+
+class Frame:
+    # as pandas has it: iloc gives a row, [] a column
+    def __init__(self, rows):
+        self.iloc = [type("Series", (dict,), {"to_dict": dict.copy})(row) for row in rows]
+
+    def __len__(self):
+        return len(self.iloc)
+
 class Broken:
     def __init__(self, data_files):
         raise KeyError("nothing there")
@@ -75,6 +96,13 @@ def test_a_data_set_of_verl_changes_its_rows(written: list[str], tmp_path: Path)
     [task] = tasks(written, "Suffixed", f"{tmp_path}/train.parquet")
     assert task.prompt[0]["content"] == "Which town lies on the Neckar? Answer briefly."
     assert (task.agent_name, task.ground_truth, task.id) == ("tool_agent", "Heidelberg", "train:0")
+
+
+def test_a_data_set_of_verl_gives_each_row_itself(written: list[str], tmp_path: Path) -> None:
+    [asked], [framed] = (tasks(written, name, f"{tmp_path}/train.parquet") for name in ("Asked", "Framed"))
+    assert (asked.agent_name, framed.ground_truth) == ("single_turn_agent", "Heidelberg")
+    with pytest.raises(DataError, match=r"fails at row 0 .*_build_messages"):
+        tasks(written, "Torn", f"{tmp_path}/train.parquet")
 
 
 def test_a_class_that_makes_its_rows(written: list[str], tmp_path: Path) -> None:

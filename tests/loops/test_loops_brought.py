@@ -198,3 +198,95 @@ def test_a_module_that_has_no_stand_in_is_told(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "wants_more.py").write_text("from verl.single_controller.base import Worker\n")
     with pytest.raises(LoopError, match=r"wants_more.Loop cannot be imported .*verl.single_controller"):
         import_loop("wants_more.Loop")
+
+
+AT_ONCE = """
+import asyncio
+from verl.workers.rollout.sglang_rollout.agent_loop.base import AgentLoopBase
+
+class Both(AgentLoopBase):
+    async def generate(self, llm_server, data, **kwargs):
+        [prompt] = data.batch["prompt"]
+        told = await asyncio.gather(*(llm_server.generate(prompts=[prompt], **kwargs) for _ in range(2)))
+        data.batch["response"] = [[*prompt, {"role": "assistant", "content": told[1]["text"][0]}]]
+        return data
+
+class Stubborn(AgentLoopBase):
+    async def generate(self, llm_server, data, **kwargs):
+        [history] = data.batch["prompt"]
+        for _ in range(50):
+            try:
+                told = await llm_server.generate(prompts=[history], **kwargs)
+                history += [{"role": "assistant", "content": told["text"][0]}, {"role": "user", "content": "Go on."}]
+            except Exception:
+                history = history[:1]
+        raise AssertionError("a limit of the run was taken for an accident")
+"""
+
+
+@pytest.fixture
+def at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"at_once_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(AT_ONCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+async def test_turns_that_are_asked_for_at_once_do_not_follow_each_other(tiny: ChatCodec, at_once: str) -> None:
+    held = await held_by(tiny, f"{at_once}.Both", ["yes", "no"])
+    assert held.episode.error is None
+    for segment, call in zip(held.episode.segments, held.engine.calls, strict=True):
+        assert (segment.prompt_ids, segment.response_ids) == (call.prompt, call.generation.ids)
+    check_sampled_once(held)
+
+
+async def test_a_loop_that_catches_everything_does_not_catch_its_limits(tiny: ChatCodec, at_once: str) -> None:
+    held = await held_by(tiny, f"{at_once}.Stubborn", ["yes"] * 50, max_assistant_turns=2)
+    assert (held.episode.error, held.episode.stop_reason) == (None, StopReason.MAX_TURNS)
+    assert len(held.engine.calls) == 2
+
+
+AS_VERL_HAS_IT = """
+from uuid import uuid4
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class Single(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        messages = list(kwargs["raw_prompt"])
+        media = await self.process_vision_info(messages)
+        images, videos = media.get("images"), media.get("videos")
+        prompt = await self.apply_chat_template(messages, images=images, videos=videos)
+        said = await self.server_manager.generate(
+            request_id=uuid4().hex,
+            prompt_ids=prompt,
+            sampling_params=sampling_params,
+            image_data=images,
+            video_data=videos,
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=said.token_ids,
+            response_mask=[1] * len(said.token_ids),
+            response_logprobs=said.log_probs or None,
+            routed_experts=said.routed_experts[:9] if said.routed_experts is not None else None,
+            multi_modal_data=media,
+            num_turns=2,
+            metrics={},
+        )
+"""
+
+
+async def test_a_loop_that_minds_images_and_experts_runs_on_text(
+    tiny: ChatCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "as_verl_has_it.py").write_text(AS_VERL_HAS_IT)
+    held = await held_by(tiny, "as_verl_has_it.Single", ["yes"])
+    assert held.episode.error is None
+    told = held.engine.calls[0].generation
+    assert (held.segment.response_ids, held.segment.response_logprobs) == (told.ids, told.logprobs)
+    loops = {"mine": LoopSpec(import_loop("as_verl_has_it.Single"), {})}
+    seen = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    refused = await hold(make_runner(tiny, loop="mine", loops=loops), make_task(row={"raw_prompt": seen}))
+    assert "the prompt holds images, which loops of verl cannot yet" in str(refused.episode.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +89,17 @@ def test_a_name_without_a_stand_in_is_refused_before_training(write_reward: Any)
     source = "from verl.utils.reward_score import prime_code\n"
     with pytest.raises(RewardError, match=r"cannot be imported .*prime_code"):
         load_reward_function(write_reward(source))
+
+
+def test_an_object_that_scores_need_not_be_hashable(tmp_path: Path) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Judge:\n"
+        "    worth: float\n"
+        "    def __call__(self, data_source, solution_str, ground_truth, extra_info=None):\n"
+        "        return self.worth\n"
+        "compute_score = Judge(0.5)\n"
+    )
+    assert load_reward_function(str(file))("any", "x", "y", {}) == 0.5

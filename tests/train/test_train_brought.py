@@ -8,8 +8,10 @@ from train_cases import write_model
 from typer.testing import CliRunner
 
 from rally.cli import app
+from rally.config import load_config
 from rally.data import write_rows
 from rally.track import RunFolder
+from rally.train.brought import config_for_loops
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
@@ -201,3 +203,13 @@ def test_a_loop_over_tokens_reads_the_keys_of_the_run(shop: Path) -> None:
     assert all(e.extra["seen"] == [24, 2] for e in episodes)
     sampled = [logprob for e in episodes for s in e.segments for logprob in s.response_logprobs]
     assert sampled and all(logprob < 0 for logprob in sampled)
+
+
+@pytest.mark.parametrize("text", ["${", "a ${b}", r"\${c", r"\\${d}", "plain"])
+def test_a_loop_reads_keys_as_they_were_written(text: str) -> None:
+    config = load_config(base={"data": {}})
+    rollout = config.rollout.model_copy(update={"stop_strings": (text,)})
+    config = config.model_copy(
+        update={"actor_rollout_ref": config.actor_rollout_ref.model_copy(update={"rollout": rollout})}
+    )
+    assert list(config_for_loops(config).actor_rollout_ref.rollout.stop_strings) == [text]

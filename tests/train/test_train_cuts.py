@@ -81,6 +81,7 @@ def test_between_updates_the_device_holds_the_policy_alone(dtype: Any) -> None:
     assert dtype == torch.float32 or all(master.device.type == "cpu" for master in policy.masters.values())
     again = Policy(policy.model, OptimizerSettings(lr=1e-3), 4, offload=True)
     again.load_state(policy.state())
+    assert all(value.device.type == "cpu" for state in again.optimizer.state.values() for value in state.values())
     with awake(reference):
         update_policy(again, build_batch(uneven_episodes(2)), UPDATE, reference=reference)
     plain, beside = trained(False, "cuda", dtype)

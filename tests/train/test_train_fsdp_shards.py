@@ -84,3 +84,20 @@ def test_what_is_missing_is_named(step: Path, tmp_path: Path) -> None:
     (tmp_path / "model_world_size_3_rank_2.pt").write_bytes(b"")
     with pytest.raises(RallyError, match=r"runs on \[2, 3\] devices"):
         merge(tmp_path)
+
+
+def test_one_device_leaves_tied_weights_in_one_place(step: Path, tmp_path: Path) -> None:
+    (tmp_path / "huggingface").symlink_to(step / "huggingface")
+    model = AutoModelForCausalLM.from_pretrained(step / "huggingface")
+    file = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save(model.state_dict(), file)
+    merged = merge(tmp_path, tmp_path / "whole")
+    assert same(weights(AutoModelForCausalLM.from_pretrained(merged.folder)), weights(model))
+    torch.save([1, 2], file)
+    with pytest.raises(RallyError, match="holds no tensors by name"):
+        merge(tmp_path)
+    torch.save({"lm_head.weight": torch.zeros(1)}, tmp_path / "model_world_size_2_rank_0.pt")
+    torch.save({"lm_tail.weight": torch.zeros(1)}, tmp_path / "model_world_size_2_rank_1.pt")
+    file.unlink()
+    with pytest.raises(RallyError, match="in some shards"):
+        merge(tmp_path)

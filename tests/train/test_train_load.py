@@ -71,3 +71,5 @@ def test_a_given_template_replaces_the_own_one_and_goes_into_checkpoints(tmp_pat
         assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
     with pytest.raises(LoadError, match=r"none\.jinja cannot be read \(No such file or directory\); name another file"):
         load_tokenizer(str(tmp_path / "model"), chat_template="none.jinja")
+    with pytest.raises(LoadError, match=r"'mine/template.j2' is neither the text of one nor the path of a .jinja file"):
+        load_tokenizer(str(tmp_path / "model"), chat_template="mine/template.j2")

@@ -91,8 +91,7 @@ class BroughtLoop(AgentLoopBase):
 
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The images and videos of the messages by kind: none."""
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-        if any(part["type"] != "text" for part in parts):
+        if has_images(messages):
             raise LoopError(f"the prompt holds images, {NOT_YET}; use the tool loop, or leave them out")
         return {}
 

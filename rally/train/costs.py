@@ -21,7 +21,8 @@ from rally.engines.embedded.memory import kv_bytes_per_token, mlp_size, shape_of
 from rally.train.head import MAX_LOGITS
 from rally.train.load import load_model_config
 from rally.train.lora import LoraSettings, lora_rank
-from rally.train.parts import engine_settings_of, lora_of, prompt_length, response_length, reward_kl_coef
+from rally.train.model_parts import lora_of
+from rally.train.parts import engine_settings_of, prompt_length, response_length, reward_kl_coef
 from rally.train.sight import auto_class
 
 UTILISATION = 0.35

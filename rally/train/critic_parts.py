@@ -9,7 +9,8 @@ from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.cuts import UNBOUND
 from rally.train.kl_control import KlControl
 from rally.train.load import pick_device
-from rally.train.parts import gradient_limits_of, optimizer_settings, patches_of, response_length, reward_kl_coef
+from rally.train.model_parts import patches_of
+from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
 from rally.train.policy import Policy
 from rally.train.sight import share_sight
 from rally.train.value_model import load_value_model

@@ -20,7 +20,7 @@ from rally.data import (
 )
 from rally.data.custom import CustomRows
 from rally.train.brought import as_written
-from rally.train.parts import tokenizer_of
+from rally.train.model_parts import tokenizer_of
 
 
 def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:

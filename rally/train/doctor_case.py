@@ -18,7 +18,7 @@ from rally.config import Config
 from rally.data import TaskSet
 from rally.interactions import Interactions
 from rally.tools import ToolBox
-from rally.train import data_parts, parts
+from rally.train import data_parts, model_parts, parts
 from rally.train.costs import Size, size_from
 from rally.train.load import load_model_config
 from rally.types import Task
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._part("the tokenizer", lambda: parts.tokenizer_of(self.config))
+        return self._part("the tokenizer", lambda: model_parts.tokenizer_of(self.config))
 
     @property
     def toolbox(self) -> ToolBox:
@@ -121,7 +121,7 @@ class Case:
         model, described = self.config.model, self.model_config
         return self._part(
             "the model's size",
-            lambda: size_from(described, parts.lora_of(model, 0), trust=model.trust_remote_code),
+            lambda: size_from(described, model_parts.lora_of(model, 0), trust=model.trust_remote_code),
         )
 
     @property

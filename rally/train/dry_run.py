@@ -12,7 +12,7 @@ from rally.config import Config
 from rally.engines.embedded.memory import plan_memory
 from rally.track import RunConsole
 from rally.track.text import visible
-from rally.train import data_parts, parts
+from rally.train import data_parts, model_parts, parts
 from rally.train.costs import shown_bytes, size_of, training_costs
 from rally.train.run import Inputs, read_inputs, total_steps_of
 from rally.types import Task
@@ -65,7 +65,7 @@ def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
 
 
 def _show_memory(config: Config, console: RunConsole) -> None:
-    model = parts.model_of(config)
+    model = model_parts.model_of(config)
     width = torch.empty((), dtype=model.dtype).element_size()
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,97 +14,24 @@ from rally.algos.surrogates import SurrogateSettings
 from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.actor import OptimConfig
-from rally.config.model import LoraKeys, ModelConfig
-from rally.config.sft import SftModel, SftOptim
-from rally.config.trainer import GradientGuards, RunConfig
+from rally.config.sft import SftOptim
+from rally.config.trainer import GradientGuards
 from rally.engines.embedded import EngineSettings
-from rally.engines.embedded.vision import give_sight
 from rally.interactions import Interactions, load_interactions
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, find_loop, load_loop_config
-from rally.patches import Patches
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.tools import BaseTool, ToolBox, ToolLimits, load_function_tools, load_tools
 from rally.train.cuts import log_prob_cut, update_cut
 from rally.train.dynamic import FilterSettings
 from rally.train.guards import GradientLimits
-from rally.train.load import load_model, load_model_config, load_tokenizer, pick_device
-from rally.train.lora import LoraSettings, add_adapters, check_resumable, has_adapters
+from rally.train.lora import has_adapters
+from rally.train.model_parts import model_of, patches_of
 from rally.train.policy import OptimizerSettings
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
 from rally.train.rollout import FailurePolicy
-from rally.train.sight import freeze_tower, patches_for
 from rally.train.update import UpdateSettings
 from rally.train.watch import WatchSettings
 from rally.types import SamplingParams
-
-
-def model_of(config: Config, path: str | None = None) -> PreTrainedModel:
-    """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
-    found = trained_model(config.model, str(config.model.path), config.trainer, path, config.data.mm_processor_kwargs)
-    if config.actor.freeze_vision_tower:
-        freeze_tower(found)
-    return found
-
-
-def patches_of(config: Config) -> Patches | None:
-    """How the policy cuts images; None if it is for text alone."""
-    model = config.model
-    return patches_at(model, str(model.path), config.data.mm_processor_kwargs)
-
-
-def patches_at(model: ModelConfig | SftModel, path: str, options: Mapping[str, Any]) -> Patches | None:
-    if path.endswith(".gguf"):  # reading one takes long, and none that transformers reads sees
-        return None
-    stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
-    return patches_for(stored, path, options, model.trust_remote_code)
-
-
-def trained_model(
-    model: ModelConfig | SftModel,
-    base: str,
-    trainer: RunConfig,
-    path: str | None,
-    image_options: Mapping[str, Any] = MappingProxyType({}),
-) -> PreTrainedModel:
-    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it."""
-    lora = lora_of(model, trainer.seed)
-    if path:
-        check_resumable(Path(path), lora)
-    found = load_model(
-        base if lora or not path else path,
-        device=pick_device(trainer.device),
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        overrides=dict(model.override_config),
-    )
-    if patches := patches_at(model, base, image_options):
-        give_sight(found, patches)
-    if lora:
-        add_adapters(found, lora, base, path)
-    return found
-
-
-def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
-    """How the policy is adapted; None where all its weights are trained."""
-    if not model.lora_rank and not model.lora_adapter_path:
-        return None
-    return LoraSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        targets=model.target_modules,
-        excluded=model.exclude_modules,
-        start=model.lora_adapter_path,
-        seed=seed,
-    )
-
-
-def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
-    model = config.model
-    return load_tokenizer(
-        model.tokenizer_path or str(model.path),
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
 
 
 def toolbox_of(config: Config) -> ToolBox:

@@ -21,7 +21,7 @@ from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.track import RunFolder
 from rally.track.agents import of_agent
-from rally.train import parts
+from rally.train import model_parts, parts
 from rally.train.batch import GREEDY
 from rally.train.checkpoint import Checkpoint
 from rally.train.compare import departure, logprob_gap
@@ -85,7 +85,7 @@ def replay(run: Path, episode_id: str, config: Config, checkpoint: Path | None =
     record = find_episode(RunFolder(run), episode_id)
     if checkpoint is not None and (obstacle := _no_promise(config)):
         raise ReplayError(f"the weights of {checkpoint} are of no use here: {obstacle}")
-    tokenizer, toolbox = parts.tokenizer_of(config), parts.toolbox_of(config)
+    tokenizer, toolbox = model_parts.tokenizer_of(config), parts.toolbox_of(config)
     codec = parts.codec_of(config, tokenizer, toolbox)
     inputs = Inputs(tokenizer, toolbox, parts.interactions_of(config), codec, None, None)
     with closing(toolbox):

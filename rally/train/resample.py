@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rally.config import Config
 from rally.engines import build_engine
 from rally.loops import Job, Runner
-from rally.train import parts
+from rally.train import model_parts, parts
 from rally.train.checkpoint import Checkpoint, open_checkpoint
 from rally.train.dynamic import LiveGroups
 from rally.train.load import pick_device
@@ -96,7 +96,7 @@ async def sample_again(
     company: Sequence[Episode], config: Config, inputs: Inputs, checkpoint: Checkpoint | None
 ) -> dict[str, Episode]:
     """The episodes as they are sampled now, by id."""
-    model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
+    model = model_parts.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
     engine = build_engine("embedded", model, parts.engine_settings_of(config), decode=inputs.codec.decode)
     engine.begin_at(version_of(checkpoint))
     await engine.start()

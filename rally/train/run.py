@@ -20,7 +20,7 @@ from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder
-from rally.train import critic_parts, data_parts, parts, server_parts, tracking_parts
+from rally.train import critic_parts, data_parts, model_parts, parts, server_parts, tracking_parts
 from rally.train.brought import config_for_loops
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.fit import FitSettings, Trainer, run
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> Inputs:
-    tokenizer = parts.tokenizer_of(config)
+    tokenizer = model_parts.tokenizer_of(config)
     toolbox = parts.toolbox_of(config)
     interactions = parts.interactions_of(config)
     codec = parts.codec_of(config, tokenizer, toolbox)
@@ -146,16 +146,7 @@ def _trainer(
     sampler = data_parts.sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
-    model = parts.model_of(config, str(checkpoint.actor) if checkpoint else None)
-    policy = Policy(
-        model,
-        parts.optimizer_settings_of(config),
-        max(0, steps - config.trainer.critic_warmup),
-        gradient_checkpointing=config.model.enable_gradient_checkpointing,
-        offload=config.actor.fsdp_config.optimizer_offload,
-    )
-    if checkpoint:
-        policy.load_state(checkpoint.state())
+    policy = _policy(config, checkpoint, steps)
     engine = _engine(config, inputs, policy)
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))
@@ -184,13 +175,27 @@ def _trainer(
             checkpoint.step if checkpoint else -1,
             tracking_parts.trace_of(config, folder, inputs.tokenizer),
         ),
-        reference=parts.reference_of(config, model) if steps else None,
+        reference=parts.reference_of(config, policy.model) if steps else None,
         reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
         critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
         extra_episode_folders=tracking_parts.extra_folders_of(config.trainer),
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
+
+
+def _policy(config: Config, checkpoint: Checkpoint | None, steps: int) -> Policy:
+    """As configured, or as the checkpoint left it."""
+    policy = Policy(
+        model_parts.model_of(config, str(checkpoint.actor) if checkpoint else None),
+        parts.optimizer_settings_of(config),
+        max(0, steps - config.trainer.critic_warmup),
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.actor.fsdp_config.optimizer_offload,
+    )
+    if checkpoint:
+        policy.load_state(checkpoint.state())
+    return policy
 
 
 def _engine(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:

@@ -23,9 +23,9 @@ from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.cuts import UNBOUND
 from rally.train.guards import keeping_diverged
 from rally.train.interrupt import Interrupt, resume_command, stopped
-from rally.train.load import load_tokenizer
+from rally.train.model_parts import patches_at, tokenizer_at, trained_model
 from rally.train.packing import Row
-from rally.train.parts import gradient_limits_of, optimizer_settings, patches_at, trained_model
+from rally.train.parts import gradient_limits_of, optimizer_settings
 from rally.train.policy import Policy, due, step_seed
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
@@ -147,12 +147,7 @@ def show(config: SftConfig, console: RunConsole) -> None:
 
 
 def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
-    model = config.model
-    return load_tokenizer(
-        model.tokenizer_path or str(config.model_path),
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    return tokenizer_at(config.model, str(config.model_path))
 
 
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:

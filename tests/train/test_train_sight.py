@@ -23,7 +23,7 @@ from rally.config import load_config, load_sft_config
 from rally.data import geometry, write_rows
 from rally.engines.embedded import attention
 from rally.engines.embedded.vision import sight_of
-from rally.train import forward, parts, sft_run
+from rally.train import forward, model_parts, parts, sft_run
 from rally.train.checkpoint import CheckpointStore
 from rally.train.doctor import examine
 from rally.train.load import load_model
@@ -68,23 +68,23 @@ def test_a_model_learns_what_only_the_image_tells() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
     config = config_of(saved(tmp_path / "model", family), "data.mm_processor_kwargs.max_pixels=576")
-    model = parts.model_of(config)
-    codec = parts.codec_of(config, parts.tokenizer_of(config), parts.toolbox_of(config))
+    model = model_parts.model_of(config)
+    codec = parts.codec_of(config, model_parts.tokenizer_of(config), parts.toolbox_of(config))
     assert codec.patches is sight_of(model)  # what is counted is what is seen
     assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels was heard
     store = CheckpointStore(tmp_path / "checkpoints", warn=print)
     folder = store.save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
     again = config_of(folder / "actor")
-    codec = parts.codec_of(again, parts.tokenizer_of(again), parts.toolbox_of(again))
+    codec = parts.codec_of(again, model_parts.tokenizer_of(again), parts.toolbox_of(again))
     assert codec.prompt(ASKED).images[0].rows == 3
-    for (name, was), now in zip(model.named_parameters(), parts.model_of(again).parameters(), strict=True):
+    for (name, was), now in zip(model.named_parameters(), model_parts.model_of(again).parameters(), strict=True):
         assert torch.equal(was, now), name
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_tower_is_trained_unless_it_is_frozen(tmp_path: Path, frozen: bool) -> None:
     config = config_of(saved(tmp_path), f"actor_rollout_ref.actor.freeze_vision_tower={frozen}")
-    model = parts.model_of(config)
+    model = model_parts.model_of(config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     learn(Policy(model, OptimizerSettings(lr=1e-2), 4))
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
@@ -114,15 +114,15 @@ def test_a_critic_that_cannot_look_as_the_policy_does_is_refused() -> None:
 
 def test_adapters_are_merged_into_a_folder_that_sees(tmp_path: Path) -> None:
     config = config_of(saved(tmp_path / "model"), "actor_rollout_ref.model.lora_rank=2")
-    model = parts.model_of(config)
+    model = model_parts.model_of(config)
     policy = Policy(model, OptimizerSettings(lr=1e-2), 3)
     learn(policy, 3)
     folder = CheckpointStore(tmp_path / "checkpoints", warn=print).save(1, policy, make_tokenizer())
     whole = config_of(merge(folder).folder)
-    codec = parts.codec_of(whole, parts.tokenizer_of(whole), parts.toolbox_of(whole))
+    codec = parts.codec_of(whole, model_parts.tokenizer_of(whole), parts.toolbox_of(whole))
     [row] = [Row.of(Segment(prompt_ids=p.ids, images=p.images), 0) for p in [codec.prompt(ASKED)]]
     row = replace(row, ids=(*row.ids, 5), sampled=(len(row.ids),), logprobs=(0.0,))
-    plain = parts.model_of(whole)
+    plain = model_parts.model_of(whole)
     attention.install(plain)
     ours, theirs = (forward.token_logprobs(m, pack([row], m.device)).logp_M for m in (model, plain))
     assert float((ours - theirs).detach().abs()) < 1e-4
@@ -157,7 +157,7 @@ def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["maxpixels=64", "patch_size=2"])
 def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_path: Path, option: str) -> None:
     with pytest.raises(SightError, match="is nothing that can be set; known are min_pixels, max_pixels"):
-        parts.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
+        model_parts.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
 
 
 def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SightError, match="has no vision tower"):
-        parts.model_of(config_of(tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=true"))
+        model_parts.model_of(config_of(tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=true"))
     with pytest.raises(SightError, match="mm_processor_kwargs has no effect"):
-        parts.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
+        model_parts.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
 
 
 def test_a_folder_without_a_processor_says_what_is_missing(tmp_path: Path) -> None:
@@ -176,4 +176,4 @@ def test_a_folder_without_a_processor_says_what_is_missing(tmp_path: Path) -> No
     (tmp_path / "preprocessor_config.json").unlink()
     assert load_model(str(tmp_path)).config.model_type == "qwen2_5_vl"
     with pytest.raises(RallyError, match=r"preprocessor_config\.json"):
-        parts.patches_of(config_of(tmp_path))
+        model_parts.patches_of(config_of(tmp_path))

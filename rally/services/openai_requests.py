@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rally.services.desk import Refused
 from rally.types import Message, SamplingParams
@@ -52,6 +52,12 @@ class SamplingRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unsaid(cls, given: Any) -> Any:
+        """Some clients write null for every field that was not set."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def refuse_unknown(self) -> None:
         for name, value in (self.model_extra or {}).items():

@@ -1,6 +1,6 @@
 """What an MCP tool returned becomes text and images for the model; a part that cannot be shown is named and counted.
 
-Text parts stand one below the other. An image is kept as a PIL image, and its place in the text is marked. Structured
+Text parts stand one below the other. An image is read at once, and its place in the text is marked. Structured
 content is told, as JSON, where the server sent no other content: servers that send both mean the text for the model.
 """
 
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import mcp_types as types
-from PIL import Image
 
-from rally.images import FORMATS, MOST_PIXELS
-from rally.types import ToolResponse
+from rally.images import ImageError, read_image
+from rally.types import Image, ToolResponse
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -40,7 +38,7 @@ def read_content(result: types.CallToolResult) -> Content:
 
 class _Reader:
     def __init__(self) -> None:
-        self.images: list[Any] = []
+        self.images: list[Image] = []
         self.not_shown = 0
 
     def line(self, part: types.ContentBlock) -> str:
@@ -67,24 +65,16 @@ class _Reader:
         return f"[image {len(self.images)}: {image.width}x{image.height}]"
 
 
-def _image(data: str) -> Any:
+def _image(data: str) -> Image | None:
     """The picture, decoded now, so that a broken one is found here and not in the middle of training."""
-    try:
+    with suppress(binascii.Error, ValueError):
         raw = base64.b64decode(data)
-    except (binascii.Error, ValueError):
-        return None
-    return _decoded(raw) or (_decoded(_necessary_chunks(raw)) if raw.startswith(PNG_SIGNATURE) else None)
-
-
-def _decoded(raw: bytes) -> Any:
-    try:
-        image = Image.open(io.BytesIO(raw), formats=[name.upper() for name in FORMATS])
-        if image.width * image.height > MOST_PIXELS:
-            return None
-        image.load()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
-    return image
+        with suppress(ImageError):
+            return read_image(raw)
+        if raw.startswith(PNG_SIGNATURE):
+            with suppress(ImageError):
+                return read_image(_necessary_chunks(raw))
+    return None
 
 
 def _necessary_chunks(png: bytes) -> bytes:

@@ -134,3 +134,12 @@ async def test_a_model_without_a_chat_template_still_completes(engine: EmbeddedE
         assert refused.status_code == 400 and "no chat template" in refused.json()["error"]["message"]
         completed = await http.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6]})
         assert completed.json()["usage"]["completion_tokens"] == 16
+
+
+async def test_a_field_that_is_null_was_not_said(engine: EmbeddedEngine) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+    unsaid = dict.fromkeys(("n", "stream", "tools", "tool_choice", "ignore_eos", "stop_token_ids", "logit_bias"))
+    async with client(engine) as http:
+        short, long = [await http.post("/v1/chat/completions", json=body) for body in (asked, asked | unsaid)]
+    assert short.status_code == long.status_code == 200
+    assert short.json()["choices"] == long.json()["choices"]

@@ -247,7 +247,7 @@ async def test_images_are_kept_and_what_cannot_be_shown_is_named_and_counted(ope
         "inside",
         "[image 2: 1x1]",
     ]
-    assert [image.size for image in shown.response.image or ()] == [(1, 1), (1, 1)]
+    assert [(image.width, image.height) for image in shown.response.image or ()] == [(1, 1), (1, 1)]
     assert {"images": 2, "not_shown": 2}.items() <= shown.metrics.items()
     structured = await ask(box, "structured")
     assert (structured.response.text, structured.response.image) == ('{"degrees": 21}', None)

@@ -28,12 +28,12 @@ PID = """
 
 
 def is_running(pid: int) -> bool:
-    """A zombie is not: in a container nobody may come to collect it."""
+    """A zombie is not, for nobody may come to collect it, unless it has other threads: they may hold its pipes open."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:

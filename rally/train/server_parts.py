@@ -44,6 +44,7 @@ from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.types import SamplingParams
 
+MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Place = tuple[int, ...]
 """GPUs of one server, by their indices in this process; none on a machine without any."""
 DIALECTS: dict[str, Callable[[], Dialect]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
@@ -186,6 +187,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         memory_share=settings.memory_share,
         tensor_parallel=rollout.tensor_model_parallel_size,
+        frontends=frontends(os.cpu_count() or 1, rollout.data_parallel_size),
         seed=settings.seed,
         eager=settings.eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
@@ -195,6 +197,12 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         by_handles=rollout.checkpoint_engine.backend == "ipc",
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
+
+
+def frontends(cores: int, servers: int) -> int:
+    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next waits
+    and the GPU with it."""
+    return max(1, min(MAX_FRONTENDS, cores // (CORES_PER_FRONTEND * servers)))
 
 
 def _own_extra(config: Config) -> dict[str, Any]:

@@ -53,6 +53,6 @@ def test_what_is_not_whole_is_not_used(answer: Any, words: str) -> None:
 
 def test_a_token_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RALLY_ENGINE_TOKEN", "ключ")
-    assert Rally().headers() == {b"Authorization": "Bearer ключ".encode()}
+    assert Rally().headers() == {"Authorization": "Bearer ключ"}
     monkeypatch.delenv("RALLY_ENGINE_TOKEN")
     assert Rally().headers() == {}

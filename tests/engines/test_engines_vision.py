@@ -13,7 +13,7 @@ from rally.engines import EngineError
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request import Request
 from rally.engines.embedded.settings import EngineSettings
-from rally.engines.embedded.vision import rope_of
+from rally.engines.embedded.vision import image_features, rope_of
 from rally.types import ImageSpan, SamplingParams, Segment
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
@@ -153,3 +153,20 @@ def test_a_model_for_text_and_a_wrong_place_are_refused_in_a_sentence() -> None:
 
 
 MODEL, IMAGE = make_vision_model(), make_image()
+
+
+def test_features_of_all_images_may_be_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = make_vision_model("qwen3_vl"), [make_image(1), make_image(2, 40, 20)]
+    expected = image_features(model, images)
+    find = model.base_model.get_image_features
+
+    def joined(*arguments, **named):
+        found = find(*arguments, **named)
+        found.pooler_output = torch.cat(tuple(found.pooler_output))
+        found.deepstack_features = [torch.cat(tuple(one)) for one in found.deepstack_features]
+        return found
+
+    monkeypatch.setattr(model.base_model, "get_image_features", joined)
+    told = image_features(model, images)
+    assert len(told.deep_VC) > 0 and torch.equal(told.first_VC, expected.first_VC)
+    assert all(map(torch.equal, told.deep_VC, expected.deep_VC))

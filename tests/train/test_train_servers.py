@@ -20,6 +20,7 @@ from rally.train.load import load_model
 from rally.train.lora import LoraSettings, add_adapters
 from rally.train.run import train
 from rally.train.server_parts import (
+    frontends,
     launch_of,
     oracle_of,
     own_servers_of,
@@ -200,3 +201,8 @@ def test_servers_see_gpus_by_the_names_of_the_machine(
         else:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert [s._environment["CUDA_VISIBLE_DEVICES"] for s in own_servers_of(config, on_gpu)] == expected
+
+
+@pytest.mark.parametrize(("cores", "servers", "each"), [(2, 1, 1), (8, 1, 2), (16, 1, 4), (64, 1, 4), (16, 4, 1)])
+def test_processes_that_answer_http_leave_cores_to_the_rest(cores: int, servers: int, each: int) -> None:
+    assert frontends(cores, servers) == each

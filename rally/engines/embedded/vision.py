@@ -88,7 +88,12 @@ def image_features(model: PreTrainedModel, images: Sequence[Image]) -> Features:
     grids = torch.tensor([one.grid for one in patched], device=model.device)
     found = base.get_image_features(pixels, grids, return_dict=True)
     deep = getattr(found, "deepstack_features", None) or ()
-    return Features(torch.cat(found.pooler_output), tuple(torch.cat(tuple(one)) for one in deep))
+    return Features(_joined(found.pooler_output), tuple(_joined(one) for one in deep))
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Of all images in one; transformers 5.17 has that already where 5.22 has one for each image."""
+    return features if isinstance(features, Tensor) else torch.cat(tuple(features))
 
 
 def packed_seen_hidden(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,11 +29,12 @@ from rally.engines.token_protocol import TOKEN_VARIABLE
 from rally.types import Generation, SamplingParams
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
 CONTROL_SECONDS = 600.0  # loading weights of a large model takes minutes
 HEALTH_SECONDS = 5.0
 KNOCK_SECONDS = 0.2
+IDLE_SECONDS = 3.0  # that a connection is kept for the next request; servers hang up after 5, and none must meet that
 BUSY_TRIES = 5
 BUSY_SECONDS = 60.0  # the most that one Retry-After is waited for
 MISTAKES = (400, 401, 403, 404, 413, 422)
@@ -177,23 +179,23 @@ class ServerReplica:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body. `in_turn`
         are those of which there may be `max_connections` at once."""
         link = self._link()
-        import httpx
+        import aiohttp
 
         try:
             async with asyncio.timeout(seconds), link.room if in_turn else nullcontext():
-                method = "GET" if call.body is None else "POST"
-                response = await link.client.request(method, self.url + call.path, json=call.body)
+                status, retry_after, content = await _asked(link.session, self.url, call)
         except TimeoutError:
             raise ReplicaGone(f"{self.name} did not answer {call.path} within {seconds:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+        except aiohttp.ClientError as problem:
             raise ReplicaGone(f"{self.name} cannot be reached ({type(problem).__name__}: {problem})") from problem
-        if response.status_code == 404 and call.optional:
+        if status == 404 and call.optional:
             return None
-        _check_status(self.name, call, response)
-        if not response.content:
+        if not 200 <= status < 300:
+            raise _refusal(self.name, call, status, retry_after, content)
+        if not content:
             return None
         try:
-            return response.json()
+            return json.loads(content)
         except ValueError:
             raise ReplicaGone(f"{self.name} answered {call.path} with something that is not JSON") from None
 
@@ -203,16 +205,15 @@ class ServerReplica:
         here = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._aborting if task.get_loop() is here))
         for loop, link in links.items():
-            if loop is here:
-                await link.client.aclose()
+            if loop is here or loop.is_closed():
+                await link.session.close()
 
     def _link(self) -> _Link:
         """Connections belong to the event loop that opened them."""
         loop = asyncio.get_running_loop()
         if loop not in self._links:
-            self._links = {kept: link for kept, link in self._links.items() if not kept.is_closed()}
-            client = _new_client(self.dialect.headers(), secure=self.url.startswith("https"))
-            self._links[loop] = _Link(client, asyncio.Semaphore(self.settings.max_connections))
+            session = _new_session(self.dialect.headers())
+            self._links[loop] = _Link(session, asyncio.Semaphore(self.settings.max_connections))
         return self._links[loop]
 
     def _abort(self, request_id: str) -> None:
@@ -228,7 +229,7 @@ class ServerReplica:
 
 
 class _Link(NamedTuple):
-    client: httpx.AsyncClient
+    session: aiohttp.ClientSession
     room: asyncio.Semaphore  # for generations; a health check, an abort or an update never waits behind them
 
 
@@ -242,32 +243,39 @@ async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
     return await ask()
 
 
-def _new_client(headers: dict[bytes, bytes], *, secure: bool) -> httpx.AsyncClient:
+def _new_session(headers: dict[str, str]) -> aiohttp.ClientSession:
     try:
-        import httpx
+        import aiohttp
     except ModuleNotFoundError:
-        raise EngineError("talking to a rollout server needs httpx; run: pip install 'rally-rl[servers]'") from None
-    from rally.engines.lines import Lines
+        raise EngineError("talking to a rollout server needs aiohttp; run: pip install 'rally-rl[servers]'") from None
+    # The deadline of a whole call is kept in `call`, and how many there are at once by `room`.
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+        timeout=aiohttp.ClientTimeout(),
+        headers=headers | {"Content-Type": "application/json"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
-    # The deadline of a whole call is kept in `call`: httpx would begin to count anew with every byte.
-    return httpx.AsyncClient(timeout=None, transport=Lines(secure=secure), headers=headers, trust_env=False)
+
+async def _asked(session: aiohttp.ClientSession, url: str, call: Call) -> tuple[int, str, bytes]:
+    """Status, Retry-After and the whole body of what the server answers."""
+    method, body = ("GET", None) if call.body is None else ("POST", json.dumps(call.body).encode())
+    async with session.request(method, url + call.path, data=body, allow_redirects=False) as response:
+        return response.status, response.headers.get("Retry-After", ""), await response.read()
 
 
-def _check_status(name: str, call: Call, response: httpx.Response) -> None:
-    status = response.status_code
-    if 200 <= status < 300:
-        return
-    said = " ".join(response.text.split())[:300]
+def _refusal(name: str, call: Call, status: int, retry_after: str, content: bytes) -> EngineError:
+    said = " ".join(content.decode(errors="replace").split())[:300]
     if status in (429, 503):
-        raise ReplicaBusy(f"{name} has too much to do ({status}: {said})", _retry_after(response))
+        return ReplicaBusy(f"{name} has too much to do ({status}: {said})", _seconds(retry_after))
     if status in MISTAKES:
-        raise EngineError(f"{name} refuses {call.path} ({status}): {said}{_cure(call.path, status)}")
-    raise ReplicaGone(f"{name} failed at {call.path} ({status}): {said}")
+        return EngineError(f"{name} refuses {call.path} ({status}): {said}{_cure(call.path, status)}")
+    return ReplicaGone(f"{name} failed at {call.path} ({status}): {said}")
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _seconds(retry_after: str) -> float:
     try:
-        return max(0.0, float(response.headers.get("retry-after", "")))
+        return max(0.0, float(retry_after))
     except ValueError:
         return 1.0
 

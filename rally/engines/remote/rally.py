@@ -80,9 +80,9 @@ class Rally:
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
-    def headers(self) -> dict[bytes, bytes]:
+    def headers(self) -> dict[str, str]:
         token = os.environ.get(TOKEN_VARIABLE)
-        return {b"Authorization": f"Bearer {token}".encode()} if token else {}
+        return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class RallyReplica(ServerReplica):

@@ -112,6 +112,7 @@ class Sglang:
             "random_seed": launch.seed,
             "disable_cuda_graph": launch.eager,
             "log_level": launch.log_level,
+            "log_level_http": launch.log_level or "warning",  # else it writes a line for each request
             "skip_tokenizer_init": True,
             "enable_memory_saver": launch.sleeps,
         }
@@ -120,7 +121,7 @@ class Sglang:
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
-    def headers(self) -> dict[bytes, bytes]:
+    def headers(self) -> dict[str, str]:
         return {}
 
 

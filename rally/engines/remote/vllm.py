@@ -112,6 +112,8 @@ class Vllm:
             "seed": launch.seed,
             "enforce_eager": launch.eager or None,
             "uvicorn_log_level": launch.log_level,
+            "disable_access_log_for_endpoints": "/inference/v1/generate,/health",
+            "api_server_count": launch.frontends if launch.frontends > 1 else None,
             "logprobs_mode": "raw_logprobs" if launch.raw_logprobs else "processed_logprobs",
             "skip_tokenizer_init": True,
             "enable_sleep_mode": launch.sleeps or None,
@@ -126,7 +128,7 @@ class Vllm:
         trusting = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if by_handles else {}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **trusting}
 
-    def headers(self) -> dict[bytes, bytes]:
+    def headers(self) -> dict[str, str]:
         return {}
 
 

@@ -61,6 +61,7 @@ class Launch:
     max_num_batched_tokens: int
     memory_share: float
     tensor_parallel: int = 1
+    frontends: int = 1  # processes that answer HTTP, where a server can have several
     seed: int = 0
     eager: bool = False
     log_level: str | None = None
@@ -121,7 +122,7 @@ class Dialect(Protocol):
         """What such a server wants beside our own environment."""
         ...
 
-    def headers(self) -> dict[bytes, bytes]:
+    def headers(self) -> dict[str, str]:
         """What goes with every request."""
         ...
 
@@ -175,7 +176,7 @@ def whole(
 
 
 def _ids(ids: Any, most: int) -> tuple[int, ...]:
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
         raise ReplicaGone("the server's answer holds no list of token ids; it must return ids, not text")
     if len(ids) > most:
         raise ReplicaGone(f"the server sampled {len(ids)} tokens where {most} were asked for")
@@ -187,7 +188,7 @@ def _logprobs(values: Any, count: int) -> tuple[float, ...]:
         raise ReplicaGone("the server returned no log-probabilities of what it sampled")
     if len(values) != count:
         raise ReplicaGone(f"the server returned {len(values)} log-probabilities for {count} sampled tokens")
-    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+    if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
         raise ReplicaGone("the server returned a log-probability that is not a number")
     return tuple(map(float, values))
 

@@ -38,7 +38,7 @@ from rally.types import Generation, RallyError, SamplingParams, Segment
 
 UPDATES = 3
 SECONDS = {"mismatch": 90.0, "update": 150.0, "speed": 120.0}
-BY_FILES = "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+BY_FILES = "actor_rollout_ref.rollout.checkpoint_engine.backend=files"
 STEP = (
     *("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/update_weights"),
     *("actor/rollout_mismatch_kl", "critic/score/mean", "num_turns/mean", "engine/canary_difference"),

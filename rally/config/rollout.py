@@ -128,9 +128,9 @@ class ServerConfig(Section):
 
 
 class CheckpointEngine(Section):
-    backend: Literal["naive", "ipc", "nccl", "nixl", "hccl"] = "naive"
-    """How weights get to servers: naive by files, in memory if there is room; ipc by CUDA IPC to servers of our own on
-    the trainer's GPU."""
+    backend: Literal["naive", "files", "ipc", "nccl", "nixl", "hccl"] = "naive"
+    """How weights get to servers: files, in memory if there is room; ipc by CUDA IPC to a server of our own on the
+    trainer's GPU; naive is ipc for SGLang where that is possible, else files."""
     update_weights_bucket_megabytes: Count = 2048
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     custom_backend_module: str | None = None

@@ -61,7 +61,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(f"{R}name", EMBEDDED, ("rally", "sglang", "sglang_async", "vllm", "vllm_async")),
     Unbuilt(f"{R}mode", "leave it out, every engine is asynchronous", ("standalone", "server")),
     Unbuilt(f"{R}engine_kwargs.trtllm", SERVERS),
-    Unbuilt(f"{R}checkpoint_engine.backend", "leave it out, or use ipc on one GPU", ("ipc",)),
+    Unbuilt(f"{R}checkpoint_engine.backend", "leave it out, or use files, or ipc on one GPU", ("files", "ipc")),
     Unbuilt(f"{R}checkpoint_engine.engine_kwargs", SERVERS),
     Unbuilt(f"{R}checkpoint_engine.custom_backend_module", SERVERS),
     Unbuilt(f"{R}sglang_engine_mode", SERVERS),

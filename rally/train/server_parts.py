@@ -88,15 +88,24 @@ def router_settings_of(config: Config) -> RouterSettings:
 
 def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
     """How weights get to servers, as rollout.checkpoint_engine.backend says."""
-    by_handles = config.rollout.checkpoint_engine.backend == "ipc"
-    if by_handles and (not shares_gpu(config, model) or config.rollout.tensor_model_parallel_size > 1):
+    shown = by_handles(config, model)
+    if shown and not on_its_gpu_alone(config, model):
         raise EngineError(
-            "rollout.checkpoint_engine.backend=ipc is for servers of one GPU that is the trainer's; leave it out here"
+            "rollout.checkpoint_engine.backend=ipc is for a server of one GPU that is the trainer's; leave it out here"
         )
     room = room_of(config, model)
     sweep(room)
     files = WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room)
-    return WeightHandles(functools.partial(whole_weights, model), files) if by_handles else files
+    return WeightHandles(functools.partial(whole_weights, model), files) if shown else files
+
+
+def by_handles(config: Config, model: PreTrainedModel) -> bool:
+    """Whether a server opens the trainer's memory. Where it can, SGLang does; vLLM would have to be started so that
+    whoever reaches its port can run code in it, and that must be asked for."""
+    rollout = config.rollout
+    able = rollout.server_kind == "sglang" and rollout.mode != "server" and not has_adapters(model)
+    backend = rollout.checkpoint_engine.backend
+    return backend == "ipc" or (backend == "naive" and able and on_its_gpu_alone(config, model))
 
 
 def room_of(config: Config, model: PreTrainedModel) -> Path:
@@ -144,6 +153,12 @@ def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
     """Whether servers of our own are on the trainer's GPU."""
     mine = own_gpu(model)
     return mine is not None and any(mine in place for place in places_of(config, model))
+
+
+def on_its_gpu_alone(config: Config, model: PreTrainedModel) -> bool:
+    """Whether there is one server, on the trainer's GPU and no other."""
+    mine = own_gpu(model)
+    return mine is not None and places_of(config, model) == [(mine,)]
 
 
 def sleeps(config: Config, model: PreTrainedModel) -> bool:
@@ -194,7 +209,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         raw_logprobs=rollout.temperature == 1,
         in_flight=rollout.in_flight,
         sleeps=sleeps(config, model),
-        by_handles=rollout.checkpoint_engine.backend == "ipc",
+        by_handles=by_handles(config, model),
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
 

@@ -20,6 +20,7 @@ from rally.train.load import load_model
 from rally.train.lora import LoraSettings, add_adapters
 from rally.train.run import train
 from rally.train.server_parts import (
+    by_handles,
     frontends,
     launch_of,
     oracle_of,
@@ -170,12 +171,32 @@ def test_servers_share_a_gpu_with_the_trainer_where_there_is_no_other(
 def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> None:
     model = load_model(str(home / "model"))
     config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc")
-    with pytest.raises(EngineError, match="servers of one GPU that is the trainer's"):
+    with pytest.raises(EngineError, match="a server of one GPU that is the trainer's"):
         transport_of(config, model)
     elsewhere = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://10.0.0.1:1")
     for key in ("checkpoint_engine.backend=ipc", "free_cache_engine=false"):
         with pytest.raises(ConfigError, match="has no effect on servers that run already"):
             run_config(home, tmp_path / "run", *elsewhere, f"{R}.{key}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "shown"),
+    [
+        (["name=sglang"], 1, True),
+        (["name=sglang"], 2, False),
+        (["name=sglang", "checkpoint_engine.backend=files"], 1, False),
+        (["name=vllm"], 1, False),
+        (["name=vllm", "checkpoint_engine.backend=ipc"], 1, True),
+    ],
+)
+def test_the_fastest_way_that_is_safe_is_the_default(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], gpus: int, shown: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = run_config(home, tmp_path / "run", *(f"{R}.{key}" for key in keys))
+    on_gpu = load_model(str(home / "model"))
+    monkeypatch.setattr(type(on_gpu), "device", torch.device("cuda", 0))
+    assert by_handles(config, on_gpu) is launch_of(config, on_gpu).by_handles is shown
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:

@@ -215,8 +215,8 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
 
 
 def frontends(cores: int, servers: int) -> int:
-    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next waits
-    and the GPU with it."""
+    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next
+    waits and the GPU with it."""
     return max(1, min(MAX_FRONTENDS, cores // (CORES_PER_FRONTEND * servers)))
 
 

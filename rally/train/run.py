@@ -19,7 +19,7 @@ from rally.interactions import Interactions
 from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
-from rally.track import RunConsole, RunFolder
+from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train import critic_parts, data_parts, model_parts, parts, server_parts, tracking_parts
 from rally.train.brought import config_for_loops
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
@@ -95,6 +95,11 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return _evaluate(config, inputs, console)
+    with sole_writer(config.run_dir):
+        return _train(config, inputs, console)
+
+
+def _train(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -318,7 +323,12 @@ def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
 def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
-    folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
+    with sole_writer(config.run_dir / "eval"):  # beside what training wrote, never over it
+        return _validated(config, inputs, console)
+
+
+def _validated(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+    folder = RunFolder(config.run_dir / "eval").create()
     tracking_parts.set_evaluation_aside(folder)
     folder.save_config(config.to_yaml())
     folder.save_versions()

@@ -35,9 +35,9 @@ def other(run: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_second_run_is_told_who_writes_to_the_folder(run: Path, other: subprocess.Popen[bytes]) -> None:
-    with pytest.raises(FolderInUse, match=f"is being written by another run .process {other.pid} on .*experiment_name"):
-        with sole_writer(run):
-            pytest.fail("both would write")
+    told = f"is being written by another run .process {other.pid} on .*experiment_name"
+    with pytest.raises(FolderInUse, match=told), sole_writer(run):
+        pytest.fail("both would write")
 
 
 def test_a_killed_run_can_be_resumed_at_once(run: Path, other: subprocess.Popen[bytes]) -> None:

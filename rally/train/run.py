@@ -29,6 +29,7 @@ from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
+from rally.train.row_checks import check_rows, warn_of_repeats
 from rally.train.skip import dump_of, skipping
 from rally.train.watch import watched
 from rally.types import RallyError
@@ -74,8 +75,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
         if not files:
             return None
         found = fitting(data_parts.tasks_of(config, files, validate=validate), codec, config, console)
-        for task in found:
-            interactions.find(task)  # says so now when a row asks for a user that is not there
+        check_rows(config, found, interactions)
         return found
 
     return Inputs(
@@ -112,6 +112,7 @@ def _train(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     )
     checkpoint = resume_point(config.trainer, store)
     steps = total_steps_of(config, len(inputs.train_tasks))
+    warn_of_repeats(len(inputs.train_tasks), config.data.train_batch_size, console)
     if checkpoint and checkpoint.step >= steps:
         raise RunError(
             f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "

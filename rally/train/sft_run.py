@@ -27,6 +27,7 @@ from rally.train.model_parts import patches_at, tokenizer_at, trained_model
 from rally.train.packing import Row
 from rally.train.parts import gradient_limits_of, optimizer_settings
 from rally.train.policy import Policy, due, step_seed
+from rally.train.row_checks import warn_of_repeats
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
@@ -75,6 +76,7 @@ def _sft(
     settings = sft_settings_of(config)
     by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
+    warn_of_repeats(len(train.rows), settings.batch_size, console)
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
         config.run_dir / "checkpoints",

@@ -80,5 +80,7 @@ def test_a_checkpoint_and_a_folder_without_a_model_say_what_to_name(tmp_path):
     for load in (load_model, load_tokenizer):
         with pytest.raises(LoadError, match=r"is a whole checkpoint; name the model in it: .*global_step_2/actor$"):
             load(str(tmp_path / "global_step_2"))
-        with pytest.raises(LoadError, match="name the folder that does"):
+        with pytest.raises(
+            LoadError, match=r"a folder without (tokenizer_)?config\.json; name the folder that holds it"
+        ):
             load(str(tmp_path))

@@ -75,7 +75,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
         if not files:
             return None
         found = fitting(data_parts.tasks_of(config, files, validate=validate), codec, config, console)
-        check_rows(config, found, interactions)
+        check_rows(config, found, interactions, toolbox)
         return found
 
     return Inputs(

@@ -7,34 +7,41 @@ from train_cases import Paper, run_config
 
 from rally.data import load_tasks, write_rows
 from rally.interactions import Interactions
-from rally.rewards import RewardError
-from rally.train.row_checks import check_rows, warn_of_repeats
+from rally.tools import ToolBox
+from rally.train.row_checks import RowError, check_rows, warn_of_repeats
 from rally.train.run import read_inputs
 
 BUILT_IN_REWARD = "custom_reward_function={path: null}"
 R = "actor_rollout_ref.rollout"
 
 
-@pytest.fixture
-def odd(home: Path, tmp_path: Path) -> str:
-    row = load_tasks(home / "test.parquet")[0].row | {"data_source": "my/task"}
-    write_rows([row], tmp_path / "odd.jsonl")
-    return f"data.train_files={tmp_path}/odd.jsonl"
+def odd(home: Path, folder: Path, **fields: object) -> str:
+    """A file whose one row is not as it should be."""
+    write_rows([load_tasks(home / "test.parquet")[0].row | fields], folder / "odd.jsonl")
+    return f"data.train_files={folder}/odd.jsonl"
 
 
-def test_rows_that_no_function_scores_are_told_before_weights_are_loaded(home: Path, tmp_path: Path, odd: str) -> None:
-    with pytest.raises(
-        RewardError, match=r"no reward function for data_source 'my/task' .*custom_reward_function\.path"
-    ):
-        read_inputs(run_config(home, tmp_path / "out", odd, BUILT_IN_REWARD), Paper().console)
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"data_source": "my/task"}, "row odd:0: no reward function for data_source 'my/task'"),
+        ({"agent_name": "my_agnt"}, "row odd:0: there is no agent loop called 'my_agnt'; known are black_box,"),
+        ({"tools": ["calc"]}, "row odd:0: there is no tool 'calc'; the tools are calculator"),
+    ],
+)
+def test_rows_whose_episodes_would_all_fail_are_told_before_weights_are_loaded(
+    fields: dict[str, object], sentence: str, home: Path, tmp_path: Path
+) -> None:
+    config = run_config(home, tmp_path / "out", odd(home, tmp_path, **fields), BUILT_IN_REWARD)
+    with pytest.raises(RowError) as told:
+        read_inputs(config, Paper().console)
+    assert str(told.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("more", [[], [BUILT_IN_REWARD, f"{R}.agent_loop_class=my_loop.Own"]])
-def test_a_function_or_a_loop_of_ones_own_may_score_anything(
-    home: Path, tmp_path: Path, odd: str, more: list[str]
-) -> None:
-    config = run_config(home, tmp_path / "out", odd, *more)
-    check_rows(config, load_tasks(config.data.train_files), Interactions([]))
+def test_a_function_or_a_loop_of_ones_own_may_score_anything(home: Path, tmp_path: Path, more: list[str]) -> None:
+    config = run_config(home, tmp_path / "out", odd(home, tmp_path, data_source="my/task"), *more)
+    check_rows(config, load_tasks(config.data.train_files), Interactions([]), ToolBox([]))
 
 
 def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:

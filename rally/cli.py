@@ -93,7 +93,7 @@ def train(
 
     outcome = run(config, console)
     console.show(run_summary(outcome.folder))
-    console.note(f"curve: {write_curve(outcome.folder).html}")
+    console.note(f"curve: {write_curve(outcome.folder).html}, every episode: rally view {outcome.folder}")
 
 
 @app.command(context_settings=LOOSE)

@@ -11,7 +11,8 @@ import typer
 
 from rally import __version__, doctor_cli, recipe_cli, serve_cli, view_cli, watch_cli
 from rally.cli_console import quiet_console as _console
-from rally.cli_words import ConfigName, ConfigPath, Words, split_words
+from rally.cli_system import system_sentence
+from rally.cli_words import LOOSE, ConfigName, ConfigPath, Words, split_words
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
 from rally.redact import redact
@@ -36,6 +37,7 @@ app.add_typer(watch_cli.app)
 app.add_typer(doctor_cli.app)
 app.add_typer(view_cli.app)
 data_app.add_typer(recipe_cli.data_app)
+
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
 Check = Annotated[
@@ -66,7 +68,7 @@ def demo(
     run_demo(out, DemoSettings(seed=seed, grpo_steps=steps), console, words or [])
 
 
-@app.command()
+@app.command(context_settings=LOOSE)
 def train(
     words: Words = None,
     recipe: RecipeName = None,
@@ -91,10 +93,10 @@ def train(
 
     outcome = run(config, console)
     console.show(run_summary(outcome.folder))
-    console.note(f"curve: {write_curve(outcome.folder).html}")
+    console.note(f"curve: {write_curve(outcome.folder).html}, every episode: rally view {outcome.folder}")
 
 
-@app.command()
+@app.command(context_settings=LOOSE)
 def sft(
     words: Words = None,
     recipe: RecipeName = None,
@@ -121,7 +123,7 @@ def sft(
     console.note(f"done: {outcome.steps} steps, checkpoints in {outcome.folder / 'checkpoints'}")
 
 
-@app.command("eval")
+@app.command("eval", context_settings=LOOSE)
 def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
     """Validate a model on data.val_files, without training."""
     from rally.config import load_config
@@ -227,6 +229,21 @@ def version() -> None:
     _console().note(f"rally {__version__}")
 
 
+def _version_wanted(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version_wanted, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command; its help is the application's."""
+
+
 def _progress(console: RunConsole) -> Any:
     def follow(rows: Iterable[T], total: int | None, label: str) -> Iterable[T]:
         with console.phase(label, total) as phase:
@@ -244,9 +261,15 @@ def _tell(written: Iterable[Any], console: RunConsole) -> None:
 def main() -> None:
     """Entry point: turns a user's mistake into one sentence."""
     try:
-        app()
+        app(prog_name="rally")
     except RallyError as mistake:
         sys.stderr.write(f"rally: {redact(str(mistake))}\n")
+        sys.exit(2)
+    except OSError as refusal:
+        said = system_sentence(refusal)
+        if said is None:
+            raise
+        sys.stderr.write(f"rally: {redact(said)}\n")
         sys.exit(2)
 
 

@@ -18,6 +18,8 @@ Words = Annotated[
     ),
 ]
 
+LOOSE = {"ignore_unknown_options": True}
+"""Of commands with such words: a key written with dashes becomes one of them, so that a sentence can say so."""
 
 ConfigPath = Annotated[Path | None, typer.Option("--config-path", help="With --config-name: the folder of the file.")]
 ConfigName = Annotated[str | None, typer.Option("--config-name", help="The configuration file, less its .yaml.")]
@@ -28,6 +30,10 @@ def split_words(
 ) -> tuple[Path | None, list[str]]:
     """A leading word without `=`, or the name, is the configuration file; all others are overrides."""
     words = list(words or [])
+    for word in words:
+        if word.startswith("-"):
+            key = "write a key without dashes" if "=" in word else "--help lists those there are"
+            raise RallyError(f"there is no option {word}; {key}")
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
     if path is not None and (config_path or config_name):
         raise RallyError(f"--config-name and {path} both name a configuration; give one of them, then key=value")

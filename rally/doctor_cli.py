@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from rally.cli_console import quiet_console
-from rally.cli_words import Words, split_words
+from rally.cli_words import LOOSE, Words, split_words
 from rally.recipe_cli import Name as RecipeName
 from rally.recipe_cli import recipe_path
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(context_settings=LOOSE)
 def doctor(
     words: Words = None,
     recipe: RecipeName = None,

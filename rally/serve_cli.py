@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rally.cli_console import quiet_console
 from rally.sandbox import Isolation
 
 if TYPE_CHECKING:
@@ -34,10 +35,11 @@ def retrieval(
 ) -> None:
     """Answer searches over HTTP, in the protocol of Search-R1 (POST /retrieve)."""
     from rally.retrieval import open_index
-    from rally.services.serving import check_exposure, serve
+    from rally.services.serving import check_exposure, check_free, serve
     from rally.track import RunConsole
 
     token = check_exposure(host, "RALLY_RETRIEVAL_TOKEN")
+    check_free(host, port)
     opened = open_index(index, device)
 
     def create() -> object:
@@ -59,9 +61,10 @@ def sandbox(
 ) -> None:
     """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
     from rally.sandbox import Limits, Sandbox, SandboxSettings
-    from rally.services.serving import check_exposure, serve
+    from rally.services.serving import check_exposure, check_free, serve
 
     token = check_exposure(host, "RALLY_SANDBOX_TOKEN")
+    check_free(host, port)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
 
@@ -98,12 +101,13 @@ def engine(
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
     """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
+    console = quiet_console()
     from rally.engines import EngineSettings
-    from rally.services.serving import check_exposure, serve
-    from rally.track import RunConsole
+    from rally.services.serving import check_exposure, check_free, serve
     from rally.train.load import load_model, pick_device
 
     token = check_exposure(host, "RALLY_ENGINE_TOKEN")
+    check_free(host, port)
     module = load_model(model, device=pick_device(device), dtype=dtype)
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
     settings = EngineSettings(
@@ -119,7 +123,7 @@ def engine(
         from rally.services.engine import create_app
 
         served = _served(module, tokenizer or model, settings, name or model, tool_format, max_requests)
-        RunConsole().note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
+        console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 
     serve(create, host, port)

@@ -56,10 +56,11 @@ def view(
         return
     if chosen:
         raise RallyError("--filter chooses what is exported; give --export FILE with it, or filter in the page")
-    from rally.services.serving import check_exposure, serve
+    from rally.services.serving import check_exposure, check_free, serve
 
     token = check_exposure(host, TOKEN)
     port = port or _free_port(host)
+    check_free(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{port}/" + (
         f"?token={quote(token, safe='')}" if token else ""
     )

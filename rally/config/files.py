@@ -110,7 +110,9 @@ def _read(path: Path) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: this is not valid YAML ({error.problem or error.context}).") from None
+        problem = error.problem or error.context or ""
+        advice = "; indent with spaces if it is a tab, else quote it" if "cannot start any token" in problem else ""
+        raise ConfigError(f"{path}{where}: this is not valid YAML ({problem}){advice}.") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {first_line(error)}.") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -216,7 +216,7 @@ class RowSet(Sequence[T]):
     def validate(self) -> None:
         """Builds every row once; raises one DataError that names the first bad ones and says how many there are."""
         if not self:
-            raise DataError(f"{', '.join(map(str, self.files))} hold no rows; write at least one")
+            raise DataError(f"there are no rows in {', '.join(map(str, self.files))}; write at least one")
         wanted, problems = set(self._order), []
         for position, (file, place, row) in enumerate(self._scan()):
             if position in wanted:

@@ -59,7 +59,9 @@ def import_loop(path: str) -> type[AgentLoopBase]:
         raise LoopError(
             f"the agent loop {path} cannot be imported ({failed}); correct its path or the file"
         ) from failed
-    return _checked(getattr(module, class_name, None), path)
+    if not hasattr(module, class_name):
+        raise LoopError(f"there is no class {class_name} in {module_name}; correct the name of the agent loop {path}")
+    return _checked(getattr(module, class_name), path)
 
 
 def _checked(cls: Any, named: str) -> type[AgentLoopBase]:

@@ -6,6 +6,7 @@ from rally.rewards.functions import compute_score, register_reward
 from rally.rewards.metrics import reward_metrics
 from rally.rewards.result import RewardError, Score
 from rally.rewards.shaping import Overlong, Shaping, outcome
+from rally.rewards.sources import check_source
 from rally.rewards.workers import RewardSpec, Scorer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Score",
     "Scorer",
     "Shaping",
+    "check_source",
     "compute_score",
     "load_reward_function",
     "outcome",

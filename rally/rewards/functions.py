@@ -93,12 +93,13 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 def route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *given: Any) -> float | dict[str, Any]:
     """Call the function that `registry` has for the first of the given arguments, its data source."""
     arguments = dict(zip(ARGUMENTS, given, strict=True))
-    entry = _find(registry, arguments["data_source"])
+    entry = find(registry, arguments["data_source"])
     taken = {k: v for k, v in kw.items() if entry.keywords is None or k in entry.keywords}
     return entry.function(**arguments, **taken)
 
 
-def _find(registry: Mapping[str, Registered], data_source: str) -> Registered:
+def find(registry: Mapping[str, Registered], data_source: str) -> Registered:
+    """The function of a data source, or a sentence that names those there are."""
     if data_source in registry:
         return registry[data_source]
     patterns = [name for name in registry if name.endswith("*") and data_source.startswith(name[:-1])]

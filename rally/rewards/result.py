@@ -42,10 +42,11 @@ class Score:
         info = plain(result)
         score = info["score"]
         if not isinstance(score, (bool, int, float)):
-            kind = type(result["score"]).__name__
-            return cls(error=f"the reward function returned {kind} where a number must be", seconds=seconds)
+            kind = "None" if result["score"] is None else type(result["score"]).__name__
+            told = f'the reward function returned {kind}; let it return a number, or a dict with one under "score"'
+            return cls(error=told, seconds=seconds)
         if not math.isfinite(score):
-            return cls(error=f"the reward function returned {score}", seconds=seconds)
+            return cls(error=f"the reward function returned {score}; let it return a finite number", seconds=seconds)
         return cls(reward=float(score), info=info | {"score": float(score)}, seconds=seconds)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rally.rewards.functions import register_reward, registered, route
+from rally.rewards.functions import find, register_reward, registered, route
 from rally.rewards.result import RewardError
 from rally.scoring import arithmetic, geo3k, gsm8k, mathematics, search, symbolic
 from rally.scoring.answers import last_tagged
@@ -25,6 +25,11 @@ def built_in_score(
 ) -> float | dict[str, Any]:
     """Score with the functions of this file alone, whatever a user has registered in this process."""
     return route(_BUILT_IN, kw, data_source, solution_str, ground_truth, extra_info)
+
+
+def check_source(data_source: str) -> None:
+    """Raise RewardError where no function of this file scores that source."""
+    find(_BUILT_IN, data_source)
 
 
 def may_hang(kwargs: Mapping[str, Any]) -> bool:

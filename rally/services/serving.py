@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
@@ -24,6 +25,18 @@ def check_exposure(host: str, variable: str) -> str | None:
             "on 127.0.0.1"
         )
     return token
+
+
+def check_free(host: str, port: int) -> None:
+    """Say that an address cannot be served on before anything is loaded for it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+    except OSError as refusal:
+        told = f"nothing can be served at {host}, port {port} ({refusal.strerror})"
+        raise ServeError(f"{told}; choose another --port or --host") from None
 
 
 def carries(token: str | None, header: str) -> bool:

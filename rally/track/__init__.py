@@ -9,8 +9,9 @@ from rally.track.metrics import rollout_metrics
 from rally.track.serialize import Opaque, episode_from_json, episode_to_json
 from rally.track.sinks import MetricSink, Sinks, build_sinks
 from rally.track.summary import run_summary
-from rally.track.tools import slow_tool
+from rally.track.tools import tool_warnings
 from rally.track.validation import validation_metrics
+from rally.track.writing import sole_writer
 
 __all__ = [
     "AdvantageSpan",
@@ -31,7 +32,8 @@ __all__ = [
     "episode_to_json",
     "rollout_metrics",
     "run_summary",
-    "slow_tool",
+    "sole_writer",
+    "tool_warnings",
     "validation_metrics",
     "write_curve",
 ]

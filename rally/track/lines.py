@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,19 @@ _log = logging.getLogger(__name__)
 def write_atomic(path: Path, text: str | Iterable[str]) -> None:
     """The file has all of its old content or all of its new content, never a part."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
+    with _named(path), part.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines([text] if isinstance(text, str) else text)
     os.replace(part, path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full disk says which file it could not hold."""
+    try:
+        yield
+    except OSError as refusal:
+        refusal.filename = refusal.filename or str(path)
+        raise
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -45,7 +56,7 @@ class StepLines:
         self.path = path
 
     def append(self, row: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+        with _named(self.path), self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.writelines(json_lines([row]))
 
     def rows(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from rally.track.serialize import plain
 from rally.types import TOOL_TROUBLE, Episode, ToolCall, ToolResult, ToolStatus
 
 SLOW_SECONDS = 1.0  # an episode that waits less than this for its tools is not worth a word
+FAILED_CALLS = 8  # fewer calls than this may all fail by chance
 
 
 class Made(NamedTuple):
@@ -23,6 +24,13 @@ class Made(NamedTuple):
 
     result: ToolResult
     redundant: bool
+
+
+class ToolWarning(NamedTuple):
+    """A sentence about a tool; `key` is the same for what needs to be said only once."""
+
+    key: str
+    text: str
 
 
 def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
@@ -46,7 +54,28 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
     return metrics
 
 
-def slow_tool(episodes: Sequence[Episode]) -> tuple[str, str] | None:
+def tool_warnings(episodes: Sequence[Episode]) -> list[ToolWarning]:
+    """What a person should look at in the tools of a step."""
+    slow = slow_tool(episodes)
+    return [*failing_tools(episodes), *([] if slow is None else [slow])]
+
+
+def failing_tools(episodes: Sequence[Episode]) -> list[ToolWarning]:
+    """The tools that answered none of their calls: the policy reads errors, and the run would go on without a word."""
+    told = []
+    for name, made in _by_tool(list(_made(episodes))).items():
+        failed = [one.result for one in made if one.result.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
+        if len(failed) == len(made) >= FAILED_CALLS:
+            first = failed[0].response.text
+            text = (
+                f"all {len(made)} calls of the tool {name!r} failed in one step, the first with {first!r}; if that is "
+                "not the policy's doing, correct the tool: `rally doctor` with the same words calls each tool once"
+            )
+            told.append(ToolWarning(f"failing tool {name}", text))
+    return told
+
+
+def slow_tool(episodes: Sequence[Episode]) -> ToolWarning | None:
     """The tool that the episodes spent most of their time on, and a sentence about it; None where the policy did."""
     generating = sum(e.timings.get("generate", 0.0) for e in episodes)
     waiting = sum(e.timings.get("tools", 0.0) for e in episodes)
@@ -59,9 +88,10 @@ def slow_tool(episodes: Sequence[Episode]) -> tuple[str, str] | None:
     told = _of_one_tool(tools[name])
     latency = f"latency p50 {told.get('latency_s/p50', 0):.2f} s, p95 {told.get('latency_s/p95', 0):.2f} s"
     queue = f"in the queue p50 {told.get('queue_s/p50', 0):.2f} s, p95 {told.get('queue_s/p95', 0):.2f} s"
-    return name, (
+    return ToolWarning(
+        f"slow tool {name}",
         f"episodes wait longer for tools than for the policy, most of all for {name!r}: {told['calls']:.0f} calls, "
-        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts"
+        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts",
     )
 
 

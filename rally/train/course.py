@@ -87,13 +87,14 @@ def run_course(
         course.title,
         {"model": f"{sum(p.numel() for p in model.parameters()):,} parameters, random weights", "run": str(folder)},
     )
-    course.write_data(folder / "data", settings.seed)
-    teach(course, model, codec, load_tasks(folder / "data" / "gate.parquet"), settings, console)
     start = folder / "start"
+    course.write_data(folder / "data", settings.seed)
+    start.mkdir(exist_ok=True)
+    config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # mistakes show before work
+    teach(course, model, codec, load_tasks(folder / "data" / "gate.parquet"), settings, console)
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
     console.note(f"GRPO: {settings.prompts} prompts x 8 episodes a step; reward 1 for the right answer, 0 otherwise")
-    config = load_config(overrides=overrides, base=course_config(course, folder, settings))
     run.train(config, console)
     return report(course, folder, codec, console)
 

@@ -41,6 +41,9 @@ def _steps(case: Case, found: TaskSet) -> Finding:
     steps = total_steps_of(config, len(found))
     sampler = data_parts.sampler_of(config, found, steps)
     told = f"{config.data.train_batch_size} prompts x {config.rollout.n} episodes, chosen by {type(sampler).__name__}"
+    if config.data.train_batch_size > len(found):
+        more = f"more prompts than the {len(found):,} rows, so a step takes rows more than once"
+        return Finding("rows", "warning", f"{steps:,} steps of {told}; {more}; make data.train_batch_size smaller")
     return Finding("rows", "ok", f"{steps:,} steps of {told}")
 
 

@@ -13,6 +13,7 @@ from rally.train.doctor_case import Case, Finding
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 SHOWN = 80
+NOTHING = "null"  # what None is as JSON
 
 
 class Tried(NamedTuple):
@@ -67,6 +68,9 @@ def judge(tried: Tried) -> Finding:
     if tried.trouble and result.ok:
         what = ", ".join(f"{name}: {count}" for name, count in tried.trouble.items())
         return Finding("tools", "error", f"{call} and answered, but ended badly ({what}); look at its methods")
+    if result.ok and result.response.text == NOTHING:
+        told = f"{call} and answered {NOTHING}, as a function without `return` does"
+        return Finding("tools", "warning", f"{told}; if the model should read something, return it")
     if result.ok:
         return Finding("tools", "ok", f"{call} and answered in {result.seconds:.3f} s: {said!r}")
     told = f"{call} and failed in {result.seconds:.3f} s ({result.status}): {said!r}"

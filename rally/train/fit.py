@@ -30,7 +30,7 @@ from rally.track import (
     Sinks,
     conversation_text,
     rollout_metrics,
-    slow_tool,
+    tool_warnings,
     validation_metrics,
 )
 from rally.train.advantages import advantage_spans
@@ -356,8 +356,8 @@ class Trainer:
         self.history.append(watched(metrics))
         for finding in findings(self.history, self.settings.watch):
             self.console.warn_once(*finding)
-        if slow := slow_tool(episodes):
-            self.console.warn_once(f"slow tool {slow[0]}", slow[1])
+        for warning in tool_warnings(episodes):
+            self.console.warn_once(*warning)
         differing = [e for e in episodes if "tokenization_difference" in e.extra]
         metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
         if differing:

@@ -176,6 +176,11 @@ def _sentence(kind: str, path: str, problem: Exception) -> str:
     first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
+    if (trained := Path(path) / "actor").is_dir():
+        return f"{path} is a whole checkpoint; name the model in it: {trained}"
+    file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
+    if Path(path).is_dir() and not (Path(path) / file).exists():
+        return f"the {kind} cannot be loaded from {path}, a folder without {file}; name the folder that holds it"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
     hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as actor_rollout_ref.model.path"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"

@@ -19,7 +19,7 @@ from rally.interactions import Interactions
 from rally.loops import Runner
 from rally.rewards import Scorer
 from rally.tools import ToolBox
-from rally.track import RunConsole, RunFolder
+from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train import critic_parts, data_parts, model_parts, parts, server_parts, tracking_parts
 from rally.train.brought import config_for_loops
 from rally.train.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
@@ -29,6 +29,7 @@ from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout
+from rally.train.row_checks import check_rows, warn_of_repeats
 from rally.train.skip import dump_of, skipping
 from rally.train.watch import watched
 from rally.types import RallyError
@@ -74,8 +75,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
         if not files:
             return None
         found = fitting(data_parts.tasks_of(config, files, validate=validate), codec, config, console)
-        for task in found:
-            interactions.find(task)  # says so now when a row asks for a user that is not there
+        check_rows(config, found, interactions, toolbox)
         return found
 
     return Inputs(
@@ -95,6 +95,11 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return _evaluate(config, inputs, console)
+    with sole_writer(config.run_dir):
+        return _train(config, inputs, console)
+
+
+def _train(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -107,6 +112,7 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
     )
     checkpoint = resume_point(config.trainer, store)
     steps = total_steps_of(config, len(inputs.train_tasks))
+    warn_of_repeats(len(inputs.train_tasks), config.data.train_batch_size, console)
     if checkpoint and checkpoint.step >= steps:
         raise RunError(
             f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "
@@ -318,7 +324,12 @@ def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
 def _evaluate(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
-    folder = RunFolder(config.run_dir / "eval").create()  # beside what training wrote, never over it
+    with sole_writer(config.run_dir / "eval"):  # beside what training wrote, never over it
+        return _validated(config, inputs, console)
+
+
+def _validated(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+    folder = RunFolder(config.run_dir / "eval").create()
     tracking_parts.set_evaluation_aside(folder)
     folder.save_config(config.to_yaml())
     folder.save_versions()

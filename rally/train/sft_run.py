@@ -17,7 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.engines.embedded import attention
-from rally.track import RunConsole, RunFolder, Sinks
+from rally.track import RunConsole, RunFolder, Sinks, sole_writer
 from rally.track.text import visible
 from rally.train.checkpoint import Checkpoint, CheckpointStore
 from rally.train.cuts import UNBOUND
@@ -27,6 +27,7 @@ from rally.train.model_parts import patches_at, tokenizer_at, trained_model
 from rally.train.packing import Row
 from rally.train.parts import gradient_limits_of, optimizer_settings
 from rally.train.policy import Policy, due, step_seed
+from rally.train.row_checks import warn_of_repeats
 from rally.train.run import Outcome, RunError, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
@@ -63,11 +64,19 @@ def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
     console = console or RunConsole()
     config.require_training()
     tokenizer = tokenizer_of(config)
-    settings = sft_settings_of(config)
     train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
+    with sole_writer(config.run_dir):
+        return _sft(config, tokenizer, train, val, console)
+
+
+def _sft(
+    config: SftConfig, tokenizer: PreTrainedTokenizerBase, train: Encoded, val: Encoded, console: RunConsole
+) -> Outcome:
+    settings = sft_settings_of(config)
     by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
+    warn_of_repeats(len(train.rows), settings.batch_size, console)
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
         config.run_dir / "checkpoints",

@@ -84,6 +84,7 @@ def test_a_configuration_cannot_be_changed_by_accident() -> None:
     ("text", "place"),
     [
         ("data:\n  seed: [1\n", "line 3, column 1"),
+        ("data:\n\tseed: 1\n", "cannot start any token); indent with spaces if it is a tab, else quote it."),
         ("data:\n  seed: 1\n  seed: 2\n", "line 3, column 3: this is not valid YAML (found duplicate key seed)"),
         ("a: b: c\n", "line 1"),
         ("- 1\n", "must hold a mapping"),

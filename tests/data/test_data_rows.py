@@ -178,7 +178,7 @@ def test_many_bad_rows_are_counted_and_the_first_shown(tmp_path: Path) -> None:
         ("train.jsonl", b'{"a": 1}\n\n{"a": \n', "row 1 (counted from 0): this is not valid JSON"),
         ("train.jsonl", b"[1]\n", "row 0 (counted from 0): this is not a JSON object"),
         ("train.json", b"[1]", "row 0 (counted from 0): this is not a JSON object"),
-        ("train.jsonl", b"\n", "hold no rows"),
+        ("train.jsonl", b"\n", "there are no rows in"),
         ("train.parquet", b"PAR1 not at all", "cannot be read as Parquet"),
         ("train.csv", b"a,b", "its name must end in .parquet, .jsonl, .json"),
     ],

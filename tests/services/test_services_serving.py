@@ -1,8 +1,10 @@
 """Who may ask a server, and what is said when it cannot start."""
 
+import socket
+
 import pytest
 
-from rally.services.serving import ServeError, check_exposure, serve
+from rally.services.serving import ServeError, check_exposure, check_free, serve
 
 
 def test_other_machines_are_served_only_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,6 +16,15 @@ def test_other_machines_are_served_only_with_a_token(monkeypatch: pytest.MonkeyP
             check_exposure(host, "RALLY_TEST_TOKEN")
     monkeypatch.setenv("RALLY_TEST_TOKEN", "secret")
     assert check_exposure("0.0.0.0", "RALLY_TEST_TOKEN") == "secret"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"port {port} .Address already in use.; choose another --port or --host"):
+            check_free("127.0.0.1", port)
+    check_free("127.0.0.1", port)
+    check_free("localhost", 0)
 
 
 def test_a_missing_package_is_named_with_its_cure() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from track_episodes import make_episode
 
-from rally.track import rollout_metrics, slow_tool
+from rally.track import rollout_metrics, tool_warnings
 from rally.types import Episode, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
 
 
@@ -68,11 +68,25 @@ def test_the_tool_that_takes_the_time_is_named() -> None:
     slow = episode(
         made("quick", seconds=0.1), made("slow", seconds=4.0, queued=2.0), timings={"generate": 1.0, "tools": 6.1}
     )
-    found = slow_tool([slow, slow])
-    assert found is not None and found[0] == "slow"
-    assert "'slow': 2 calls, latency p50 4.00 s, p95 4.00 s, in the queue p50 2.00 s" in found[1]
+    [found] = tool_warnings([slow, slow])
+    assert found.key == "slow tool slow"
+    assert "'slow': 2 calls, latency p50 4.00 s, p95 4.00 s, in the queue p50 2.00 s" in found.text
 
 
 @pytest.mark.parametrize("timings", [{"generate": 9.0, "tools": 6.1}, {"generate": 0.01, "tools": 0.5}, {}])
 def test_tools_that_do_not_matter_are_not_named(timings: dict[str, float]) -> None:
-    assert slow_tool([episode(made("slow", seconds=4.0), timings=timings)]) is None
+    assert tool_warnings([episode(made("slow", seconds=4.0), timings=timings)]) == []
+
+
+def test_a_tool_that_answers_none_of_its_calls_is_named_with_what_it_said() -> None:
+    failed = [episode(made("broken", ToolStatus.ERROR), made("fine"), made("broken", ToolStatus.TIMEOUT))] * 4
+    [found] = tool_warnings(failed)
+    assert found.key == "failing tool broken"
+    assert found.text.startswith("all 8 calls of the tool 'broken' failed in one step, the first with 'x';")
+
+
+def test_few_calls_one_answer_or_wrong_arguments_are_the_policys_doing() -> None:
+    few = [episode(made("a", ToolStatus.ERROR))] * 7
+    assert tool_warnings(few) == []
+    assert tool_warnings([*few, episode(made("a"))]) == []
+    assert tool_warnings([*few, episode(made("a", ToolStatus.BAD_ARGUMENTS))]) == []

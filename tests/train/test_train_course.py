@@ -57,3 +57,10 @@ def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(RallyError, match="already holds a run; remove it or choose another --out"):
         run_demo(tmp_path, DemoSettings(), Paper().console)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_mistake_in_the_words_is_told_before_anything_is_taught(tmp_path: Path) -> None:
+    paper = Paper()
+    with pytest.raises(RallyError, match=r"unknown key trainer\.sead; did you mean trainer\.seed"):
+        run_demo(tmp_path, DemoSettings(), paper.console, ["trainer.sead=1"])
+    assert "sft" not in paper.text

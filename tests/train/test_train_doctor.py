@@ -229,6 +229,20 @@ def test_tools_that_do_not_answer_are_found(find: Any, tmp_path: Path) -> None:
     assert "sleeps" in told(found, "error") and "(timeout)" in told(found, "error")
 
 
+def test_a_tool_that_returns_nothing_and_a_batch_larger_than_the_data_are_warned_about(
+    find: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rally.tools import function_tool\n\n@function_tool\ndef forgets(city: str) -> None:\n"
+        '    """Looks a city up."""\n    city.upper()\n',
+        encoding="utf-8",
+    )
+    found = find("tools", f"data.function_tool_path={tmp_path}/mine.py", f"{R}.agent_loop_config.tools=[forgets]")
+    assert "answered null, as a function without `return` does" in told(found, "warning")
+    found = find("rows", "data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=100")
+    assert "more prompts than the 12 rows, so a step takes rows more than once" in told(found, "warning")
+
+
 def test_a_server_that_is_not_there_is_an_error(find: Any, tmp_path: Path) -> None:
     url = "http://127.0.0.1:9/retrieve"
     entry = {"name": "search", "config": {"retrieval_service_url": url, "default_timeout": 0.5}}

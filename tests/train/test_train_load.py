@@ -73,3 +73,14 @@ def test_a_given_template_replaces_the_own_one_and_goes_into_checkpoints(tmp_pat
         load_tokenizer(str(tmp_path / "model"), chat_template="none.jinja")
     with pytest.raises(LoadError, match=r"'mine/template.j2' is neither the text of one nor the path of a .jinja file"):
         load_tokenizer(str(tmp_path / "model"), chat_template="mine/template.j2")
+
+
+def test_a_checkpoint_and_a_folder_without_a_model_say_what_to_name(tmp_path):
+    (tmp_path / "global_step_2" / "actor").mkdir(parents=True)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(LoadError, match=r"is a whole checkpoint; name the model in it: .*global_step_2/actor$"):
+            load(str(tmp_path / "global_step_2"))
+        with pytest.raises(
+            LoadError, match=r"a folder without (tokenizer_)?config\.json; name the folder that holds it"
+        ):
+            load(str(tmp_path))

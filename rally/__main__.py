@@ -1,0 +1,5 @@
+"""`python -m rally` is the command `rally`."""
+
+from rally.cli import main
+
+main()

@@ -1,0 +1,62 @@
+"""What a row would get wrong in every one of its episodes is told before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rally.config import Config
+from rally.data import TaskSet
+from rally.interactions import Interactions
+from rally.loops import find_loop, load_loop_config
+from rally.rewards import check_source
+from rally.tools import ToolBox
+from rally.track import RunConsole
+from rally.types import RallyError, Task
+
+SCORED_BY_FUNCTIONS = ("tool_agent", "single_turn_agent")  # other loops may score their episodes themselves
+
+
+class RowError(RallyError):
+    """A row whose episodes would all fail."""
+
+
+def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> None:
+    """A row must not ask for a user, a loop or a tool that is not there, nor be one that no reward function knows."""
+    rollout = config.rollout
+    path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
+    loops = load_loop_config(path) if path else {}
+    by_functions = config.reward_function.path is None and not overridden
+    seen: set[tuple[object, ...]] = set()
+    for task in tasks:
+        interactions.find(task)
+        loop = task.agent_name or config.agent_loop_name
+        selection = task.extra_info.get("tool_selection")
+        asked = (loop, task.data_source, None if selection is None else tuple(selection))
+        if asked in seen:
+            continue
+        seen.add(asked)
+        with _naming(task):
+            toolbox.schemas(selection)
+            if not overridden:
+                find_loop(loop, loops)
+            if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
+                check_source(task.data_source)
+
+
+@contextmanager
+def _naming(task: Task) -> Iterator[None]:
+    try:
+        yield
+    except RallyError as mistake:
+        raise RowError(f"row {task.id}: {mistake}") from None
+
+
+def warn_of_repeats(rows: int, batch_size: int, console: RunConsole) -> None:
+    """A batch of more rows than there are is filled by further epochs."""
+    if batch_size > rows:
+        console.warn_once(
+            "repeats",
+            f"data.train_batch_size={batch_size} is more than the {rows} training rows, so a step takes rows more than "
+            f"once; set it to {rows} or less, or bring more rows",
+        )

@@ -1,0 +1,69 @@
+"""Ordinary mistakes on the command line, and what the system refuses, are one sentence and exit code 2."""
+
+import errno
+import sys
+from pathlib import Path
+
+import pytest
+
+from rally import __version__
+from rally.cli import main
+from rally.cli_system import system_sentence
+
+
+def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    monkeypatch.setattr(sys, "argv", ["rally", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    told = capsys.readouterr()
+    return told.err if code else told.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train", "--trainer.seed=3"], "there is no option --trainer.seed=3; write a key without dashes"),
+        (["eval", "-n", "3"], "there is no option -n; --help lists those there are"),
+        (["sft", "--dry-runn"], "there is no option --dry-runn; --help lists those there are"),
+        (["doctor", "--trainer.seed=3"], "there is no option --trainer.seed=3; write a key without dashes"),
+    ],
+)
+def test_a_key_with_dashes_is_told_how_keys_are_written(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(words, monkeypatch, capsys) == f"rally: {sentence}\n"
+
+
+def test_the_version_is_an_option_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(["--version"], monkeypatch, capsys, code=0) == f"rally {__version__}\n"
+
+
+def test_a_place_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    told = said(["data", "arithmetic", "--out", str(tmp_path / "file" / "x")], monkeypatch, capsys)
+    assert told == f"rally: {tmp_path}/file/x: Not a directory; choose another folder: a part of that path is a file\n"
+
+
+def test_a_full_disk_is_told_with_what_to_do_and_a_bug_keeps_its_traceback() -> None:
+    told = system_sentence(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
+    assert told is not None and told.startswith("runs/mine/metrics.jsonl: No space left on device; make room")
+    assert system_sentence(OSError("a library's own")) is None
+    assert system_sentence(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
+
+
+@pytest.mark.parametrize("how", ["atomic", "append"])
+def test_a_disk_that_fills_up_names_the_file(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rally.track import lines
+
+    def full(path: Path, *args: object, **kwargs: object) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*x\.jsonl"):
+        if how == "atomic":
+            lines.write_atomic(tmp_path / "x.jsonl", "text")
+        else:
+            lines.StepLines(tmp_path / "x.jsonl").append({"step": 1})

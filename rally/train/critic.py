@@ -20,6 +20,7 @@ from rally.algos.credit import CreditSettings
 from rally.algos.losses import Aggregation, token_weights
 from rally.algos.values import decisions, explained_variance, judged, value_loss
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
+from rally.train.cuts import Cut
 from rally.train.guards import Tried
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import Policy
@@ -112,8 +113,7 @@ class Critic:
             rows,
             lambda packed: token_values(learner.model, packed),
             learner.device,
-            settings.forward_max_tokens,
-            settings.forward_max_rows,
+            Cut(settings.forward_max_tokens, settings.forward_max_rows),
         )
 
     def update(

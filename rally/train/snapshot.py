@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
+from rally.train.ranks import model_state, whole
 from rally.train.sight import processor_files
 
 Part = Callable[[Path], None]
@@ -30,7 +32,7 @@ def model_part(
     """A Hugging Face folder with its tokenizer; of a model with adapters a PEFT folder, which with `merged` holds the
     folder of the whole model as well."""
     adapted = has_adapters(model)
-    weights = copied(adapter_weights(model) if adapted else model.state_dict())
+    weights = copied(adapter_weights(model) if adapted else model_state(model))
     whole = copied(merged_weights(model)) if merged and adapted else None
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
@@ -72,6 +74,8 @@ def copied(value: Any) -> Any:
 
 
 def _copied(value: Any, seen: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        return whole(value)
     if isinstance(value, Tensor):
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if key not in seen or not value.numel():

@@ -87,7 +87,7 @@ def train(
         show(config, console)
         return
     from rally.track import run_summary, write_curve
-    from rally.train.run import train as run
+    from rally.cluster import train as run
 
     outcome = run(config, console)
     console.show(run_summary(outcome.folder))

@@ -369,7 +369,8 @@ def run(trainer: Trainer) -> dict[str, float]:
     async def whole() -> dict[str, float]:
         async with trainer.rollout.scorer:
             try:
-                return await trainer.fit()
+                async with trainer.policy.ranks.watching():
+                    return await trainer.fit()
             finally:
                 trainer.recorder.close()
                 await trainer.engine.close()

@@ -11,8 +11,9 @@ Shapes: M sampled tokens of rows, X any numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,12 +21,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from rally.config import Config
 from rally.train.batch import TrainBatch
 from rally.train.cuts import Cut
 from rally.train.packing import Row, micro_batches, shared
 
 CARRIED = "rally_ranks"
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank builds the policy from."""
+
+    config: Config
+    checkpoint: Path | None
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,18 @@ class Ranks(Protocol):
     @property
     def count(self) -> int: ...
 
+    def begin(self, plan: Plan) -> None:
+        """From now on all ranks are there, and each builds what the plan says."""
+        ...
+
+    def spread(self, model: PreTrainedModel) -> None:
+        """Let a module that all ranks have loaded lie on all of them, and carry them with it."""
+        ...
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        """What is awaited within ends, with the reason, as soon as a rank is lost."""
+        ...
+
     def doing(self, order: Order) -> AbstractContextManager[None]:
         """What all ranks do within it is `order`; rank 0 tells the others, who do the same."""
         ...
@@ -90,6 +113,15 @@ class Alone:
     """One process that holds everything."""
 
     number, count = 0, 1
+
+    def begin(self, plan: Plan) -> None:
+        """There is nobody to wait for."""
+
+    def spread(self, model: PreTrainedModel) -> None:
+        """It lies where it was loaded."""
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def doing(self, order: Order) -> AbstractContextManager[None]:
         return nullcontext()

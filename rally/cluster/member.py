@@ -1,0 +1,117 @@
+"""A rank other than 0: it builds what rank 0 plans and does what rank 0 orders, until it is ended.
+
+python -m rally.cluster.member NUMBER COUNT MEETING DEVICE SECONDS; started by `rally.cluster.captain` alone. Whatever
+goes wrong here ends the process, and rank 0 tells why from the log.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rally.cluster.captain import here
+from rally.cluster.group import Group
+from rally.train import parts
+from rally.train.checkpoint import Checkpoint, open_checkpoint
+from rally.train.policy import Policy
+from rally.train.ranks import AskLogits, AskReference, GatherState, GatherWeights, Order, Plan, Update, model_state
+from rally.train.reference import Reference, awake
+from rally.train.run import policy_of
+from rally.train.server_parts import logits_of
+from rally.train.snapshot import copied
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+
+Found = TypeVar("Found")
+
+
+class Member:
+    """`Ranks` as one of those that obey sees them: nothing is announced."""
+
+    def __init__(self, group: Group, *, reshard: bool = True) -> None:
+        self._group, self._reshard = group, reshard
+
+    @property
+    def number(self) -> int:
+        return self._group.number
+
+    @property
+    def count(self) -> int:
+        return self._group.count
+
+    def begin(self, plan: Plan) -> None:
+        """It has begun: this plan was heard."""
+
+    def spread(self, model: PreTrainedModel) -> None:
+        self._group.spread(model, carried=self, reshard=self._reshard)
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def doing(self, order: Order) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
+        return self._group.within(model, work, *given)
+
+    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
+        return self._group.gathered(numbers_X)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What orders are done with."""
+
+    policy: Policy
+    reference: Reference | None
+    settings: UpdateSettings
+
+    def obey(self, order: Order) -> None:
+        match order:
+            case Update(batch, step, seed):
+                torch.manual_seed(seed)
+                asked = self.reference if self.settings.kl_coef else None
+                with awake(self.reference):
+                    update_policy(self.policy, batch, self.settings, step=step, reference=asked)
+            case AskReference(rows):
+                assert self.reference is not None
+                reference_logprobs(self.policy, self.reference, rows, self.settings)
+            case AskLogits(ids):
+                logits_of(self.policy.model, ids)
+            case GatherWeights():
+                model_state(self.policy.model)
+            case GatherState():
+                model_state(self.policy.model)
+                copied(self.policy.state())
+
+
+def worker_of(plan: Plan, group: Group) -> Worker:
+    """The same parts as rank 0 has, in the same order: some of them are built together."""
+    config = plan.config
+    checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    ranks = Member(group, reshard=config.actor.fsdp_config.reshard_after_forward)
+    policy = policy_of(config, checkpoint, plan.steps, ranks)
+    return Worker(policy, parts.reference_of(config, policy.model), parts.update_settings_of(config))
+
+
+def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
+    (meeting.parent / here(number)).touch()
+    group = Group(number, count, meeting, device, seconds)
+    plan = group.hear()
+    assert isinstance(plan, Plan), "a plan comes first"
+    worker = worker_of(plan, group)
+    while True:
+        order = group.hear()
+        assert not isinstance(order, Plan), "there is one plan"
+        worker.obey(order)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

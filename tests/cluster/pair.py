@@ -1,0 +1,101 @@
+"""Updates that one process makes alone and two make together. As a program, the second of the two:
+python pair.py MEETING."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from small_models import make_model
+from torch import Tensor
+from train_cases import uneven_episodes
+
+from rally.algos.correction import CorrectionSettings
+from rally.cluster.group import Group
+from rally.cluster.member import Member
+from rally.engines.embedded import attention
+from rally.train.batch import build_batch, rows_of
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.ranks import ALONE, Ranks, model_state
+from rally.train.reference import FrozenModel
+from rally.train.snapshot import copied
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+
+STEPS = 3
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    settings: UpdateSettings
+    family: str = "qwen2"
+    dtype: torch.dtype = torch.float32
+    checkpointing: bool = False
+    few: bool = False  # one row alone
+
+
+def settings(**given: Any) -> UpdateSettings:
+    return UpdateSettings(**{"mini_batch_groups": 2, **given})
+
+
+CASES = {
+    "plain": Case(settings()),
+    "one row": Case(settings(), few=True),
+    "kl to a reference": Case(settings(kl_coef=0.1)),
+    "entropy": Case(settings(entropy_coeff=0.01)),
+    "an odd number of parts": Case(settings(max_tokens=50), family="llama"),
+    "row by row, again and again": Case(settings(max_rows=1, epochs=2, shuffle_seed=1), checkpointing=True),
+    "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
+    "a head of its own and windows": Case(settings(), family="gemma3"),
+    "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
+}
+
+
+class Result(NamedTuple):
+    weights: dict[str, Tensor]
+    metrics: list[dict[str, float]]
+    reference_M: Tensor
+    state: dict[str, Any]
+
+
+def policy_for(case: Case, ranks: Ranks) -> Policy:
+    model = make_model(case.family).to(case.dtype)
+    attention.install(model)
+    ranks.spread(model)
+    return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
+
+
+def reference_for(case: Case, ranks: Ranks) -> FrozenModel:
+    model = make_model(case.family, seed=5).to(case.dtype)
+    ranks.spread(model)
+    return FrozenModel(model)
+
+
+def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
+    policy, reference = policy_for(case, ranks), reference_for(case, ranks)
+    asked = reference if case.settings.kl_coef else None
+    metrics = []
+    for seed in range(STEPS):
+        episodes = uneven_episodes(seed)
+        batch = build_batch(episodes[:2] if case.few else episodes)
+        if case.few:
+            batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
+        metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
+    reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
+    return Result(model_state(policy.model), metrics, reference_M, copied(policy.state()))
+
+
+TIMES: dict = {}
+
+
+def together(number: int, meeting: Path) -> Callable[[Case], Result]:
+    ranks = Member(Group(number, 2, meeting, "cpu", SECONDS))
+    return lambda case: result_of(case, ranks)
+
+
+if __name__ == "__main__":
+    run = together(1, Path(sys.argv[1]))
+    for case in CASES.values():
+        run(case)

@@ -61,7 +61,7 @@ class Captain:
     def __init__(self, settings: CaptainSettings) -> None:
         self.settings = settings
         self.members: list[ServerProcess] = []
-        self._home = Path(tempfile.mkdtemp(prefix="rally-ranks-"))
+        self._home = Path(tempfile.mkdtemp(prefix=f"rally-ranks-{os.getpid()}-"))
         self._joined: Group | None = None
         self._turn = threading.Lock()
         self._orders = itertools.count()

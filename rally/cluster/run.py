@@ -18,8 +18,8 @@ def train(config: Config, console: RunConsole | None = None) -> run.Outcome:
     asked, config = config.rollout.name, served(config)
     if config.rollout.name != asked:
         console.note(
-            f"the policy lies on {config.trainer.n_gpus_per_node} ranks, so rollouts are sampled by "
-            f"{config.rollout.data_parallel_size} server(s) of Rally's own (rollout.name=rally)"
+            f"the policy lies on {config.trainer.n_gpus_per_node} ranks, so rollouts are sampled by servers of Rally's "
+            f"own (rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
         )
     settings = CaptainSettings(
         count=config.trainer.n_gpus_per_node,

@@ -154,7 +154,6 @@ class Policy:
         self._round()
         self._rest()
 
-
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state as this rank holds it."""
         masters = list(self.masters.values())

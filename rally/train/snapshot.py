@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
-from rally.train.ranks import model_state, whole
+from rally.train.ranks import model_state, ranks_of, whole
 from rally.train.sight import processor_files
 
 Part = Callable[[Path], None]
@@ -34,6 +34,7 @@ def model_part(
     adapted = has_adapters(model)
     weights = copied(adapter_weights(model) if adapted else model_state(model))
     whole = copied(merged_weights(model)) if merged and adapted else None
+    saver = model if ranks_of(model).count == 1 else plain_twin(model)
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
     def write(checkpoint: Path) -> None:
@@ -41,7 +42,7 @@ def model_part(
         if adapted:
             save_adapters(model, weights, target)
         else:
-            model.save_pretrained(target, state_dict=weights)
+            saver.save_pretrained(target, state_dict=weights)
         _write_files(files, target)
         if whole is not None:
             plain_twin(model).save_pretrained(target / WHOLE, state_dict=whole)

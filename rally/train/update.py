@@ -84,7 +84,9 @@ class UpdateMetrics:
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Over all ranks, which have all gone through the same mini-batches."""
-        mine = torch.tensor([self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64)
+        mine = torch.tensor(
+            [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
+        )
         tokens, *rest = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
         means = {f"actor/{k}": v / max(1, tokens) for k, v in zip(self.sums, rest[len(self.losses) :], strict=True)}
         means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))

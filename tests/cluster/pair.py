@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from small_models import make_model
 from torch import Tensor
-from train_cases import uneven_episodes
+from train_cases import calm_model, uneven_episodes
+from transformers import PreTrainedModel
 
 from rally.algos.correction import CorrectionSettings
 from rally.cluster.group import Group
@@ -46,7 +47,7 @@ CASES = {
     "kl to a reference": Case(settings(kl_coef=0.1)),
     "entropy": Case(settings(entropy_coeff=0.01)),
     "an odd number of parts": Case(settings(max_tokens=50), family="llama"),
-    "row by row, again and again": Case(settings(max_rows=1, epochs=2, shuffle_seed=1), checkpointing=True),
+    "few rows at a time, computed twice": Case(settings(max_rows=2, shuffle_seed=1), checkpointing=True),
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
     "a head of its own and windows": Case(settings(), family="gemma3"),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
@@ -60,15 +61,20 @@ class Result(NamedTuple):
     state: dict[str, Any]
 
 
+def model_for(case: Case, seed: int) -> PreTrainedModel:
+    model = calm_model(seed) if case.family == "qwen2" else make_model(case.family, seed)
+    return model.to(case.dtype)  # type: ignore[arg-type]
+
+
 def policy_for(case: Case, ranks: Ranks) -> Policy:
-    model = make_model(case.family).to(case.dtype)
+    model = model_for(case, 0)
     attention.install(model)
     ranks.spread(model)
     return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
 
 
 def reference_for(case: Case, ranks: Ranks) -> FrozenModel:
-    model = make_model(case.family, seed=5).to(case.dtype)
+    model = model_for(case, 5)
     ranks.spread(model)
     return FrozenModel(model)
 
@@ -85,9 +91,6 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(model_state(policy.model), metrics, reference_M, copied(policy.state()))
-
-
-TIMES: dict = {}
 
 
 def together(number: int, meeting: Path) -> Callable[[Case], Result]:

@@ -19,7 +19,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Result]
     """What two processes make of every case."""
     meeting = tmp_path_factory.mktemp("pair") / "meeting"
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE, HERE.parent / "train")))
-    second = subprocess.Popen([sys.executable, str(HERE / "pair.py"), str(meeting)], env={**os.environ, "PYTHONPATH": path})
+    second = subprocess.Popen(
+        [sys.executable, str(HERE / "pair.py"), str(meeting)], env={**os.environ, "PYTHONPATH": path}
+    )
     try:
         run = together(0, meeting)
         yield {name: run(case) for name, case in CASES.items()}

@@ -86,8 +86,8 @@ def train(
 
         show(config, console)
         return
-    from rally.track import run_summary, write_curve
     from rally.cluster import train as run
+    from rally.track import run_summary, write_curve
 
     outcome = run(config, console)
     console.show(run_summary(outcome.folder))

@@ -86,7 +86,7 @@ class Captain:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def begin(self, plan: Plan) -> None:
-        """Start the others and tell them the plan. From the main thread: they are tied to the thread that makes them."""
+        """Start the others and tell them the plan. Call it in the main thread: they die with the one that made them."""
         self.members = [self._start(number) for number in range(1, self.count)]
         threading.Thread(target=self._watch, name="rally-ranks", daemon=True).start()
         deadline = time.monotonic() + self.settings.start_seconds

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
@@ -40,7 +41,7 @@ class Group:
         if device == "cuda":
             torch.cuda.set_device(number)
         with _on_loopback():
-            store = dist.FileStore(str(meeting), count)
+            store = FileStore(str(meeting), count)
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
                 store=store,

@@ -22,11 +22,12 @@ from rally.cluster.group import Group
 from rally.train import parts
 from rally.train.checkpoint import Checkpoint, open_checkpoint
 from rally.train.policy import Policy
-from rally.train.ranks import AskLogits, AskReference, GatherState, GatherWeights, Order, Plan, Update, model_state
+from rally.train.ranks import AskLogits, AskReference, GatherState, GatherWeights, Order, Plan, Update
 from rally.train.reference import Reference, awake
 from rally.train.run import policy_of
 from rally.train.server_parts import logits_of
-from rally.train.snapshot import copied
+from rally.train.sharded import model_state
+from rally.train.snapshot import copied, copied_weights
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 
 Found = TypeVar("Found")
@@ -87,8 +88,8 @@ class Worker:
                 logits_of(self.policy.model, ids)
             case GatherWeights():
                 model_state(self.policy.model)
-            case GatherState():
-                model_state(self.policy.model)
+            case GatherState(merged):
+                copied_weights(self.policy.model, merged=merged)
                 copied(self.policy.state())
 
 

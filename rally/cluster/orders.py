@@ -28,7 +28,6 @@ PER_ROW = {
     "weights": torch.float64,
     "marked": torch.bool,
 }
-BARE: dict[str, type[GatherWeights | GatherState]] = {kind.__name__: kind for kind in (GatherWeights, GatherState)}
 Message = Plan | Order
 
 
@@ -46,6 +45,8 @@ def encode(message: Message) -> bytes:
             tensors = rows_to_tensors(rows)
         case AskLogits(ids):
             head["ids"] = list(ids)
+        case GatherState(merged):
+            head["merged"] = merged
     text = json.dumps(head).encode()
     return len(text).to_bytes(8, "big") + text + save(tensors)
 
@@ -63,7 +64,7 @@ def decode(content: bytes) -> Message:
         return AskReference(rows_of_tensors(tensors))
     if kind == "AskLogits":
         return AskLogits(head["ids"])
-    return BARE[kind]()
+    return GatherState(head["merged"]) if kind == "GatherState" else GatherWeights()
 
 
 def _per_episode(batch: TrainBatch) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`rally train` over several GPUs of this machine, or several processes on its CPU: the same run, each with its part."""
+"""`rally train` over several GPUs of this machine, or processes on its CPU: the same run, each with its part."""
 
 from __future__ import annotations
 

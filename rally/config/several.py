@@ -16,8 +16,6 @@ OF_ALL = (
     f"{REF}.log_prob_micro_batch_size",
 )
 ONE_ONLY = {
-    "actor_rollout_ref.model.lora_rank": "adapters (LoRA)",
-    "actor_rollout_ref.model.lora_adapter_path": "adapters (LoRA)",
     f"{ACTOR}.fsdp_config.optimizer_offload": "an optimizer that waits in main memory",
     f"{REF}.fsdp_config.param_offload": "a reference that waits in main memory",
     "trainer.val_only": "a run that only validates",

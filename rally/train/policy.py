@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from rally.data import episode_seed
 from rally.train.guards import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
-from rally.train.ranks import Ranks, ranks_of, spread_like
+from rally.train.ranks import Ranks, ranks_of
+from rally.train.sharded import spread_like
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ Shapes: M sampled tokens of rows, X any numbers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rally.config import Config
@@ -69,7 +69,9 @@ class GatherWeights:
 
 @dataclass(frozen=True)
 class GatherState:
-    """Everything that a checkpoint holds of the policy."""
+    """Everything that a checkpoint holds of the policy; `merged`: the whole model beside its adapters."""
+
+    merged: bool = False
 
 
 Order = Update | AskReference | AskLogits | GatherWeights | GatherState
@@ -177,32 +179,4 @@ def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[T
 def _computed(rows: Sequence[Row]) -> int:
     """How many tokens a forward over all rows computes."""
     order = sorted(row.inputs for row in rows if row.sampled)
-    return sum(map(len, order)) - sum(shared(a, b) for a, b in zip(order, order[1:], strict=False))
-
-
-def whole(value: Tensor) -> Tensor:
-    """A tensor that may lie on several ranks, in main memory of rank 0; all of them must ask. Others get nothing."""
-    if not isinstance(value, DTensor):
-        return value
-    full: Tensor = value.detach().full_tensor()
-    return full.cpu() if value.device_mesh.get_rank() == 0 else torch.empty(0)
-
-
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, where `like` lies on several ranks."""
-    if not isinstance(like, DTensor):
-        return value
-    here = value.to(device=like.device, dtype=like.dtype)
-    part = distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()
-
-
-def model_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights by name, those that lie on several ranks gathered one by one. Weights that are one stay one."""
-    first: dict[int, str] = {}
-    same = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        known = same.get(name, name)
-        found[name] = found[known] if known in found else whole(value)
-    return found
+    return sum(map(len, order)) - sum(shared(a, b) for a, b in itertools.pairwise(order))

@@ -42,7 +42,8 @@ from rally.engines.remote import (
 from rally.engines.standing import RouterSettings
 from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
-from rally.train.ranks import AskLogits, GatherWeights, model_state, ranks_of
+from rally.train.ranks import AskLogits, GatherWeights, ranks_of
+from rally.train.sharded import model_state
 from rally.types import SamplingParams
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
@@ -202,8 +203,8 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
 
 
 def frontends(cores: int, servers: int) -> int:
-    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next waits
-    and the GPU with it."""
+    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next
+    waits, and the GPU with it."""
     return max(1, min(MAX_FRONTENDS, cores // (CORES_PER_FRONTEND * servers)))
 
 

@@ -11,7 +11,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,25 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
-from rally.train.ranks import model_state, ranks_of, whole
+from rally.train.ranks import ranks_of
+from rally.train.sharded import model_state, whole
 from rally.train.sight import processor_files
 
 Part = Callable[[Path], None]
 WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
+
+
+class Weights(NamedTuple):
+    """Of a model, or of its adapters; `merged`: of the model with these merged in, where both are wanted."""
+
+    own: dict[str, Tensor]
+    merged: dict[str, Tensor] | None
+
+
+def copied_weights(model: PreTrainedModel, *, merged: bool) -> Weights:
+    adapted = has_adapters(model)
+    own = copied(adapter_weights(model) if adapted else model_state(model))
+    return Weights(own, copied(merged_weights(model)) if merged and adapted else None)
 
 
 def model_part(
@@ -32,8 +46,7 @@ def model_part(
     """A Hugging Face folder with its tokenizer; of a model with adapters a PEFT folder, which with `merged` holds the
     folder of the whole model as well."""
     adapted = has_adapters(model)
-    weights = copied(adapter_weights(model) if adapted else model_state(model))
-    whole = copied(merged_weights(model)) if merged and adapted else None
+    weights, both = copied_weights(model, merged=merged)
     saver = model if ranks_of(model).count == 1 else plain_twin(model)
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
@@ -44,8 +57,8 @@ def model_part(
         else:
             saver.save_pretrained(target, state_dict=weights)
         _write_files(files, target)
-        if whole is not None:
-            plain_twin(model).save_pretrained(target / WHOLE, state_dict=whole)
+        if both is not None:
+            plain_twin(model).save_pretrained(target / WHOLE, state_dict=both)
             _write_files(files, target / WHOLE)
 
     return write

@@ -18,9 +18,11 @@ from rally.cluster.group import Group
 from rally.cluster.member import Member
 from rally.engines.embedded import attention
 from rally.train.batch import build_batch, rows_of
+from rally.train.lora import LoraSettings, add_adapters
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.ranks import ALONE, Ranks, model_state
-from rally.train.reference import FrozenModel
+from rally.train.ranks import ALONE, Ranks
+from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
+from rally.train.server_parts import whole_weights
 from rally.train.snapshot import copied
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 
@@ -35,6 +37,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
     few: bool = False  # one row alone
+    lora: bool = False
 
 
 def settings(**given: Any) -> UpdateSettings:
@@ -50,6 +53,7 @@ CASES = {
     "few rows at a time, computed twice": Case(settings(max_rows=2, shuffle_seed=1), checkpointing=True),
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
     "a head of its own and windows": Case(settings(), family="gemma3"),
+    "adapters": Case(settings(kl_coef=0.1), lora=True),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
 }
 
@@ -68,19 +72,24 @@ def model_for(case: Case, seed: int) -> PreTrainedModel:
 
 def policy_for(case: Case, ranks: Ranks) -> Policy:
     model = model_for(case, 0)
+    if case.lora:
+        add_adapters(model, LoraSettings(rank=2), "nowhere")
     attention.install(model)
     ranks.spread(model)
     return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
 
 
-def reference_for(case: Case, ranks: Ranks) -> FrozenModel:
+def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
+    if case.lora:
+        return BaseOfPolicy(policy.model)
     model = model_for(case, 5)
     ranks.spread(model)
     return FrozenModel(model)
 
 
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
-    policy, reference = policy_for(case, ranks), reference_for(case, ranks)
+    policy = policy_for(case, ranks)
+    reference = reference_for(case, policy, ranks)
     asked = reference if case.settings.kl_coef else None
     metrics = []
     for seed in range(STEPS):
@@ -90,7 +99,7 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
         metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
-    return Result(model_state(policy.model), metrics, reference_M, copied(policy.state()))
+    return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
 
 
 def together(number: int, meeting: Path) -> Callable[[Case], Result]:

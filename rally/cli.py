@@ -117,7 +117,9 @@ def sft(
     if dry_run:
         sft_run.show(config, console)
         return
-    outcome = sft_run.sft(config, console)
+    from rally.cluster import sft as run
+
+    outcome = run(config, console)
     console.note(f"done: {outcome.steps} steps, checkpoints in {outcome.folder / 'checkpoints'}")
 
 

@@ -19,13 +19,26 @@ from transformers import PreTrainedModel
 
 from rally.cluster.captain import here
 from rally.cluster.group import Group
+from rally.config import SftConfig
 from rally.train import parts
 from rally.train.checkpoint import Checkpoint, open_checkpoint
 from rally.train.policy import Policy
-from rally.train.ranks import AskLogits, AskReference, GatherState, GatherWeights, Order, Plan, Update
-from rally.train.reference import Reference, awake
+from rally.train.ranks import (
+    AskLogits,
+    AskLoss,
+    AskReference,
+    GatherState,
+    GatherWeights,
+    Order,
+    Plan,
+    Supervise,
+    Update,
+)
+from rally.train.reference import Reference
 from rally.train.run import policy_of
 from rally.train.server_parts import logits_of
+from rally.train.sft import SftSettings, sft_loss, sft_step
+from rally.train.sft_run import sft_policy_of, sft_settings_of
 from rally.train.sharded import model_state
 from rally.train.snapshot import copied, copied_weights
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
@@ -71,35 +84,48 @@ class Worker:
     """What orders are done with."""
 
     policy: Policy
-    reference: Reference | None
-    settings: UpdateSettings
+    settings: UpdateSettings | SftSettings
+    reference: Reference | None = None
 
     def obey(self, order: Order) -> None:
-        match order:
-            case Update(batch, step, seed):
+        policy = self.policy
+        match order, self.settings:
+            case Update(batch, step, seed), UpdateSettings() as update:
                 torch.manual_seed(seed)
-                asked = self.reference if self.settings.kl_coef else None
-                with awake(self.reference):
-                    update_policy(self.policy, batch, self.settings, step=step, reference=asked)
-            case AskReference(rows):
+                update_policy(policy, batch, update, step=step, reference=self.reference if update.kl_coef else None)
+            case AskReference(rows), UpdateSettings() as update:
                 assert self.reference is not None
-                reference_logprobs(self.policy, self.reference, rows, self.settings)
-            case AskLogits(ids):
-                logits_of(self.policy.model, ids)
-            case GatherWeights():
-                model_state(self.policy.model)
-            case GatherState(merged):
-                copied_weights(self.policy.model, merged=merged)
-                copied(self.policy.state())
+                reference_logprobs(policy, self.reference, rows, update)
+            case Supervise(rows, seed), SftSettings() as supervision:
+                torch.manual_seed(seed)
+                sft_step(policy, rows, supervision)
+            case AskLoss(rows), SftSettings() as supervision:
+                sft_loss(policy, rows, supervision)
+            case AskLogits(ids), _:
+                logits_of(policy.model, ids)
+            case GatherWeights(), _:
+                model_state(policy.model)
+            case GatherState(merged), _:
+                copied_weights(policy.model, merged=merged)
+                copied(policy.state())
+            case _:
+                raise AssertionError(f"{type(order).__name__} is not for this run")
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # servers may share this GPU
 
 
 def worker_of(plan: Plan, group: Group) -> Worker:
-    """The same parts as rank 0 has, in the same order: some of them are built together."""
+    """The same parts as rank 0 has."""
     config = plan.config
     checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    if isinstance(config, SftConfig):
+        ranks = Member(group, reshard=config.model.fsdp_config.reshard_after_forward)
+        policy = sft_policy_of(config, checkpoint, plan.steps, ranks)
+        return Worker(policy, sft_settings_of(config))
     ranks = Member(group, reshard=config.actor.fsdp_config.reshard_after_forward)
     policy = policy_of(config, checkpoint, plan.steps, ranks)
-    return Worker(policy, parts.reference_of(config, policy.model), parts.update_settings_of(config))
+    reference = parts.reference_of(config, policy.model)
+    return Worker(policy, parts.update_settings_of(config), reference)
 
 
 def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:

@@ -15,10 +15,20 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rally.config import Config
+from rally.config import Config, SftConfig
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row
-from rally.train.ranks import AskLogits, AskReference, GatherState, GatherWeights, Order, Plan, Update
+from rally.train.ranks import (
+    AskLogits,
+    AskLoss,
+    AskReference,
+    GatherState,
+    GatherWeights,
+    Order,
+    Plan,
+    Supervise,
+    Update,
+)
 
 PER_ROW = {
     "ids": torch.int64,
@@ -28,6 +38,8 @@ PER_ROW = {
     "weights": torch.float64,
     "marked": torch.bool,
 }
+ASKING: dict[str, type[AskReference | AskLoss]] = {"AskReference": AskReference, "AskLoss": AskLoss}
+SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
 Message = Plan | Order
 
 
@@ -38,10 +50,14 @@ def encode(message: Message) -> bytes:
         case Plan(config, checkpoint, steps):
             place = None if checkpoint is None else str(checkpoint)
             head |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
+            head["schema"] = type(config).__name__
         case Update(batch, step, seed):
             head |= {"step": step, "seed": seed}
             tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
-        case AskReference(rows):
+        case Supervise(rows, seed):
+            head["seed"] = seed
+            tensors = rows_to_tensors(rows)
+        case AskReference(rows) | AskLoss(rows):
             tensors = rows_to_tensors(rows)
         case AskLogits(ids):
             head["ids"] = list(ids)
@@ -57,11 +73,14 @@ def decode(content: bytes) -> Message:
     kind = head["kind"]
     if kind == "Plan":
         place = head["checkpoint"]
-        return Plan(Config.model_validate(head["config"]), None if place is None else Path(place), head["steps"])
+        config = SCHEMAS[head["schema"]].model_validate(head["config"])
+        return Plan(config, None if place is None else Path(place), head["steps"])
     if kind == "Update":
         return Update(_batch(tensors), head["step"], head["seed"])
-    if kind == "AskReference":
-        return AskReference(rows_of_tensors(tensors))
+    if kind == "Supervise":
+        return Supervise(rows_of_tensors(tensors), head["seed"])
+    if kind in ASKING:
+        return ASKING[kind](rows_of_tensors(tensors))
     if kind == "AskLogits":
         return AskLogits(head["ids"])
     return GatherState(head["merged"]) if kind == "GatherState" else GatherWeights()

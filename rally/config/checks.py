@@ -16,7 +16,7 @@ from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.second_names import SAME_AS, SFT_SAME_AS
 from rally.config.server_checks import servers
-from rally.config.several import several
+from rally.config.several import several, sft_several
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trace_checks import trace
 from rally.config.trainer import RunConfig
@@ -309,9 +309,7 @@ def machine(config: Config | SftConfig) -> Iterator[str]:
         return
     gpus = count_gpus()
     wanted = trainer.n_gpus_per_node
-    if wanted > 1 and isinstance(config, SftConfig):
-        yield f"trainer.n_gpus_per_node={wanted} is not built yet for fine-tuning; set it to 1 to train on one GPU."
-    elif wanted > max(gpus, 1) and trainer.device != "cpu":
+    if wanted > max(gpus, 1) and trainer.device != "cpu":
         told = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
         yield f"{told}; set it to {max(gpus, 1)}."
     if trainer.device == "cuda" and gpus == 0:
@@ -378,6 +376,7 @@ SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     sft_columns,
     sft_files,
     sft_ineffective,
+    sft_several,
     resume,
     machine,
 )

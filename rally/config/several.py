@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from rally.config.base import look_up
+from rally.config.base import Root, look_up
 from rally.config.errors import shown
 from rally.config.schema import ROLLOUT, Config
+from rally.config.sft import SftConfig
 
 COUNT = "trainer.n_gpus_per_node"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -39,19 +40,40 @@ def several(config: Config) -> Iterator[str]:
     count = config.trainer.n_gpus_per_node
     if count == 1:
         return
-    for key, what in ONE_ONLY.items():
-        if value := look_up(config, key):
-            yield f"{key}={shown(value)} asks for {what}, which is for one GPU; leave it out, or set {COUNT}=1."
+    yield from _for_one(config, ONE_ONLY)
+    yield from _of_all(config, OF_ALL, count)
+    yield from _sizes(config, (ACTOR, REF), count)
     if config.needs_critic:
         told = f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which is for one GPU"
         yield f"{told}; use another estimator, or set {COUNT}=1."
     if config.rollout.checkpoint_engine.backend == "ipc":
         told = f"{ROLLOUT}.checkpoint_engine.backend=ipc shows servers the weights of one GPU"
         yield f"{told}; leave it out, or set {COUNT}=1."
-    for key in OF_ALL:
+
+
+def sft_several(config: SftConfig) -> Iterator[str]:
+    count = config.trainer.n_gpus_per_node
+    if count == 1:
+        return
+    yield from _for_one(config, {"model.fsdp_config.optimizer_offload": "an optimizer that waits in main memory"})
+    yield from _of_all(config, ("data.micro_batch_size",), count)
+    yield from _sizes(config, ("model",), count)
+
+
+def _for_one(config: Root, keys: Mapping[str, str]) -> Iterator[str]:
+    for key, what in keys.items():
+        if value := look_up(config, key):
+            yield f"{key}={shown(value)} asks for {what}, which is for one GPU; leave it out, or set {COUNT}=1."
+
+
+def _of_all(config: Root, keys: Sequence[str], count: int) -> Iterator[str]:
+    for key in keys:
         if look_up(config, key) is not None:
             yield f"{key} could mean one GPU or all {count}; leave it out and set {key}_per_gpu."
-    for name in (ACTOR, REF):
-        size = look_up(config, f"{name}.fsdp_config.fsdp_size")
+
+
+def _sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[str]:
+    for section in sections:
+        size = look_up(config, f"{section}.fsdp_config.fsdp_size")
         if size not in (-1, count):
-            yield f"{name}.fsdp_config.fsdp_size={size}: weights lie on all {count} GPUs; leave it out."
+            yield f"{section}.fsdp_config.fsdp_size={size}: weights lie on all {count} GPUs; leave it out."

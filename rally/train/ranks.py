@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rally.config import Config
+from rally.config import Config, SftConfig
 from rally.train.batch import TrainBatch
 from rally.train.cuts import Cut
 from rally.train.packing import Row, micro_batches, shared
@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 class Plan:
     """What every rank builds the policy from."""
 
-    config: Config
+    config: Config | SftConfig
     checkpoint: Path | None
     steps: int
 
@@ -63,6 +63,21 @@ class AskLogits:
 
 
 @dataclass(frozen=True)
+class Supervise:
+    """One step on conversations, from a seed for whatever draws."""
+
+    rows: Sequence[Row]
+    seed: int
+
+
+@dataclass(frozen=True)
+class AskLoss:
+    """The loss on conversations, without training."""
+
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
 class GatherWeights:
     """All weights, as servers want them."""
 
@@ -74,7 +89,7 @@ class GatherState:
     merged: bool = False
 
 
-Order = Update | AskReference | AskLogits | GatherWeights | GatherState
+Order = Update | AskReference | AskLogits | Supervise | AskLoss | GatherWeights | GatherState
 
 
 class Ranks(Protocol):

@@ -17,6 +17,7 @@ from rally.engines import build_engine
 from rally.engines.base import TrainingEngine
 from rally.interactions import Interactions
 from rally.loops import Runner
+from rally.patches import Patches
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder
@@ -91,14 +92,13 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
 
 def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
     """Train as configured; resumes by itself where the run folder holds a checkpoint."""
-    _check_ranks(config, ranks)
+    check_ranks(config.trainer, ranks)
     console = console or RunConsole()
     config.require_training()
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return _evaluate(config, inputs, console)
-    if ranks.count > 1 and inputs.codec.patches is not None:
-        raise RunError(f"{config.model.path} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
+    check_sight(str(config.model.path), inputs.codec.patches, ranks)
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -190,13 +190,18 @@ def _trainer(
     )
 
 
-def _check_ranks(config: Config, ranks: Ranks) -> None:
-    asked = config.trainer.n_gpus_per_node
+def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
+    asked = trainer.n_gpus_per_node
     if asked != ranks.count:
         raise RunError(
-            f"trainer.n_gpus_per_node={asked} is for `rally train` and rally.cluster.train, which start the other "
-            "processes; leave it out here"
+            f"trainer.n_gpus_per_node={asked} is for `rally train`, `rally sft` and rally.cluster, which start the "
+            "other processes; leave it out here"
         )
+
+
+def check_sight(model: str, patches: Patches | None, ranks: Ranks) -> None:
+    if ranks.count > 1 and patches is not None:
+        raise RunError(f"{model} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
 
 
 def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
@@ -325,7 +330,7 @@ def total_steps_of(config: Config, rows: int) -> int:
 def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
     """Validate `model.path` on `data.val_files` and write metrics and episodes to the run folder."""
     console = console or RunConsole()
-    _check_ranks(config, ALONE)
+    check_ranks(config.trainer, ALONE)
     if not config.model.path:
         raise RunError("there is nothing to evaluate: actor_rollout_ref.model.path is not set; name a model folder")
     return _evaluate(config, read_inputs(config, console, train=False), console)

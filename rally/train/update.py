@@ -215,11 +215,11 @@ def _mini_batch(
             total = total + loss_M.detach().sum()
             tried.append(Tried(part.rows, loss_M.detach()))
     if rows:
-        metrics.grad_norms.append(_step(policy, parts, tried))
+        metrics.grad_norms.append(take_step(policy, parts, tried))
     metrics.losses.append(total)
 
 
-def _step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]) -> float:
+def take_step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]) -> float:
     """All ranks take it or none does: they see the same norm. What it was computed from is told of all of them."""
     try:
         return policy.optimizer_step(tried)

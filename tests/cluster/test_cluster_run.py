@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_cases import Paper, run_config, write_model, write_reward, write_tasks
+from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
 from rally.cluster import train
@@ -22,15 +22,6 @@ from rally.train.ranks import Order, Update
 
 ROOT = Path(__file__).parents[2]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_tasks(folder)
-    write_reward(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from rally.cluster.orders import Message, decode, encode
 from rally.engines.embedded import attention
 from rally.train.ranks import CARRIED
+from rally.train.value_model import HEAD
 
 FOREVER = timedelta(days=3650)  # between two orders there may be a rollout of any length
 WITHIN = "rally_within"
@@ -84,8 +85,7 @@ class Group:
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
-        layers = set(model._no_split_modules or ())
-        for module in [module for module in model.modules() if type(module).__name__ in layers]:
+        for module in [*_by_themselves(model), *_layers(model)]:
             fully_shard(module, **options)
         fully_shard(model, **options)
         for module in model.modules():
@@ -97,11 +97,27 @@ class Group:
         setattr(model, CARRIED, carried)
 
     def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
+        if model.base_model is model:  # then its own forward is what `work` calls
+            return work(model, *given)
         found: Found = getattr(model, WITHIN)(work, *given)
         return found
 
     def leave(self) -> None:
         dist.destroy_process_group()
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _by_themselves(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that hold weights of another dtype than the rest, since gradients that are summed in one go have one
+    dtype; and a value head, which is no part of the forward of the body that it hangs on."""
+    usual = model.dtype
+    other = [m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))]
+    head = getattr(model, HEAD, None)
+    return other if head is None or head in other else [*other, head]
 
 
 def _within(model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:

@@ -22,16 +22,21 @@ from rally.cluster.group import Group
 from rally.config import SftConfig
 from rally.train import parts
 from rally.train.checkpoint import Checkpoint, open_checkpoint
+from rally.train.critic import Critic
+from rally.train.critic_parts import critic_of
 from rally.train.policy import Policy
 from rally.train.ranks import (
     AskLogits,
     AskLoss,
     AskReference,
+    AskValues,
+    GatherCritic,
     GatherState,
     GatherWeights,
     Order,
     Plan,
     Supervise,
+    TeachCritic,
     Update,
 )
 from rally.train.reference import Reference
@@ -86,8 +91,19 @@ class Worker:
     policy: Policy
     settings: UpdateSettings | SftSettings
     reference: Reference | None = None
+    critic: Critic | None = None
 
     def obey(self, order: Order) -> None:
+        match order:
+            case AskValues() | TeachCritic() | GatherCritic():
+                assert self.critic is not None
+                _mind_critic(self.critic, order)
+            case _:
+                self._mind_policy(order)
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # servers may share this GPU
+
+    def _mind_policy(self, order: Order) -> None:
         policy = self.policy
         match order, self.settings:
             case Update(batch, step, seed), UpdateSettings() as update:
@@ -110,8 +126,17 @@ class Worker:
                 copied(policy.state())
             case _:
                 raise AssertionError(f"{type(order).__name__} is not for this run")
-        if policy.device.type == "cuda":
-            torch.cuda.empty_cache()  # servers may share this GPU
+
+
+def _mind_critic(critic: Critic, order: AskValues | TeachCritic | GatherCritic) -> None:
+    match order:
+        case AskValues(rows):
+            critic.values(rows)
+        case TeachCritic(batch, step, seed):
+            torch.manual_seed(seed)
+            critic.update(batch, step=step)
+        case GatherCritic():
+            critic.part()
 
 
 def worker_of(plan: Plan, group: Group) -> Worker:
@@ -125,7 +150,8 @@ def worker_of(plan: Plan, group: Group) -> Worker:
     ranks = Member(group, reshard=config.actor.fsdp_config.reshard_after_forward)
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     reference = parts.reference_of(config, policy.model)
-    return Worker(policy, parts.update_settings_of(config), reference)
+    critic = critic_of(config, checkpoint, plan.steps, ranks)
+    return Worker(policy, parts.update_settings_of(config), reference, critic)
 
 
 def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:

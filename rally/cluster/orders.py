@@ -22,11 +22,14 @@ from rally.train.ranks import (
     AskLogits,
     AskLoss,
     AskReference,
+    AskValues,
+    GatherCritic,
     GatherState,
     GatherWeights,
     Order,
     Plan,
     Supervise,
+    TeachCritic,
     Update,
 )
 
@@ -37,9 +40,15 @@ PER_ROW = {
     "advantages": torch.float64,
     "weights": torch.float64,
     "marked": torch.bool,
+    "values": torch.float64,
+    "returns": torch.float64,
 }
-ASKING: dict[str, type[AskReference | AskLoss]] = {"AskReference": AskReference, "AskLoss": AskLoss}
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
+BATCHES: dict[str, type[Update | TeachCritic]] = {"Update": Update, "TeachCritic": TeachCritic}
+ASKING: dict[str, type[AskReference | AskValues | AskLoss]] = {
+    kind.__name__: kind for kind in (AskReference, AskValues, AskLoss)
+}
+BARE: dict[str, type[GatherWeights | GatherCritic]] = {kind.__name__: kind for kind in (GatherWeights, GatherCritic)}
 Message = Plan | Order
 
 
@@ -51,13 +60,13 @@ def encode(message: Message) -> bytes:
             place = None if checkpoint is None else str(checkpoint)
             head |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
             head["schema"] = type(config).__name__
-        case Update(batch, step, seed):
+        case Update(batch, step, seed) | TeachCritic(batch, step, seed):
             head |= {"step": step, "seed": seed}
             tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
         case Supervise(rows, seed):
             head["seed"] = seed
             tensors = rows_to_tensors(rows)
-        case AskReference(rows) | AskLoss(rows):
+        case AskReference(rows) | AskValues(rows) | AskLoss(rows):
             tensors = rows_to_tensors(rows)
         case AskLogits(ids):
             head["ids"] = list(ids)
@@ -75,15 +84,15 @@ def decode(content: bytes) -> Message:
         place = head["checkpoint"]
         config = SCHEMAS[head["schema"]].model_validate(head["config"])
         return Plan(config, None if place is None else Path(place), head["steps"])
-    if kind == "Update":
-        return Update(_batch(tensors), head["step"], head["seed"])
+    if kind in BATCHES:
+        return BATCHES[kind](_batch(tensors), head["step"], head["seed"])
     if kind == "Supervise":
         return Supervise(rows_of_tensors(tensors), head["seed"])
     if kind in ASKING:
         return ASKING[kind](rows_of_tensors(tensors))
     if kind == "AskLogits":
         return AskLogits(head["ids"])
-    return GatherState(head["merged"]) if kind == "GatherState" else GatherWeights()
+    return GatherState(head["merged"]) if kind == "GatherState" else BARE[kind]()
 
 
 def _per_episode(batch: TrainBatch) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ OF_ALL = (
 )
 ONE_ONLY = {
     f"{ACTOR}.fsdp_config.optimizer_offload": "an optimizer that waits in main memory",
+    "critic.fsdp_config.optimizer_offload": "an optimizer that waits in main memory",
     f"{REF}.fsdp_config.param_offload": "a reference that waits in main memory",
     "trainer.val_only": "a run that only validates",
 }
@@ -42,10 +43,7 @@ def several(config: Config) -> Iterator[str]:
         return
     yield from _for_one(config, ONE_ONLY)
     yield from _of_all(config, OF_ALL, count)
-    yield from _sizes(config, (ACTOR, REF), count)
-    if config.needs_critic:
-        told = f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, which is for one GPU"
-        yield f"{told}; use another estimator, or set {COUNT}=1."
+    yield from _sizes(config, (ACTOR, REF, "critic"), count)
     if config.rollout.checkpoint_engine.backend == "ipc":
         told = f"{ROLLOUT}.checkpoint_engine.backend=ipc shows servers the weights of one GPU"
         yield f"{told}; leave it out, or set {COUNT}=1."

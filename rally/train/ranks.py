@@ -56,6 +56,22 @@ class AskReference:
 
 
 @dataclass(frozen=True)
+class AskValues:
+    """What the critic expects before the sampled tokens of rows."""
+
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class TeachCritic:
+    """Train the critic on a batch, from a seed for whatever draws."""
+
+    batch: TrainBatch
+    step: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class AskLogits:
     """The policy's logits over one history."""
 
@@ -89,7 +105,15 @@ class GatherState:
     merged: bool = False
 
 
-Order = Update | AskReference | AskLogits | Supervise | AskLoss | GatherWeights | GatherState
+@dataclass(frozen=True)
+class GatherCritic:
+    """Everything that a checkpoint holds of the critic."""
+
+
+Asking = AskReference | AskValues | AskLoss | AskLogits
+Training = Update | TeachCritic | Supervise
+Gathering = GatherWeights | GatherState | GatherCritic
+Order = Asking | Training | Gathering
 
 
 class Ranks(Protocol):
@@ -158,7 +182,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks:
     return found
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """A micro-batch. One that does not count is another rank's: all ranks must compute equally often."""
 
     rows: list[Row]
@@ -173,11 +197,11 @@ def cut_for(ranks: Ranks, rows: Sequence[Row], cut: Cut) -> list[list[Row]]:
     return list(micro_batches(rows, tokens, cut.max_rows))
 
 
-def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[Part]:
+def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[Share]:
     """What this rank computes, as many as every other does."""
     rounds = range(0, len(parts), ranks.count)
     mine = [first + ranks.number for first in rounds]
-    return [Part(parts[i]) if i < len(parts) else Part(parts[-1], counts=False) for i in mine]
+    return [Share(parts[i]) if i < len(parts) else Share(parts[-1], counts=False) for i in mine]
 
 
 def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[Tensor]:

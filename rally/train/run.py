@@ -183,7 +183,7 @@ def _trainer(
         ),
         reference=parts.reference_of(config, policy.model) if steps else None,
         reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
-        critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
+        critic=critic_parts.critic_of(config, checkpoint, steps, ranks) if steps else None,
         extra_episode_folders=tracking_parts.extra_folders_of(config.trainer),
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],

@@ -2,7 +2,6 @@
 python pair.py MEETING."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +13,21 @@ from train_cases import calm_model, uneven_episodes
 from transformers import PreTrainedModel
 
 from rally.algos.correction import CorrectionSettings
+from rally.algos.credit import CreditSettings
 from rally.cluster.group import Group
 from rally.cluster.member import Member
 from rally.engines.embedded import attention
 from rally.train.batch import build_batch, rows_of
+from rally.train.critic import Critic, CriticSettings
 from rally.train.lora import LoraSettings, add_adapters
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.ranks import ALONE, Ranks
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
 from rally.train.server_parts import whole_weights
+from rally.train.sharded import model_state
 from rally.train.snapshot import copied
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+from rally.train.value_model import with_value_head
 
 STEPS = 3
 SECONDS = 60.0
@@ -102,12 +105,35 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
     return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
 
 
-def together(number: int, meeting: Path) -> Callable[[Case], Result]:
-    ranks = Member(Group(number, 2, meeting, "cpu", SECONDS))
-    return lambda case: result_of(case, ranks)
+class Taught(NamedTuple):
+    weights: dict[str, Tensor]
+    metrics: list[dict[str, float]]
+    values_M: Tensor
+
+
+def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
+    """A critic that judges and learns."""
+    body = with_value_head(calm_model().base_model.to(dtype))
+    ranks.spread(body)
+    learner = Policy(body, OptimizerSettings(lr=1e-3), STEPS)
+    critic = Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
+    metrics = []
+    for seed in range(STEPS):
+        judged = critic.judge(uneven_episodes(seed), CreditSettings(estimator="gae"), None)
+        metrics.append({**judged.metrics, **critic.update(judged.critic, step=seed)})
+    return Taught(model_state(body), metrics, critic.values(rows_of(uneven_episodes())))
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def together(number: int, meeting: Path) -> Member:
+    return Member(Group(number, 2, meeting, "cpu", SECONDS))
 
 
 if __name__ == "__main__":
-    run = together(1, Path(sys.argv[1]))
+    ranks = together(1, Path(sys.argv[1]))
     for case in CASES.values():
-        run(case)
+        result_of(case, ranks)
+    for dtype in DTYPES:
+        taught(dtype, ranks)

@@ -20,8 +20,10 @@ from rally.train.ranks import (
     Alone,
     AskLogits,
     AskReference,
+    GatherCritic,
     GatherState,
     GatherWeights,
+    Order,
     Plan,
     Update,
     cut_for,
@@ -49,8 +51,14 @@ def rows(draw: st.DrawFn) -> list[Row]:
         ids = tuple(rng.randrange(5) for _ in range(rng.randrange(2, 30)))
         sampled = tuple(sorted(rng.sample(range(1, len(ids)), rng.randrange(1, len(ids)))))
         numbers = tuple(rng.uniform(-9, 9) for _ in sampled)
-        given = {"weights": numbers, "marked": tuple(x > 0 for x in numbers)} if rng.random() < 0.5 else {}
-        found.append(Row(ids=ids, sampled=sampled, logprobs=numbers, episode=episode, advantages=numbers, **given))
+        extra = {
+            "weights": numbers,
+            "values": numbers,
+            "returns": numbers[::-1],
+            "marked": tuple(x > 0 for x in numbers),
+        }
+        more = extra if rng.random() < 0.5 else {}
+        found.append(Row(ids=ids, sampled=sampled, logprobs=numbers, episode=episode, advantages=numbers, **more))
     return found
 
 
@@ -69,8 +77,10 @@ def test_a_batch_arrives_as_it_was() -> None:
         assert torch.equal(getattr(message.batch, name), getattr(batch, name))
 
 
-@pytest.mark.parametrize("order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState()])
-def test_small_orders_arrive_as_they_were(order: AskLogits | GatherWeights | GatherState) -> None:
+@pytest.mark.parametrize(
+    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic()]
+)
+def test_small_orders_arrive_as_they_were(order: Order) -> None:
     assert decode(encode(order)) == order
 
 
@@ -106,7 +116,10 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["algorithm.adv_estimator=gae"], "needs a critic, which is for one GPU; use another estimator"),
+        (
+            ["algorithm.adv_estimator=gae", "critic.fsdp_config.optimizer_offload=true"],
+            "critic.fsdp_config.optimizer_offload=true asks for an optimizer that waits in main memory",
+        ),
         (["trainer.val_only=true", "data.val_files=pyproject.toml"], "a run that only validates, which is for one GPU"),
         ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer that waits in main memory, which is for one GPU"),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference that waits in main memory"),

@@ -145,7 +145,8 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         twin: Any = type(model)(copy.deepcopy(model.config))
     twin = twin.to(model.dtype)
-    twin.generation_config = model.generation_config
+    if model.can_generate():
+        twin.generation_config = model.generation_config
     assert isinstance(twin, PreTrainedModel)
     return twin
 

@@ -32,8 +32,9 @@ def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(home: Path, out: Path, ranks: int, steps: int) -> Config:
     small = [f"{R}.gpu_memory_utilization=0.02", "data.val_files=null", "trainer.val_before_train=false"]
     loss = [f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0.1", f"{A}.ppo_mini_batch_size=2"]
+    critic = ["algorithm.adv_estimator=gae"]
     size = [f"trainer.n_gpus_per_node={ranks}", f"trainer.total_training_steps={steps}", "trainer.device=cpu"]
-    return run_config(home, out, *small, *loss, *size)
+    return run_config(home, out, *small, *loss, *critic, *size)
 
 
 def children(pid: int) -> list[int]:
@@ -89,7 +90,7 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     rows = {row.step: row.metrics for row in RunFolder(out).read_metrics()}
     assert set(rows) == {1, 2}, "the step that was cut short is not told as done"
     assert rows[2]["engine/canary_difference"] < 1e-4 and rows[2]["actor/rollout_mismatch_kl"] < 1e-7
-    assert rows[2]["actor/kl_loss"] > 0 and rows[2]["actor/grad_norm"] > 0
+    assert rows[2]["actor/kl_loss"] > 0 and rows[2]["critic/vf_loss"] > 0 and rows[2]["actor/grad_norm"] > 0
 
     train(config_of(home, out, ranks=1, steps=3), paper.console)
     rows = {row.step: row.metrics for row in RunFolder(out).read_metrics()}

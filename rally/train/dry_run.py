@@ -69,6 +69,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     width = torch.empty((), dtype=model.dtype).element_size()
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
+    if (ranks := config.trainer.n_gpus_per_node) > 1:
+        rows.append(["ranks", f"{ranks}: of weights, gradients and optimizer each holds its part"])
     console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
 
 

@@ -55,7 +55,6 @@ CASES = {
     "an odd number of parts": Case(settings(max_tokens=50), family="llama"),
     "few rows at a time, computed twice": Case(settings(max_rows=2, shuffle_seed=1), checkpointing=True),
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
-    "a head of its own and windows": Case(settings(), family="gemma3"),
     "adapters": Case(settings(kl_coef=0.1), lora=True),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
 }

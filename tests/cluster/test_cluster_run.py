@@ -1,11 +1,10 @@
 """A whole run over two processes: it goes on from what one wrote, one goes on from what it wrote, and it dies well."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from train_cases import Paper, run_config
 from transformers import AutoModelForCausalLM
 
 from rally.cluster import train
-from rally.cluster.captain import Captain, LostRank
+from rally.cluster.captain import Captain, CaptainSettings, LostRank
 from rally.config import Config
 from rally.track import RunFolder
-from rally.train.ranks import Order, Update
+from rally.train.ranks import Order, Plan, Update
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -46,12 +46,11 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def until(condition: object, seconds: float = 20.0) -> bool:
-    assert callable(condition)
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return bool(condition())
+    return condition()
 
 
 @pytest.fixture
@@ -105,27 +104,25 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     assert 0 < max(moved) < 0.01 and max(moved[:3]) > 0
 
 
-RANK_ZERO = """
-import sys, time
-from pathlib import Path
-from rally.cluster.captain import Captain, CaptainSettings
-from rally.config import load_config
-from rally.train.ranks import Plan
-with Captain(CaptainSettings(count=2, device="cpu", logs=Path(sys.argv[2]))) as captain:
-    captain.begin(Plan(load_config(overrides=sys.argv[3:]), None, 1))
-    Path(sys.argv[1]).write_text(str(captain.members[0].pid))
-    time.sleep(100)
-"""
+def first_rank(config: Config, told: Path) -> None:
+    with Captain(CaptainSettings(count=2, device="cpu", logs=told.parent)) as captain:
+        captain.begin(Plan(config, None, 1))
+        told.write_text(str(captain.members[0].pid))
+        time.sleep(100)
 
 
 def test_no_rank_outlives_the_first(home: Path, tmp_path: Path) -> None:
     told = tmp_path / "told"
-    overrides = [f"actor_rollout_ref.model.path={home / 'model'}", "trainer.n_gpus_per_node=2", "trainer.device=cpu"]
-    command = [sys.executable, "-c", RANK_ZERO, str(told), str(tmp_path), *overrides]
-    with subprocess.Popen(command) as first:
-        assert until(lambda: told.exists() and told.read_text(), 60)
+    first = multiprocessing.get_context("fork").Process(
+        target=first_rank, args=(config_of(home, tmp_path / "run", ranks=2, steps=1), told)
+    )
+    first.start()
+    try:
+        assert until(lambda: told.exists() and bool(told.read_text()), 60)
         launcher = int(told.read_text())
         ours = [launcher, *children(launcher)]
         assert len(ours) == 2 and all(map(alive, ours))
+    finally:
         first.kill()
+        first.join()
     assert until(lambda: not any(map(alive, ours)))

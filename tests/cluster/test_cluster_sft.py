@@ -31,6 +31,7 @@ def config_of(home: Path, out: Path, *words: str) -> SftConfig:
     return load_sft_config(overrides=[*data, *more, *words])
 
 
+@pytest.mark.slow
 def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     write_model(tmp_path / "model")

@@ -147,11 +147,13 @@ class Captain:
             self._current = next(self._orders)
             try:
                 yield
-            except RuntimeError:
+            except RuntimeError as problem:
                 deadline = time.monotonic() + NOTICE_SECONDS
                 while self._loss is None and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS / 4)
                 self._raise_if_lost()
+                if "timed out" in str(problem).lower():  # torch has no class of its own for it
+                    raise LostRank(self._silence()) from problem
                 raise
             finally:
                 self._current = None
@@ -178,6 +180,11 @@ class Captain:
         again = "start the same command again to go on from the last checkpoint"
         words = self.members[number - 1].last_words()
         return f"rank {number} of {self.count}, which held a part of the policy, has ended; {again}; {words}"
+
+    def _silence(self) -> str:
+        waited = f"a rank did not hear from the others for {self.settings.order_seconds:g} s"
+        again = "if nothing hangs there, raise actor_rollout_ref.nccl_timeout, and start the same command again"
+        return f"{waited}; look into the logs in {self.settings.logs}; {again}"
 
     async def _cancel_when_lost(self, task: asyncio.Task[Any]) -> None:
         while self._loss is None:

@@ -35,22 +35,24 @@ Found = TypeVar("Found")
 
 
 class Group:
-    """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order."""
+    """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order; the
+    others wait for the next order as long as it takes."""
 
     def __init__(self, number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
         self.number, self.count, self.device = number, count, device
         if device == "cuda":
             torch.cuda.set_device(number)
+        bound = timedelta(seconds=seconds)
         with _on_loopback():
-            store = FileStore(str(meeting), count)
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                store=store,
+                store=FileStore(str(meeting), count),
                 rank=number,
                 world_size=count,
-                timeout=timedelta(seconds=seconds),
+                timeout=bound,
             )
-            self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
+            self._numbers = dist.new_group(backend="gloo", timeout=bound)
+            self._orders = dist.new_group(backend="gloo", timeout=FOREVER if number else bound)
         self._mesh = init_device_mesh(device, (count,))
 
     def tell(self, message: Message) -> None:
@@ -69,11 +71,11 @@ class Group:
     def gathered(self, numbers_X: Tensor) -> list[Tensor]:
         mine = numbers_X.detach().double().cpu()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._orders)
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._numbers)
         padded = torch.zeros(max(map(int, sizes)), dtype=torch.float64)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in range(self.count)]
-        dist.all_gather(found, padded, group=self._orders)
+        dist.all_gather(found, padded, group=self._numbers)
         return [one[: int(size)] for one, size in zip(found, sizes, strict=True)]
 
     def spread(self, model: PreTrainedModel, *, carried: Any, reshard: bool) -> None:

@@ -85,6 +85,12 @@ def test_an_order_that_hangs_without_a_rank_ends_the_program(
     assert ("rally: rank 1 of 2" in capfd.readouterr().err) == stuck
 
 
+def test_a_rank_that_hangs_is_not_waited_for_forever(captain: Captain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "NOTICE_SECONDS", 0.1)
+    with pytest.raises(LostRank, match="did not hear from the others for 600 s; look into the logs"), captain._order():
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation")
+
+
 def test_a_mistake_of_our_own_is_no_lost_rank(captain: Captain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "NOTICE_SECONDS", 0.1)
     with pytest.raises(RuntimeError, match="shapes differ"), captain._order():

@@ -88,8 +88,8 @@ def train(
 
         show(config, console)
         return
+    from rally.cluster import train as run
     from rally.track import run_summary, write_curve
-    from rally.train.run import train as run
 
     outcome = run(config, console)
     console.show(run_summary(outcome.folder))
@@ -119,7 +119,9 @@ def sft(
     if dry_run:
         sft_run.show(config, console)
         return
-    outcome = sft_run.sft(config, console)
+    from rally.cluster import sft as run
+
+    outcome = run(config, console)
     console.note(f"done: {outcome.steps} steps, checkpoints in {outcome.folder / 'checkpoints'}")
 
 

@@ -48,11 +48,11 @@ class OptimConfig(Section):
 
 class WrapPolicy(Section):
     min_num_params: Natural = 0
-    """On one device nothing is sharded, so all values are right."""
+    """It is always the layers that are sharded, so all values are right."""
 
 
 class FsdpConfig(Section):
-    """How a model lies in memory; on one device nothing is sharded."""
+    """How a model lies in memory."""
 
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
@@ -61,15 +61,15 @@ class FsdpConfig(Section):
     """What the optimizer keeps of each weight waits in main memory, and is on the device only during the update."""
     offload_policy: bool = False
     reshard_after_forward: bool = True
-    """On one device nothing is sharded, so both values are right."""
+    """On several GPUs: a layer's weights are gathered again for the backward pass. On one nothing is sharded."""
     fsdp_size: Int = -1
-    """On one device nothing is sharded, so all values are right."""
+    """On several GPUs -1 or their number; on one nothing is sharded."""
     forward_prefetch: bool = False
-    """On one device nothing is sharded, so both values are right."""
+    """Layers are gathered ahead of time in any case, so both values are right."""
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     use_orig_params: bool = False
-    """On one device nothing is sharded, so both values are right."""
+    """Parameters are always the model's own, so both values are right."""
     seed: Int = 42
     full_determinism: bool = False
     forward_only: bool = False
@@ -118,7 +118,7 @@ class ActorConfig(Section):
     ppo_micro_batch_size_per_gpu: Count | None = None
     """At most so many episodes in one forward pass, besides the token budget."""
     ppo_micro_batch_size: Count | None = None
-    """The same: there is one device."""
+    """The same on one device; refused on several."""
     use_dynamic_bsz: bool = True
     """False takes the token budget away, so that ppo_micro_batch_size_per_gpu alone says how much a pass holds."""
     ppo_max_token_len_per_gpu: Count = 16384
@@ -143,7 +143,7 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     strategy: Strategy = "single"
-    """On one device there is nothing to shard, so fsdp and fsdp2 are the same as single."""
+    """One device has nothing to shard and several are FSDP2's, so single, fsdp and fsdp2 are the same."""
 
     rollout_n: Annotated[Count | None, Only(None, because="actor_rollout_ref.rollout.n sets it")] = None
     use_remove_padding: bool = True
@@ -188,7 +188,7 @@ class LogProbKeys(Section):
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """At most so many episodes, besides the tokens. None takes actor.ppo_micro_batch_size_per_gpu."""
     log_prob_micro_batch_size: Count | None = None
-    """The same: there is one device."""
+    """The same on one device; refused on several."""
     log_prob_use_dynamic_bsz: bool | None = None
     """False takes the token budget away. None takes actor.use_dynamic_bsz."""
 

@@ -16,6 +16,7 @@ from rally.config.reward import CustomRewardFunction, RewardShaping
 from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.second_names import SAME_AS, SFT_SAME_AS
 from rally.config.server_checks import servers
+from rally.config.several import several, sft_several
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trace_checks import trace
 from rally.config.trainer import RunConfig
@@ -308,11 +309,9 @@ def machine(config: Config | SftConfig) -> Iterator[str]:
         return
     gpus = count_gpus()
     wanted = trainer.n_gpus_per_node
-    if wanted > max(gpus, 1):
+    if wanted > max(gpus, 1) and trainer.device != "cpu":
         told = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
-        yield f"{told}; training on several is not built yet anyway, so set it to 1."
-    elif wanted > 1:
-        yield f"trainer.n_gpus_per_node={wanted} is not built yet; set it to 1 to train on one GPU."
+        yield f"{told}; set it to {max(gpus, 1)}."
     if trainer.device == "cuda" and gpus == 0:
         yield "trainer.device=cuda, but this machine has 0 GPUs that torch can see; set it to auto or cpu."
 
@@ -358,6 +357,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     correction,
     lora,
     servers,
+    several,
     loop,
     reward,
     manager,
@@ -376,6 +376,7 @@ SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     sft_columns,
     sft_files,
     sft_ineffective,
+    sft_several,
     resume,
     machine,
 )

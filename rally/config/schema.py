@@ -57,7 +57,7 @@ class ActorRolloutRef(Section):
 
     hybrid_engine: Annotated[bool, Only(True, because="policy and engine share their weights")] = True
     nccl_timeout: Count = 600
-    """On one device nothing is sent, so all values are right."""
+    """Seconds that one of several GPUs waits for the others; on one device nothing is sent."""
 
 
 class Config(Root):

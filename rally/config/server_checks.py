@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from rally.config.base import look_up
 from rally.config.errors import shown
 from rally.config.schema import ROLLOUT, Config
+from rally.config.several import served
 
 FOR_SERVERS = (
     *("server", "engine_kwargs", "port_start", "log_level", "checkpoint_engine"),
@@ -24,6 +25,7 @@ FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
 
 
 def servers(config: Config) -> Iterator[str]:
+    config = served(config)
     if config.rollout.name == "embedded":
         if config.rollout.mode in ("standalone", "server"):
             yield f"{ROLLOUT}.mode={config.rollout.mode} needs a server; set {ROLLOUT}.name to sglang or vllm."

@@ -54,7 +54,7 @@ class RunConfig(Section):
     guards: GradientGuards = GradientGuards()
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
-    """On a machine without a GPU, 1 is the CPU."""
+    """How many processes hold the policy together (docs/cluster.md). On a machine without a GPU, 1 is the CPU."""
 
     default_hdfs_dir: PathText | None = None
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.train.background import Background
 from rally.train.policy import Policy
+from rally.train.ranks import GatherState
 from rally.train.snapshot import Part, json_part, model_part, state_part
 from rally.types import RallyError
 
@@ -47,8 +48,9 @@ class Checkpoint:
     def actor(self) -> Path:
         return self.path / "actor"
 
-    def state(self) -> dict[str, Any]:
-        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True)
+    def state(self, *, mapped: bool = False) -> dict[str, Any]:
+        """What training goes on from; `mapped`, several processes that read it hold it in memory once."""
+        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=mapped)
         assert isinstance(state, dict)
         return state
 
@@ -105,9 +107,10 @@ class CheckpointStore:
         In the background, everything has been copied when this returns, and the checkpoint before this one is whole.
         """
         self.wait()
+        with policy.ranks.doing(GatherState(self.merged)):
+            own = policy_parts(policy, tokenizer, step, merged=self.merged)
         parts = [
-            model_part("actor", policy.model, tokenizer, merged=self.merged),
-            state_part("trainer.pt", {"step": step, **policy.state()}),
+            *own,
             *([_sampler_part(sampler_state)] if sampler_state else []),
             *more,
         ]
@@ -202,6 +205,12 @@ class CheckpointStore:
                 _forget(old.path, "critic")
             for old in [one for one in whole if not one.holds("critic")]:
                 shutil.rmtree(old.path / "critic", ignore_errors=True)  # also what a kill left of it
+
+
+def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, *, merged: bool) -> list[Part]:
+    """The policy's weights and all that training it goes on from."""
+    model = model_part("actor", policy.model, tokenizer, merged=merged)
+    return [model, state_part("trainer.pt", {"step": step, **policy.state()})]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -20,12 +20,14 @@ from rally.algos.credit import CreditSettings
 from rally.algos.losses import Aggregation, token_weights
 from rally.algos.values import decisions, explained_variance, judged, value_loss
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
+from rally.train.cuts import Cut
 from rally.train.guards import Tried
-from rally.train.packing import Row, micro_batches, pack
+from rally.train.packing import Row, pack
 from rally.train.policy import Policy
+from rally.train.ranks import AskValues, GatherCritic, Ranks, Share, TeachCritic, cut_for, share_of
 from rally.train.rows import over_rows
 from rally.train.snapshot import Part, state_part
-from rally.train.update import visit_order
+from rally.train.update import take_step, visit_order
 from rally.train.value_model import token_values, value_model_part
 from rally.types import Episode
 
@@ -75,11 +77,15 @@ class CriticMetrics:
         self.clipped = self.clipped + clipped_D.sum()
         self.predicted = self.predicted + values_D.detach().sum(dtype=torch.float64)
 
-    def result(self) -> dict[str, float]:
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        """Over all ranks, which have all gone through the same mini-batches."""
+        loss = sum(map(float, self.losses))
+        mine = torch.tensor([self.decisions, loss, float(self.clipped), float(self.predicted)], dtype=torch.float64)
+        decisions, loss, clipped, predicted = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
         return {
-            "critic/vf_loss": sum(map(float, self.losses)) / max(1, len(self.losses)),
-            "critic/vf_clipfrac": float(self.clipped) / max(1, self.decisions),
-            "critic/vpred_mean": float(self.predicted) / max(1, self.decisions),
+            "critic/vf_loss": loss / max(1, len(self.losses)),
+            "critic/vf_clipfrac": clipped / max(1, decisions),
+            "critic/vpred_mean": predicted / max(1, decisions),
             "critic/grad_norm": sum(self.grad_norms) / max(1, len(self.grad_norms)),
         }
 
@@ -108,28 +114,27 @@ class Critic:
     def values(self, rows: Sequence[Row]) -> Tensor:
         """What is expected before each sampled token of the rows."""
         learner, settings = self.learner, self.settings
-        return over_rows(
-            rows,
-            lambda packed: token_values(learner.model, packed),
-            learner.device,
-            settings.forward_max_tokens,
-            settings.forward_max_rows,
-        )
+        cut = Cut(settings.forward_max_tokens, settings.forward_max_rows)
+        with learner.ranks.doing(AskValues(rows)):
+            return over_rows(
+                rows, lambda packed: token_values(learner.model, packed), learner.device, cut, learner.ranks
+            )
 
     def update(
         self, batch: TrainBatch, *, step: int = 0, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Run all mini-batches of one step and return its metrics."""
-        settings, metrics = self.settings, CriticMetrics()
-        with self.learner.training():
-            for epoch in range(settings.epochs):
-                order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
-                for members in batch.mini_batches(settings.mini_batch_groups, order):
-                    self._mini_batch(batch, members, metrics)
-                    progress()
-        rate = self.learner.optimizer.param_groups[0]["lr"]
-        self.learner.advance()
-        return {**metrics.result(), "critic/lr": rate}
+        settings, learner, metrics = self.settings, self.learner, CriticMetrics()
+        with learner.ranks.doing(TeachCritic(batch, step, torch.initial_seed())):
+            with learner.training():
+                for epoch in range(settings.epochs):
+                    order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
+                    for members in batch.mini_batches(settings.mini_batch_groups, order):
+                        self._mini_batch(batch, members, metrics)
+                        progress()
+            rate = learner.optimizer.param_groups[0]["lr"]
+            learner.advance()
+            return {**metrics.result(learner.ranks), "critic/lr": rate}
 
     def _mini_batch(self, batch: TrainBatch, members: Sequence[int], metrics: CriticMetrics) -> None:
         settings, chosen = self.settings, set(members)
@@ -138,30 +143,35 @@ class Critic:
         weights_N[list(members)] = token_weights(counts, settings.aggregation, settings.loss_scale)
         rows = [row for row in batch.rows if row.episode in chosen]
         total, tried = torch.zeros(()), []
-        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
+        ranks = self.learner.ranks
+        parts = cut_for(ranks, rows, Cut(settings.max_tokens, settings.max_rows))
+        for part in share_of(ranks, parts):
             loss_D = self._loss(part, weights_N, metrics)
-            loss_D.sum().backward()
-            total = total + loss_D.detach().sum()
-            tried.append(Tried(part, loss_D.detach()))
+            (loss_D.sum() * part.counts).backward()
+            if part.counts:
+                total = total + loss_D.detach().sum()
+                tried.append(Tried(part.rows, loss_D.detach()))
         if rows:
-            metrics.grad_norms.append(self.learner.optimizer_step(tried))
+            metrics.grad_norms.append(take_step(self.learner, parts, tried))
         metrics.losses.append(total)
 
-    def _loss(self, rows: Sequence[Row], weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
+    def _loss(self, part: Share, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
         """What each decision adds to the loss of its mini-batch."""
-        device = self.learner.device
+        device, rows = self.learner.device, part.rows
         packed = pack(rows, device)
         old_D = torch.tensor([v for row in rows for v in row.values], device=device)
         returns_D = torch.tensor([r for row in rows for r in row.returns], device=device)
         values_D = token_values(self.learner.model, packed)
         loss_D, clipped_D = value_loss(values_D, old_D, returns_D, self.settings.clip)
-        metrics.add(values_D, clipped_D)
+        if part.counts:
+            metrics.add(values_D, clipped_D)
         return loss_D * weights_N.to(device)[packed.episode_M]
 
     def part(self) -> Part:
         """The critic's part of a checkpoint, everything in one folder: copied now, written when it is called."""
-        model = value_model_part(self.learner.model)
-        state = state_part(OPTIMIZER, self.learner.state())
+        with self.learner.ranks.doing(GatherCritic()):
+            model = value_model_part(self.learner.model)
+            state = state_part(OPTIMIZER, self.learner.state())
 
         def write(checkpoint: Path) -> None:
             model(checkpoint / FOLDER)
@@ -171,7 +181,8 @@ class Critic:
 
     def read(self, folder: Path) -> None:
         """Go on with the optimizer of a checkpoint; the weights were loaded from there."""
-        self.learner.load_state(torch.load(folder / FOLDER / OPTIMIZER, map_location="cpu", weights_only=True))
+        path, mapped = folder / FOLDER / OPTIMIZER, self.learner.ranks.count > 1
+        self.learner.load_state(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
 
 
 def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:

@@ -3,20 +3,23 @@ one."""
 
 from __future__ import annotations
 
+import torch
+
 from rally.config import Config
 from rally.train.checkpoint import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.cuts import UNBOUND
 from rally.train.kl_control import KlControl
-from rally.train.load import pick_device
+from rally.train.load import pick_device, pick_dtype
 from rally.train.model_parts import patches_of
 from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
 from rally.train.policy import Policy
+from rally.train.ranks import ALONE, Ranks
 from rally.train.sight import share_sight
 from rally.train.value_model import load_value_model
 
 
-def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Critic | None:
+def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Critic | None:
     """The critic, if the estimator asks for one."""
     if not config.needs_critic:
         return None
@@ -26,15 +29,17 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int) -> Crit
             f"actor_rollout_ref.model.path={checkpoint.actor}"
         )
     model = config.critic.model if config.critic.model.path else config.model
+    device = pick_device(config.trainer.device)
     body = load_value_model(
         str(checkpoint.path / FOLDER if checkpoint else model.path),
-        device=pick_device(config.trainer.device),
-        dtype=model.dtype,
+        device=device if ranks.count == 1 else torch.device("cpu"),
+        dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
     )
     if patches := patches_of(config):
         share_sight(body, patches, "critic.model.path")
+    ranks.spread(body)
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),

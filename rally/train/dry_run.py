@@ -9,6 +9,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from rally.config import Config
+from rally.config.several import served
 from rally.engines.embedded.memory import plan_memory
 from rally.track import RunConsole
 from rally.track.text import visible
@@ -21,6 +22,7 @@ from rally.types import Task
 def dry_run(config: Config, console: RunConsole) -> None:
     """Print the resolved configuration, one prompt with its mask, tools, budgets and the memory plan."""
     config.require_training()
+    config = served(config)
     inputs = read_inputs(config, console)
     tasks = inputs.train_tasks or inputs.val_tasks
     assert tasks is not None
@@ -69,6 +71,8 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     width = torch.empty((), dtype=model.dtype).element_size()
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
+    if (ranks := config.trainer.n_gpus_per_node) > 1:
+        rows.append(["ranks", f"{ranks}: of weights, gradients and optimizer each holds its part"])
     console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
 
 

@@ -48,9 +48,9 @@ from rally.train.rates import memory_used, token_times
 from rally.train.recorder import Recorder
 from rally.train.reference import Reference, awake
 from rally.train.rollout import Rollout, RolloutResult
-from rally.train.rows import kl_rewards, over_rows
+from rally.train.rows import kl_rewards
 from rally.train.snapshot import Part, json_part
-from rally.train.update import UpdateSettings, update_policy
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.train.watch import WatchSettings, findings, watched
 from rally.types import Episode, SamplingParams
 
@@ -282,12 +282,7 @@ class Trainer:
         assert self.reference is not None
         reference, update, rows = self.reference, self.update, rows_of(episodes)
         with timed("ref"):
-            logp_M = over_rows(
-                rows,
-                lambda packed: reference(packed, update.temperature),
-                self.policy.device,
-                *(update.reference_cut or update.cut),
-            )
+            logp_M = reference_logprobs(self.policy, reference, rows, update)
         return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
 
     async def validate(self, step: int) -> dict[str, float]:
@@ -374,7 +369,8 @@ def run(trainer: Trainer) -> dict[str, float]:
     async def whole() -> dict[str, float]:
         async with trainer.rollout.scorer:
             try:
-                return await trainer.fit()
+                async with trainer.policy.ranks.watching():
+                    return await trainer.fit()
             finally:
                 trainer.recorder.close()
                 await trainer.engine.close()

@@ -19,6 +19,7 @@ from rally.engines.embedded.attention import head_logits
 from rally.train.fused import hidden_states
 from rally.train.head import HeadLogprobs, chunk_rows, plain_weight
 from rally.train.packing import PackedRows
+from rally.train.ranks import ranks_of
 
 
 class TokenLogprobs(NamedTuple):
@@ -30,6 +31,12 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
+    return ranks_of(model).within(model, _token_logprobs, packed, temperature, entropy_gradient)
+
+
+def _token_logprobs(
+    model: PreTrainedModel, packed: PackedRows, temperature: float, entropy_gradient: bool
+) -> TokenLogprobs:
     hidden_TC = hidden_states(model, packed)
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)

@@ -33,6 +33,7 @@ from rally.engines.embedded.memory import kv_shape
 from rally.engines.embedded.vision import Seen, image_features
 from rally.train.packed import PackedAttention, fits_one_call
 from rally.train.packing import PackedImages, PackedRows
+from rally.train.ranks import ranks_of
 
 
 class Ops(NamedTuple):
@@ -68,7 +69,8 @@ def compiled_ops() -> Ops:
 
 def _gains(model: PreTrainedModel) -> bool:
     size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
-    return has_triton() and fits_one_call(size) and known(model)
+    whole = ranks_of(model).count == 1  # else a layer's weights are there only while the layer itself is called
+    return whole and has_triton() and fits_one_call(size) and known(model)
 
 
 def fused_hidden(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.vision import tower_of
+from rally.train.ranks import ranks_of
+from rally.train.sharded import model_state
 from rally.types import RallyError
 
 NAME = "default"  # what PEFT calls the only adapter of a module
@@ -116,15 +118,26 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     from peft.tuners.lora import LoraLayer
 
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
-    merged = {}
-    for key, value in model.state_dict().items():
+    state, merged = model_state(model), {}
+    if ranks_of(model).number > 0:
+        return {}  # rank 0 alone has them whole
+    for key, value in state.items():
         if "lora_" in key:
             continue
         owner, inside, kind = key.rpartition(".base_layer.")
         if inside and kind == "weight":
-            value = (value.float() + layers[owner].get_delta_weight(NAME).float()).to(value.dtype).cpu()
+            value = (value.float() + _delta(owner, layers[owner], state)).to(value.dtype).cpu()
         merged[f"{owner}.{kind}" if inside else key] = value
     return merged
+
+
+def _delta(owner: str, layer: Any, state: Mapping[str, Tensor]) -> Tensor:
+    """What an adapter adds to the weight beside it, from the whole tensors: a layer may hold only a part of them."""
+    looked_up = f"{owner}.lora_embedding_A.{NAME}" in state
+    kind = f"lora_embedding_{{}}.{NAME}" if looked_up else f"lora_{{}}.{NAME}.weight"
+    a, b = (state[f"{owner}.{kind.format(matrix)}"].float() for matrix in "AB")
+    delta: Tensor = (b @ a) * layer.scaling[NAME]
+    return delta.T if looked_up or layer.fan_in_fan_out else delta
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -132,7 +145,8 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         twin: Any = type(model)(copy.deepcopy(model.config))
     twin = twin.to(model.dtype)
-    twin.generation_config = model.generation_config
+    if model.can_generate():
+        twin.generation_config = model.generation_config
     assert isinstance(twin, PreTrainedModel)
     return twin
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config
@@ -15,16 +16,19 @@ from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
 from rally.engines.embedded.vision import give_sight
 from rally.patches import Patches
-from rally.train.load import load_model, load_model_config, load_tokenizer, pick_device
+from rally.train.load import load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.train.lora import LoraSettings, add_adapters, check_resumable
+from rally.train.ranks import ALONE, Ranks
 from rally.train.sight import freeze_tower, patches_for
 
 
-def model_of(config: Config, path: str | None = None) -> PreTrainedModel:
+def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:
     """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
-    found = trained_model(config.model, str(config.model.path), config.trainer, path, config.data.mm_processor_kwargs)
+    images = config.data.mm_processor_kwargs
+    found = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
     if config.actor.freeze_vision_tower:
         freeze_tower(found)
+    ranks.spread(found)
     return found
 
 
@@ -47,15 +51,18 @@ def trained_model(
     trainer: RunConfig,
     path: str | None,
     image_options: Mapping[str, Any] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it."""
+    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it.
+    One that is to lie on several ranks is left in main memory: no device need hold all of it."""
+    device = pick_device(trainer.device)
     lora = lora_of(model, trainer.seed)
     if path:
         check_resumable(Path(path), lora)
     found = load_model(
         base if lora or not path else path,
-        device=pick_device(trainer.device),
-        dtype=model.dtype,
+        device=device if ranks.count == 1 else torch.device("cpu"),
+        dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
     )

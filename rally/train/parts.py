@@ -27,6 +27,7 @@ from rally.train.guards import GradientLimits
 from rally.train.lora import has_adapters
 from rally.train.model_parts import model_of, patches_of
 from rally.train.policy import OptimizerSettings
+from rally.train.ranks import ranks_of
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
 from rally.train.rollout import FailurePolicy
 from rally.train.update import UpdateSettings
@@ -328,4 +329,6 @@ def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
     if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
     offload = config.actor_rollout_ref.ref.fsdp_config.param_offload
-    return BaseOfPolicy(policy) if has_adapters(policy) else FrozenModel(model_of(config), offload=offload)
+    if has_adapters(policy):
+        return BaseOfPolicy(policy)
+    return FrozenModel(model_of(config, ranks=ranks_of(policy)), offload=offload)

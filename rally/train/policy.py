@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
 from rally.train.guards import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
+from rally.train.ranks import Ranks, ranks_of
+from rally.train.sharded import spread_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,11 @@ class Policy:
         self._rest()
 
     @property
+    def ranks(self) -> Ranks:
+        """Who holds it together."""
+        return ranks_of(self.model)
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -100,7 +108,8 @@ class Policy:
         """Clip, step, clear; returns the gradient norm before clipping. A gradient over the limits, computed from
         `tried`, changes nothing."""
         limit = self.settings.grad_clip or math.inf
-        norm = float(nn.utils.clip_grad_norm_(list(self.masters.values()), limit))
+        total = nn.utils.clip_grad_norm_(list(self.masters.values()), limit)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         problem = gradient_problem(norm, self._norms, self.settings.grad_clip, self.settings.limits)
         if problem is None:
             self.optimizer.step()
@@ -135,16 +144,28 @@ class Policy:
     def load_state(self, state: dict[str, Any]) -> None:
         """Masters, moments and step are the checkpoint's; learning rate, schedule and decay those of this run."""
         own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._own_part(state["optimizer"]))
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
         own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
         self.optimizer.param_groups[0].update(own)
         with torch.no_grad():
             for name, master in state.get("masters", {}).items():
-                self.masters[name].copy_(master)
+                self.masters[name].copy_(spread_like(master, self.masters[name]))
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
         self._rest()
+
+    def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's state as this rank holds it."""
+        masters = list(self.masters.values())
+        state = {
+            number: {
+                name: spread_like(value, masters[number]) if value.shape == masters[number].shape else value
+                for name, value in one.items()
+            }
+            for number, one in optimizer["state"].items()
+        }
+        return {**optimizer, "state": state}
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -15,7 +15,9 @@ from torch import Tensor
 from rally.algos.correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
 from rally.algos.losses import kl_estimate
 from rally.algos.surrogates import SurrogateSettings, mark_tokens
-from rally.train.packing import PackedRows, Row, micro_batches, pack
+from rally.train.cuts import Cut
+from rally.train.packing import PackedRows, Row, pack
+from rally.train.ranks import ALONE, Ranks, cut_for, in_order, share_of
 
 
 class CorrectedRows(NamedTuple):
@@ -27,15 +29,19 @@ def over_rows(
     rows: Sequence[Row],
     forward: Callable[[PackedRows], Tensor],
     device: torch.device,
-    max_tokens: int,
-    max_rows: int | None,
+    cut: Cut,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """What `forward` gives each sampled token, such as its log-probability, without a gradient."""
-    found: dict[int, Tensor] = {}
+    parts = cut_for(ranks, rows, cut)
+    mine_M = torch.zeros(0)
     with torch.no_grad():
-        for part in micro_batches(rows, max_tokens, max_rows):
-            parts = forward(pack(part, device)).float().cpu().split([len(row.sampled) for row in part])
-            found |= {id(row): numbers for row, numbers in zip(part, parts, strict=True)}
+        for part in share_of(ranks, parts):
+            numbers_M = forward(pack(part.rows, device)).float().cpu()
+            mine_M = torch.cat([mine_M, numbers_M]) if part.counts else mine_M
+    found: dict[int, Tensor] = {}
+    for one, numbers_M in zip(parts, in_order(ranks, parts, mine_M), strict=True):
+        found |= zip(map(id, one), numbers_M.float().split([len(row.sampled) for row in one]), strict=True)
     return torch.cat([torch.zeros(0), *(found[id(row)] for row in rows)])
 
 

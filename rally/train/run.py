@@ -17,6 +17,7 @@ from rally.engines import build_engine
 from rally.engines.base import TrainingEngine
 from rally.interactions import Interactions
 from rally.loops import Runner
+from rally.patches import Patches
 from rally.rewards import Scorer
 from rally.tools import ToolBox
 from rally.track import RunConsole, RunFolder, sole_writer
@@ -28,6 +29,7 @@ from rally.train.heap import settled_heap
 from rally.train.interrupt import resume_command, stopped
 from rally.train.policy import Policy
 from rally.train.prompts import fitting
+from rally.train.ranks import ALONE, Plan, Ranks
 from rally.train.rollout import Rollout
 from rally.train.row_checks import check_rows, warn_of_repeats
 from rally.train.skip import dump_of, skipping
@@ -88,18 +90,20 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
     )
 
 
-def train(config: Config, console: RunConsole | None = None) -> Outcome:
+def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
     """Train as configured; resumes by itself where the run folder holds a checkpoint."""
+    check_ranks(config.trainer, ranks)
     console = console or RunConsole()
     config.require_training()
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return _evaluate(config, inputs, console)
+    check_sight(str(config.model.path), inputs.codec.patches, ranks)
     with sole_writer(config.run_dir):
-        return _train(config, inputs, console)
+        return _train(config, inputs, console, ranks)
 
 
-def _train(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+def _train(config: Config, inputs: Inputs, console: RunConsole, ranks: Ranks) -> Outcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -128,7 +132,7 @@ def _train(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     folder.save_config(config.to_yaml())
     folder.save_versions()
     rewind(folder, store, checkpoint, console, tuple(tracking_parts.extra_folders_of(config.trainer).values()))
-    trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console)
+    trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console, ranks)
     with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
         metrics = run(trainer)
     if trainer.done < steps:
@@ -145,6 +149,7 @@ def _trainer(
     checkpoint: Checkpoint | None,
     steps: int,
     console: RunConsole,
+    ranks: Ranks = ALONE,
 ) -> Trainer:
     """All the parts of a run; with 0 steps it only validates."""
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
@@ -152,7 +157,8 @@ def _trainer(
     sampler = data_parts.sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
-    policy = _policy(config, checkpoint, steps)
+    ranks.begin(Plan(config, checkpoint.path if checkpoint else None, steps))
+    policy = policy_of(config, checkpoint, steps, ranks)
     engine = _engine(config, inputs, policy)
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))
@@ -183,24 +189,38 @@ def _trainer(
         ),
         reference=parts.reference_of(config, policy.model) if steps else None,
         reward_kl=critic_parts.kl_control_of(config, checkpoint) if steps else None,
-        critic=critic_parts.critic_of(config, checkpoint, steps) if steps else None,
+        critic=critic_parts.critic_of(config, checkpoint, steps, ranks) if steps else None,
         extra_episode_folders=tracking_parts.extra_folders_of(config.trainer),
         start_step=checkpoint.step if checkpoint else 0,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
 
 
-def _policy(config: Config, checkpoint: Checkpoint | None, steps: int) -> Policy:
+def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
+    asked = trainer.n_gpus_per_node
+    if asked != ranks.count:
+        raise RunError(
+            f"trainer.n_gpus_per_node={asked} is for `rally train`, `rally sft` and rally.cluster, which start the "
+            "other processes; leave it out here"
+        )
+
+
+def check_sight(model: str, patches: Patches | None, ranks: Ranks) -> None:
+    if ranks.count > 1 and patches is not None:
+        raise RunError(f"{model} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
+
+
+def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
     """As configured, or as the checkpoint left it."""
     policy = Policy(
-        model_parts.model_of(config, str(checkpoint.actor) if checkpoint else None),
+        model_parts.model_of(config, str(checkpoint.actor) if checkpoint else None, ranks),
         parts.optimizer_settings_of(config),
         max(0, steps - config.trainer.critic_warmup),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         offload=config.actor.fsdp_config.optimizer_offload,
     )
     if checkpoint:
-        policy.load_state(checkpoint.state())
+        policy.load_state(checkpoint.state(mapped=ranks.count > 1))
     return policy
 
 
@@ -316,6 +336,7 @@ def total_steps_of(config: Config, rows: int) -> int:
 def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
     """Validate `model.path` on `data.val_files` and write metrics and episodes to the run folder."""
     console = console or RunConsole()
+    check_ranks(config.trainer, ALONE)
     if not config.model.path:
         raise RunError("there is nothing to evaluate: actor_rollout_ref.model.path is not set; name a model folder")
     return _evaluate(config, read_inputs(config, console, train=False), console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,8 @@ from rally.engines.remote import (
 from rally.engines.standing import RouterSettings
 from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
+from rally.train.ranks import AskLogits, GatherWeights, ranks_of
+from rally.train.sharded import model_state
 from rally.types import SamplingParams
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
@@ -140,25 +142,26 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
 
 
 def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
-    rollout, mine = config.rollout, own_gpu(model)
+    rollout, mine = config.rollout, own_gpus(model)
     return placement(torch.cuda.device_count(), mine, rollout.data_parallel_size, rollout.tensor_model_parallel_size)
 
 
-def own_gpu(model: PreTrainedModel) -> int | None:
-    """Which GPU the trainer is on."""
-    return (model.device.index or 0) if model.device.type == "cuda" else None
+def own_gpus(model: PreTrainedModel) -> range:
+    """Which GPUs the trainer is on: each rank is on the one of its number."""
+    first = model.device.index or 0
+    return range(first, first + ranks_of(model).count) if model.device.type == "cuda" else range(0)
 
 
 def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
     """Whether servers of our own are on the trainer's GPU."""
-    mine = own_gpu(model)
-    return mine is not None and any(mine in place for place in places_of(config, model))
+    mine = own_gpus(model)
+    return any(gpu in mine for place in places_of(config, model) for gpu in place)
 
 
 def on_its_gpu_alone(config: Config, model: PreTrainedModel) -> bool:
     """Whether there is one server, on the trainer's GPU and no other."""
-    mine = own_gpu(model)
-    return mine is not None and places_of(config, model) == [(mine,)]
+    mine = own_gpus(model)
+    return len(mine) == 1 and places_of(config, model) == [tuple(mine)]
 
 
 def sleeps(config: Config, model: PreTrainedModel) -> bool:
@@ -167,7 +170,7 @@ def sleeps(config: Config, model: PreTrainedModel) -> bool:
     return able and engine_settings_of(config).lend_memory and shares_gpu(config, model)
 
 
-def placement(gpus: int, mine: int | None, replicas: int, each: int) -> list[Place]:
+def placement(gpus: int, mine: Collection[int], replicas: int, each: int) -> list[Place]:
     """GPUs of each server: those that are not the trainer's, or, if they are too few, its own too."""
     if gpus == 0:
         if each > 1:
@@ -179,7 +182,7 @@ def placement(gpus: int, mine: int | None, replicas: int, each: int) -> list[Pla
             f"rollout.data_parallel_size={replicas} servers of tensor_model_parallel_size={each} need {needed} GPUs "
             f"and this machine has {gpus}; lower one of them"
         )
-    others = [gpu for gpu in range(gpus) if gpu != mine]
+    others = [gpu for gpu in range(gpus) if gpu not in mine]
     free = others if len(others) >= needed else range(gpus)
     return [tuple(free[i * each : (i + 1) * each]) for i in range(replicas)]
 
@@ -217,7 +220,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
 
 def frontends(cores: int, servers: int) -> int:
     """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next
-    waits and the GPU with it."""
+    waits, and the GPU with it."""
     return max(1, min(MAX_FRONTENDS, cores // (CORES_PER_FRONTEND * servers)))
 
 
@@ -238,11 +241,16 @@ def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings
     )
 
 
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    logits_TV: Tensor = model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0]
+    return logits_TV
+
+
 def oracle_of(model: PreTrainedModel) -> Oracle:
-    @torch.no_grad()
     def forward(ids: Sequence[int]) -> Tensor:
-        logits_TV: Tensor = model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[0]
-        return logits_TV
+        with ranks_of(model).doing(AskLogits(ids)):
+            return logits_of(model, ids)
 
     vocabulary = model.config.get_text_config().vocab_size
     return Oracle(forward=forward, vocabulary=vocabulary, tolerance=tolerance_of(model.dtype))
@@ -262,7 +270,8 @@ def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path)
 
 
 def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    return merged_weights(model) if has_adapters(model) else model.state_dict()
+    with ranks_of(model).doing(GatherWeights()):
+        return merged_weights(model) if has_adapters(model) else model_state(model)
 
 
 @contextmanager

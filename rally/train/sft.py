@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rally.chat import ChatCodec
 from rally.data import batch_indices
+from rally.train.cuts import Cut
 from rally.train.forward import token_logprobs
 from rally.train.guards import Tried
-from rally.train.packing import Row, micro_batches, pack
+from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
+from rally.train.ranks import AskLoss, Supervise, cut_for, share_of
+from rally.train.rows import over_rows
+from rally.train.update import take_step
 from rally.types import Message, RallyError
 
 
@@ -34,6 +39,10 @@ class SftSettings:
     truncation: Literal["error", "left", "right"] = "error"
     max_tokens: int = 8192
     max_rows: int | None = None
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.max_tokens, self.max_rows)
 
 
 class EncodedRow(NamedTuple):
@@ -77,27 +86,32 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     tokens = sum(len(row.sampled) for row in rows)
     if tokens == 0:
         raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
-    total, tried = torch.zeros((), device=policy.device), []
-    with policy.training():
-        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
-            loss_M = -token_logprobs(policy.model, pack(part, policy.device)).logp_M / tokens
-            loss_M.sum().backward()
-            total += loss_M.detach().sum()
-            tried.append(Tried(part, loss_M.detach()))
-        norm = policy.optimizer_step(tried)
+    mine, tried = torch.zeros(1, device=policy.device), []
+    with policy.ranks.doing(Supervise(rows, torch.initial_seed())), policy.training():
+        parts = cut_for(policy.ranks, rows, settings.cut)
+        for part in share_of(policy.ranks, parts):
+            loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
+            (loss_M.sum() * part.counts).backward()
+            if part.counts:
+                mine += loss_M.detach().sum()
+                tried.append(Tried(part.rows, loss_M.detach()))
+        norm = take_step(policy, parts, tried)
+        total = sum(map(float, policy.ranks.gathered(mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
-    return {"train/loss": float(total), "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
+    return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
 
 
 def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> float:
     """Mean negative log-likelihood, without training: the validation loss."""
-    tokens = sum(len(row.sampled) for row in rows)
-    total = 0.0
-    with torch.no_grad():
-        for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
-            total -= float(token_logprobs(policy.model, pack(part, policy.device)).logp_M.sum())
-    return total / max(1, tokens)
+
+    def forward(packed: PackedRows) -> Tensor:
+        return token_logprobs(policy.model, packed).logp_M
+
+    taught = [row for row in rows if row.sampled]
+    with policy.ranks.doing(AskLoss(taught)):
+        logp_M = over_rows(taught, forward, policy.device, settings.cut, policy.ranks)
+    return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
 
 
 def sft_batches(

@@ -27,8 +27,9 @@ from rally.train.model_parts import patches_at, tokenizer_at, trained_model
 from rally.train.packing import Row
 from rally.train.parts import gradient_limits_of, optimizer_settings
 from rally.train.policy import Policy, due, step_seed
+from rally.train.ranks import ALONE, Plan, Ranks
 from rally.train.row_checks import warn_of_repeats
-from rally.train.run import Outcome, RunError, resume_point, rewind
+from rally.train.run import Outcome, RunError, check_ranks, check_sight, resume_point, rewind
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
 from rally.train.tracking_parts import sinks_of
@@ -59,19 +60,26 @@ class SftRun:
     interrupt: Interrupt = field(default_factory=Interrupt)
 
 
-def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
+def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
     """Supervised fine-tuning as configured."""
+    check_ranks(config.trainer, ranks)
     console = console or RunConsole()
     config.require_training()
     tokenizer = tokenizer_of(config)
+    check_sight(str(config.model_path), patches_at(config.model, str(config.model_path), {}), ranks)
     train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
     with sole_writer(config.run_dir):
-        return _sft(config, tokenizer, train, val, console)
+        return _sft(config, tokenizer, train, val, console, ranks)
 
 
 def _sft(
-    config: SftConfig, tokenizer: PreTrainedTokenizerBase, train: Encoded, val: Encoded, console: RunConsole
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Encoded,
+    val: Encoded,
+    console: RunConsole,
+    ranks: Ranks,
 ) -> Outcome:
     settings = sft_settings_of(config)
     by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
@@ -90,7 +98,8 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    policy = _policy(config, steps, start)
+    ranks.begin(Plan(config, start.path if start else None, steps))
+    policy = sft_policy_of(config, start, steps, ranks)
     rewind(folder, store, start, console)
     run = SftRun(
         config=config,
@@ -226,9 +235,12 @@ def read_rows(
     return Encoded(rows, [{"conversation": one.where} for one in chosen], cut)
 
 
-def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
-    model = trained_model(config.model, str(config.model_path), config.trainer, str(start.actor) if start else None)
+def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
+    """As configured, or as the checkpoint left it."""
+    path = str(start.actor) if start else None
+    model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
     attention.install(model)
+    ranks.spread(model)
     limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(
         model,
@@ -238,7 +250,7 @@ def _policy(config: SftConfig, steps: int, start: Checkpoint | None) -> Policy:
         offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
-        policy.load_state(start.state())
+        policy.load_state(start.state(mapped=ranks.count > 1))
     return policy
 
 

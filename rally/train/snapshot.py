@@ -11,17 +11,33 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
+from rally.train.ranks import ranks_of
+from rally.train.sharded import model_state, whole
 from rally.train.sight import processor_files
 
 Part = Callable[[Path], None]
 WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
+
+
+class Weights(NamedTuple):
+    """Of a model, or of its adapters; `merged`: of the model with these merged in, where both are wanted."""
+
+    own: dict[str, Tensor]
+    merged: dict[str, Tensor] | None
+
+
+def copied_weights(model: PreTrainedModel, *, merged: bool) -> Weights:
+    adapted = has_adapters(model)
+    own = copied(adapter_weights(model) if adapted else model_state(model))
+    return Weights(own, copied(merged_weights(model)) if merged and adapted else None)
 
 
 def model_part(
@@ -30,8 +46,8 @@ def model_part(
     """A Hugging Face folder with its tokenizer; of a model with adapters a PEFT folder, which with `merged` holds the
     folder of the whole model as well."""
     adapted = has_adapters(model)
-    weights = copied(adapter_weights(model) if adapted else model.state_dict())
-    whole = copied(merged_weights(model)) if merged and adapted else None
+    weights, both = copied_weights(model, merged=merged)
+    saver = model if ranks_of(model).count == 1 else plain_twin(model)
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
     def write(checkpoint: Path) -> None:
@@ -39,10 +55,10 @@ def model_part(
         if adapted:
             save_adapters(model, weights, target)
         else:
-            model.save_pretrained(target, state_dict=weights)
+            saver.save_pretrained(target, state_dict=weights)
         _write_files(files, target)
-        if whole is not None:
-            plain_twin(model).save_pretrained(target / WHOLE, state_dict=whole)
+        if both is not None:
+            plain_twin(model).save_pretrained(target / WHOLE, state_dict=both)
             _write_files(files, target / WHOLE)
 
     return write
@@ -72,6 +88,8 @@ def copied(value: Any) -> Any:
 
 
 def _copied(value: Any, seen: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(value, DTensor):
+        return whole(value)
     if isinstance(value, Tensor):
         key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if key not in seen or not value.numel():

@@ -21,9 +21,10 @@ from rally.train.clock import Timed, untimed
 from rally.train.cuts import Cut
 from rally.train.exact import exact_decoder, exact_logprobs, with_value
 from rally.train.forward import TokenLogprobs, token_logprobs
-from rally.train.guards import Tried
-from rally.train.packing import PackedRows, micro_batches, pack
+from rally.train.guards import DivergedError, Tried
+from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
+from rally.train.ranks import AskReference, Ranks, Update, cut_for, in_order, share_of
 from rally.train.reference import Reference
 from rally.train.rows import corrected_rows, marked_rows, over_rows
 
@@ -67,38 +68,57 @@ class UpdateMetrics:
     tokens: int = 0
     grad_norms: list[float] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    mismatches: list[Tensor] = field(default_factory=list)
-    mismatch_tokens: int = 0
-    mismatch_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     trained: list[Tensor] = field(default_factory=list)
     recorded: list[Tensor] = field(default_factory=list)
 
-    def add(self, tokens: int, **values_M: Tensor) -> None:
-        self.tokens += tokens
-        for name, values in values_M.items():
-            total = values.detach().sum(dtype=torch.float64)
+    def add(self, seen: Seen, *, fresh: bool, counts: bool) -> None:
+        """What was seen of a micro-batch. Only the first mini-batch still has the weights of the rollout: `fresh`."""
+        most = None if counts else 0
+        self.tokens += seen.logp_M[:most].numel()
+        for name, values_M in seen.values.items():
+            total = values_M.detach()[:most].sum(dtype=torch.float64)
             self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if fresh:
+            self.trained.append(seen.logp_M[:most])
+            self.recorded.append(seen.recorded_M[:most])
 
-    def add_mismatch(self, logp_M: Tensor, recorded_M: Tensor) -> None:
-        """Rollout against trainer on the same weights; only the first mini-batch still has those."""
-        k3 = losses.kl_estimate(recorded_M, logp_M.detach(), "k3")
-        self.mismatch_sum = self.mismatch_sum + k3.sum(dtype=torch.float64)
-        self.mismatch_tokens += k3.numel()
-        self.mismatches.append((logp_M.detach() - recorded_M).abs().max())
-        self.trained.append(logp_M.detach())
-        self.recorded.append(recorded_M)
-
-    def result(self) -> dict[str, float]:
-        means = {f"actor/{k}": float(v) / max(1, self.tokens) for k, v in self.sums.items()}
-        means["actor/pg_loss"] = sum(map(float, self.losses)) / max(1, len(self.losses))
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        """Over all ranks, which have all gone through the same mini-batches."""
+        mine = torch.tensor(
+            [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
+        )
+        tokens, *rest = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
+        means = {f"actor/{k}": v / max(1, tokens) for k, v in zip(self.sums, rest[len(self.losses) :], strict=True)}
+        means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
-        if self.mismatch_tokens:
-            means["actor/rollout_mismatch_kl"] = float(self.mismatch_sum) / self.mismatch_tokens
-            means["actor/rollout_mismatch_max"] = max(map(float, self.mismatches))
-            means |= probability_agreement(self.trained, self.recorded)
-        means["actor/trained_tokens"] = float(self.tokens)
+        if self.trained:
+            means |= _mismatch(*(torch.cat(ranks.gathered(torch.cat(x))) for x in (self.trained, self.recorded)))
+        means["actor/trained_tokens"] = tokens
         return means
+
+
+class Seen(NamedTuple):
+    """What a micro-batch tells: log-probabilities now and as recorded, and values to be averaged over tokens."""
+
+    logp_M: Tensor
+    recorded_M: Tensor
+    values: dict[str, Tensor]
+
+
+class Computed(NamedTuple):
+    loss_M: Tensor
+    seen: Seen
+
+
+def _mismatch(trained_M: Tensor, recorded_M: Tensor) -> dict[str, float]:
+    """Rollout against trainer on the same weights."""
+    k3_M = losses.kl_estimate(recorded_M, trained_M, "k3")
+    return {
+        "actor/rollout_mismatch_kl": float(k3_M.mean()),
+        "actor/rollout_mismatch_max": float((trained_M - recorded_M).abs().max()),
+        **probability_agreement([trained_M], [recorded_M]),
+    }
 
 
 class CorrectedBatch(NamedTuple):
@@ -120,19 +140,20 @@ def update_policy(
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
     told: dict[str, float] = {}
-    if settings.correction.active:
-        with timed("old_log_prob"):
-            batch, told = _corrected(policy, batch, settings)
-    with policy.training():
-        for epoch in range(settings.epochs):
-            order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
-            for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
-                fresh = epoch == number == 0 and not settings.correction.active  # which has measured it already
-                _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
-                progress()
-    rate = policy.optimizer.param_groups[0]["lr"]
-    policy.advance()
-    return {**metrics.result(), **told, "actor/lr": rate}
+    with policy.ranks.doing(Update(batch, step, torch.initial_seed())):
+        if settings.correction.active:
+            with timed("old_log_prob"):
+                batch, told = _corrected(policy, batch, settings)
+        with policy.training():
+            for epoch in range(settings.epochs):
+                order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
+                for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
+                    fresh = epoch == number == 0 and not settings.correction.active  # which has measured it already
+                    _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
+                    progress()
+        rate = policy.optimizer.param_groups[0]["lr"]
+        policy.advance()
+        return {**metrics.result(policy.ranks), **told, "actor/lr": rate}
 
 
 def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
@@ -141,9 +162,19 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
     def forward(packed: PackedRows) -> Tensor:
         return _logprobs(policy, packed, settings).logp_M
 
-    logp_M = over_rows(batch.rows, forward, policy.device, *(settings.log_prob_cut or settings.cut))
+    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_cut or settings.cut, policy.ranks)
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
+
+
+def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
+    """What the reference gives each sampled token of the rows."""
+
+    def forward(packed: PackedRows) -> Tensor:
+        return reference(packed, settings.temperature)
+
+    with policy.ranks.doing(AskReference(rows)):
+        return over_rows(rows, forward, policy.device, settings.reference_cut or settings.cut, policy.ranks)
 
 
 def visit_order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
@@ -174,15 +205,28 @@ def _mini_batch(
         rows = marked_rows(rows, settings.surrogate)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total, tried = torch.zeros(()), []
-    for part in micro_batches(rows, settings.max_tokens, settings.max_rows):
-        packed = pack(part, policy.device)
-        loss_M = _loss(policy, packed, weights_N, settings, reference, metrics, fresh)
-        loss_M.sum().backward()
-        total = total + loss_M.detach().sum()
-        tried.append(Tried(part, loss_M.detach()))
+    parts = cut_for(policy.ranks, rows, settings.cut)
+    for part in share_of(policy.ranks, parts):
+        packed = pack(part.rows, policy.device)
+        loss_M, seen = _loss(policy, packed, weights_N, settings, reference)
+        (loss_M.sum() * part.counts).backward()
+        metrics.add(seen, fresh=fresh, counts=part.counts)
+        if part.counts:
+            total = total + loss_M.detach().sum()
+            tried.append(Tried(part.rows, loss_M.detach()))
     if rows:
-        metrics.grad_norms.append(policy.optimizer_step(tried))
+        metrics.grad_norms.append(take_step(policy, parts, tried))
     metrics.losses.append(total)
+
+
+def take_step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]) -> float:
+    """All ranks take it or none does: they see the same norm. What it was computed from is told of all of them."""
+    try:
+        return policy.optimizer_step(tried)
+    except DivergedError as error:
+        mine_M = torch.cat([torch.zeros(0), *(part.loss_M.float().cpu() for part in tried)])
+        found = in_order(policy.ranks, parts, mine_M)
+        raise DivergedError(error.problem, list(map(Tried, parts, found))) from None
 
 
 def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> TokenLogprobs:
@@ -199,27 +243,23 @@ def _loss(
     weights_N: Tensor,
     settings: UpdateSettings,
     reference: Reference | None,
-    metrics: UpdateMetrics,
-    fresh: bool,
-) -> Tensor:
+) -> Computed:
     """What each sampled token adds to the loss of its mini-batch."""
     logp_M, entropy_M = _logprobs(policy, packed, settings)
-    if fresh:
-        metrics.add_mismatch(logp_M, packed.old_logp_M)
     tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
     surrogate = policy_loss(tokens, settings.surrogate)
     loss_M = surrogate.loss_M * packed.weights_M
     if settings.entropy_coeff:
         loss_M = loss_M - settings.entropy_coeff * entropy_M
+    values = {
+        "entropy": entropy_M,
+        "ppo_kl": packed.old_logp_M - logp_M.detach(),
+        "pg_clipfrac": surrogate.clipped_M,
+        "pg_clipfrac_lower": surrogate.clipped_lower_M,
+    }
     if reference is not None:
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
-        metrics.add(0, kl_loss=kl_M)
-    metrics.add(
-        logp_M.numel(),
-        entropy=entropy_M,
-        ppo_kl=packed.old_logp_M - logp_M.detach(),
-        pg_clipfrac=surrogate.clipped_M,
-        pg_clipfrac_lower=surrogate.clipped_lower_M,
-    )
-    return loss_M * weights_N[packed.episode_M]
+        values["kl_loss"] = kl_M
+    seen = Seen(logp_M.detach(), packed.old_logp_M, values)
+    return Computed(loss_M * weights_N[packed.episode_M], seen)

@@ -20,7 +20,11 @@ from transformers import AutoModel, PreTrainedModel
 from rally.engines.embedded import attention
 from rally.train.fused import hidden_states
 from rally.train.load import load_model
+from rally.train.lora import plain_twin
 from rally.train.packing import PackedRows
+from rally.train.ranks import ranks_of
+from rally.train.sharded import model_state
+from rally.train.snapshot import copied
 
 HEAD = "value_head"
 HEAD_FILE = f"{HEAD}.safetensors"
@@ -47,11 +51,12 @@ def with_value_head(body: nn.Module, learned: dict[str, Tensor] | None = None) -
 
 def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
     """A function that writes the model, as it is now, into a folder."""
-    state = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    state: dict[str, Tensor] = copied(model_state(model))
+    saver = model if ranks_of(model).count == 1 else plain_twin(model)
     head = {name.removeprefix(f"{HEAD}."): state.pop(name) for name in list(state) if name.startswith(f"{HEAD}.")}
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder, state_dict=state)
+        saver.save_pretrained(folder, state_dict=state)
         save_file(head, folder / HEAD_FILE)
 
     return write
@@ -59,6 +64,10 @@ def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
 
 def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """The value of the state before each sampled token, read where that token is predicted."""
+    return ranks_of(model).within(model, _token_values, packed)
+
+
+def _token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     hidden_TC = hidden_states(model, packed)
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     values_U: Tensor = model.get_submodule(HEAD)(hidden_UC.float()).squeeze(-1)

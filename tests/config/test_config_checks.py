@@ -291,7 +291,7 @@ def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
     [
         (0, "trainer.n_gpus_per_node=8", "is more than the 0 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "is more than the 4 GPUs of this machine"),
-        (8, "trainer.n_gpus_per_node=8", "is not built yet; set it to 1"),
+        (4, "trainer.n_gpus_per_node=8", "set it to 4"),
         (0, "trainer.device=cuda", "this machine has 0 GPUs"),
     ],
 )

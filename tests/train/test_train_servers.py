@@ -200,13 +200,13 @@ def test_the_fastest_way_that_is_safe_is_the_default(
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:
-    assert placement(0, None, 2, 1) == [(), ()]
-    assert placement(8, 0, 2, 2) == [(1, 2), (3, 4)]
-    assert placement(8, 2, 2, 2) == [(0, 1), (3, 4)]
-    assert placement(4, 0, 2, 2) == placement(4, None, 2, 2) == [(0, 1), (2, 3)]
+    assert placement(0, (), 2, 1) == [(), ()]
+    assert placement(8, (0,), 2, 2) == [(1, 2), (3, 4)]
+    assert placement(8, (2,), 2, 2) == [(0, 1), (3, 4)]
+    assert placement(4, (0,), 2, 2) == placement(4, (), 2, 2) == [(0, 1), (2, 3)]
     for gpus, replicas, each in ((0, 1, 2), (4, 3, 2)):
         with pytest.raises(EngineError, match="GPUs"):
-            placement(gpus, None, replicas, each)
+            placement(gpus, (), replicas, each)
 
 
 def test_servers_see_gpus_by_the_names_of_the_machine(

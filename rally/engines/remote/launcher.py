@@ -38,7 +38,7 @@ def main(seconds: float, command: list[str]) -> None:
 def _say(code: int) -> None:
     """The group is killed with us in it, so how the server ended is told in the log."""
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    os.write(2, f"the server has ended: {how}\n".encode())
+    os.write(2, f"the process has ended: {how}\n".encode())
 
 
 def _wait(server: subprocess.Popen[bytes], seconds: float) -> None:

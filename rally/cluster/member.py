@@ -1,0 +1,170 @@
+"""A rank other than 0: it builds what rank 0 plans and does what rank 0 orders, until it is ended.
+
+python -m rally.cluster.member NUMBER COUNT MEETING DEVICE SECONDS; started by `rally.cluster.captain` alone. Whatever
+goes wrong here ends the process, and rank 0 tells why from the log.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rally.cluster.captain import here
+from rally.cluster.group import Group
+from rally.config import SftConfig
+from rally.train import parts
+from rally.train.checkpoint import Checkpoint, open_checkpoint
+from rally.train.critic import Critic
+from rally.train.critic_parts import critic_of
+from rally.train.policy import Policy
+from rally.train.ranks import (
+    AskLogits,
+    AskLoss,
+    AskReference,
+    AskValues,
+    GatherCritic,
+    GatherState,
+    GatherWeights,
+    Order,
+    Plan,
+    Supervise,
+    TeachCritic,
+    Update,
+)
+from rally.train.reference import Reference
+from rally.train.run import policy_of
+from rally.train.server_parts import logits_of
+from rally.train.sft import SftSettings, sft_loss, sft_step
+from rally.train.sft_run import sft_policy_of, sft_settings_of
+from rally.train.sharded import model_state
+from rally.train.snapshot import copied, copied_weights
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+
+Found = TypeVar("Found")
+
+
+class Member:
+    """`Ranks` as one of those that obey sees them: nothing is announced."""
+
+    def __init__(self, group: Group, *, reshard: bool = True) -> None:
+        self._group, self._reshard = group, reshard
+
+    @property
+    def number(self) -> int:
+        return self._group.number
+
+    @property
+    def count(self) -> int:
+        return self._group.count
+
+    def begin(self, plan: Plan) -> None:
+        """It has begun: this plan was heard."""
+
+    def spread(self, model: PreTrainedModel) -> None:
+        self._group.spread(model, carried=self, reshard=self._reshard)
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def doing(self, order: Order) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
+        return self._group.within(model, work, *given)
+
+    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
+        return self._group.gathered(numbers_X)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What orders are done with."""
+
+    policy: Policy
+    settings: UpdateSettings | SftSettings
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+    def obey(self, order: Order) -> None:
+        match order:
+            case AskValues() | TeachCritic() | GatherCritic():
+                assert self.critic is not None
+                _mind_critic(self.critic, order)
+            case _:
+                self._mind_policy(order)
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()  # servers may share this GPU
+
+    def _mind_policy(self, order: Order) -> None:
+        policy = self.policy
+        match order, self.settings:
+            case Update(batch, step, seed), UpdateSettings() as update:
+                torch.manual_seed(seed)
+                update_policy(policy, batch, update, step=step, reference=self.reference if update.kl_coef else None)
+            case AskReference(rows), UpdateSettings() as update:
+                assert self.reference is not None
+                reference_logprobs(policy, self.reference, rows, update)
+            case Supervise(rows, seed), SftSettings() as supervision:
+                torch.manual_seed(seed)
+                sft_step(policy, rows, supervision)
+            case AskLoss(rows), SftSettings() as supervision:
+                sft_loss(policy, rows, supervision)
+            case AskLogits(ids), _:
+                logits_of(policy.model, ids)
+            case GatherWeights(), _:
+                model_state(policy.model)
+            case GatherState(merged), _:
+                copied_weights(policy.model, merged=merged)
+                copied(policy.state())
+            case _:
+                raise AssertionError(f"{type(order).__name__} is not for this run")
+
+
+def _mind_critic(critic: Critic, order: AskValues | TeachCritic | GatherCritic) -> None:
+    match order:
+        case AskValues(rows):
+            critic.values(rows)
+        case TeachCritic(batch, step, seed):
+            torch.manual_seed(seed)
+            critic.update(batch, step=step)
+        case GatherCritic():
+            critic.part()
+
+
+def worker_of(plan: Plan, group: Group) -> Worker:
+    """The same parts as rank 0 has."""
+    config = plan.config
+    checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    if isinstance(config, SftConfig):
+        ranks = Member(group, reshard=config.model.fsdp_config.reshard_after_forward)
+        policy = sft_policy_of(config, checkpoint, plan.steps, ranks)
+        return Worker(policy, sft_settings_of(config))
+    ranks = Member(group, reshard=config.actor.fsdp_config.reshard_after_forward)
+    policy = policy_of(config, checkpoint, plan.steps, ranks)
+    reference = parts.reference_of(config, policy.model)
+    critic = critic_of(config, checkpoint, plan.steps, ranks)
+    return Worker(policy, parts.update_settings_of(config), reference, critic)
+
+
+def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
+    (meeting.parent / here(number)).touch()
+    group = Group(number, count, meeting, device, seconds)
+    plan = group.hear()
+    assert isinstance(plan, Plan), "a plan comes first"
+    worker = worker_of(plan, group)
+    while True:
+        order = group.hear()
+        assert not isinstance(order, Plan), "there is one plan"
+        worker.obey(order)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

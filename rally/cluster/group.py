@@ -35,8 +35,8 @@ Found = TypeVar("Found")
 
 
 class Group:
-    """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order; the
-    others wait for the next order as long as it takes."""
+    """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order.
+    For the next order the others wait as long as it takes."""
 
     def __init__(self, number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
         self.number, self.count, self.device = number, count, device

@@ -30,7 +30,7 @@ from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.train.value_model import with_value_head
 
 STEPS = 3
-SECONDS = 60.0
+SECONDS = 250.0
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
+    policy = _policy(config, steps, start)
     folder.save_config(config.to_yaml())
     folder.save_versions()
-    policy = _policy(config, steps, start)
     rewind(folder, store, start, console)
     run = SftRun(
         config=config,

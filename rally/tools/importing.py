@@ -52,7 +52,7 @@ def _import_module(name: str, folders: Iterable[Path], where: str) -> ModuleType
         absent = isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}.")
         if not absent:
             raise _broken(f"{where}: module {name}", failed) from failed
-        looked = ", ".join(map(str, candidates))
+        looked = ", ".join(dict.fromkeys(map(str, candidates)))
         raise ToolConfigError(f"{where}: there is no module {name!r}, neither installed nor below {looked}") from None
 
 

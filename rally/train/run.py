@@ -129,10 +129,10 @@ def _train(config: Config, inputs: Inputs, console: RunConsole, ranks: Ranks) ->
         )
     if config.rollout.skip_rollout:
         console.warn_once("skip", f"episodes of {dump_of(config)} are trained on, whatever weights sampled them")
-    folder.save_config(config.to_yaml())
-    folder.save_versions()
     rewind(folder, store, checkpoint, console, tuple(tracking_parts.extra_folders_of(config.trainer).values()))
     trainer = _trainer(config, inputs, folder, store, checkpoint, steps, console, ranks)
+    folder.save_config(config.to_yaml())  # a command that cannot go on leaves the file of the one that could
+    folder.save_versions()
     with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
         metrics = run(trainer)
     if trainer.done < steps:

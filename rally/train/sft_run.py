@@ -96,10 +96,10 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
-    folder.save_config(config.to_yaml())
-    folder.save_versions()
     ranks.begin(Plan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
     rewind(folder, store, start, console)
     run = SftRun(
         config=config,

@@ -23,7 +23,7 @@ from rally.train.fit import Trainer
 from rally.train.prompts import fitting
 from rally.train.rollout import Rollout, RolloutError, RolloutResult
 from rally.train.run import RunError, evaluate, train
-from rally.types import Episode
+from rally.types import Episode, RallyError
 
 KNOWN_NAMES = (
     *("critic/rewards/mean", "critic/score/max", "critic/advantages/mean", "response_length/mean", "num_turns/mean"),
@@ -184,6 +184,16 @@ def test_a_step_does_not_depend_on_random_numbers_drawn_before_it(
     assert metrics_of(tmp_path / "1", 1)["actor/rollout_mismatch_kl"] > 1e-4, "dropout must have been there"
     for name, value in actor(tmp_path / "1", 1).items():
         assert torch.allclose(value, actor(tmp_path / "2", 1)[name], atol=1e-6), name
+
+
+def test_a_command_that_cannot_go_on_leaves_the_configuration_as_it_was(home: Path, copy_of_finished: Path) -> None:
+    written = (copy_of_finished / "config.yaml").read_text(encoding="utf-8")
+    with pytest.raises(RallyError, match="was trained without LoRA"):
+        train(
+            run_config(home, copy_of_finished, "actor_rollout_ref.model.lora_rank=2", "trainer.total_training_steps=4"),
+            Paper().console,
+        )
+    assert (copy_of_finished / "config.yaml").read_text(encoding="utf-8") == written
 
 
 def test_a_finished_run_cannot_go_on_and_says_what_to_do(home: Path, finished: Path, paper: Paper) -> None:

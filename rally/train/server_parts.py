@@ -203,6 +203,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         memory_share=settings.memory_share,
         tensor_parallel=rollout.tensor_model_parallel_size,
         frontends=frontends(os.cpu_count() or 1, rollout.data_parallel_size),
+        on_cpu=model.device.type == "cpu",
         seed=settings.seed,
         eager=settings.eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,

@@ -306,7 +306,9 @@ def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("--port 31000", "--logprobs-mode processed_logprobs", "--enable-scale-out", "--swap-space 2"):
         assert part in told
     assert "--no-async-scheduling" in words and '{"a": 1}' in words and "--enforce-eager" not in words
-    assert "--api-server-count" not in words
+    assert "--api-server-count" not in words and "--no-enable-chunked-prefill" not in words
+    told = " ".join(Vllm().command(Launch(**plan, on_cpu=True, extra={})))
+    assert "--no-enable-chunked-prefill" in told and "--max-num-batched-tokens 512" in told, "a prompt is read at once"
     assert "--api-server-count 3" in " ".join(Vllm().command(Launch(**plan, frontends=3, extra={})))
     told = " ".join(Sglang().command(Launch(**plan, tensor_parallel=2, extra={"attention_backend": "triton"})))
     for part in ("--model-path model", "--tp-size 2", "--mem-fraction-static 0.4", "--attention-backend triton"):

@@ -93,6 +93,7 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 "mode": "standalone",
                 "n": 2,
                 "max_num_seqs": 8,
+                "max_num_batched_tokens": 128,  # fewer than a prompt has
                 "enforce_eager": True,
                 "port_start": 31200,
                 "server": {"python": str(PYTHON), "max_start_wait_time": 1200},

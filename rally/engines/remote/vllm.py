@@ -121,6 +121,9 @@ class Vllm:
             "enable_prompt_tokens_details": True,
             "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
         }
+        if launch.on_cpu:  # there a prompt with a seed that is read in parts ends the engine (0.32)
+            room = max(launch.max_num_batched_tokens, launch.max_model_len)
+            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": room}
         command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
         return command + flags({**options, **launch.extra}, negated=True)
 

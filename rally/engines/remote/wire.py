@@ -62,6 +62,7 @@ class Launch:
     memory_share: float
     tensor_parallel: int = 1
     frontends: int = 1  # processes that answer HTTP, where a server can have several
+    on_cpu: bool = False
     seed: int = 0
     eager: bool = False
     log_level: str | None = None

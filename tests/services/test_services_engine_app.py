@@ -52,7 +52,8 @@ async def test_a_rollout_server_of_our_own_is_understood_whole(
     asked = Asked(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
     async with client(engine, token="schlüssel ☂") as http:
         call = Rally().generate(asked)
-        answered = await http.post(call.path, json=call.body, headers=Rally().headers())
+        headers = {name: value.encode() for name, value in Rally().headers().items()}  # as aiohttp sends them
+        answered = await http.post(call.path, json=call.body, headers=headers)
     generation, here = Rally().generation(answered.json(), asked), await engine.generate([1, 2, 3], params)
     assert (generation.ids, generation.spans) == (here.ids, here.spans)
     assert generation.sampling_logprobs == pytest.approx(here.sampling_logprobs) != generation.logprobs

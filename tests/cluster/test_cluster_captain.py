@@ -1,6 +1,7 @@
 """Whatever rank 0 is doing when another rank is lost, it ends in words and in time."""
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from rally.cluster import captain as room
 from rally.cluster.captain import Captain, CaptainSettings, LostRank
 from rally.config import load_config
 from rally.engines.remote.process import ServerProcess
-from rally.train.ranks import Plan
+from rally.train.ranks import GatherWeights, Leave, Plan
 
 PLAN = Plan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.device=cpu"]), None, 1)
 
@@ -29,6 +30,39 @@ def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Captain
     monkeypatch.setattr(Captain, "_start", start)
     with Captain(CaptainSettings(count=2, device="cpu", logs=tmp_path)) as made:
         yield made
+
+
+class Joined:
+    """A group that notes what it is told and when it is left."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def tell(self, message: object) -> None:
+        self.seen.append(message)
+
+    def rest(self) -> None:
+        self.seen.append("rested")
+
+    def leave(self) -> None:
+        self.seen.append("left")
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", ["left"]), ("cuda", [])])
+def test_nobody_leaves_a_group_of_gpus_alone(tmp_path: Path, device: str, left: list[str]) -> None:
+    """NCCL waits, in the leaving, for those that are gone."""
+    well, broken = Joined(), Joined()
+    for joined in (well, broken):
+        with (
+            contextlib.suppress(KeyError),
+            Captain(CaptainSettings(count=2, device=device, logs=tmp_path)) as captain,
+        ):
+            captain._joined = joined  # type: ignore[assignment]
+            with captain.doing(GatherWeights()):
+                if joined is broken:
+                    raise KeyError
+    assert well.seen == [GatherWeights(), "rested", Leave(), "left"]
+    assert broken.seen == [GatherWeights(), *left]
 
 
 def watched(captain: Captain) -> threading.Thread:

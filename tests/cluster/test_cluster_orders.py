@@ -23,6 +23,7 @@ from rally.train.ranks import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    Leave,
     Order,
     Plan,
     Update,
@@ -78,7 +79,7 @@ def test_a_batch_arrives_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic()]
+    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Leave()]
 )
 def test_small_orders_arrive_as_they_were(order: Order) -> None:
     assert decode(encode(order)) == order

@@ -42,6 +42,7 @@ class Group:
         self.number, self.count, self.device = number, count, device
         if device == "cuda":
             torch.cuda.set_device(number)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # it is read, and ports are opened, at the first exchange
         bound = timedelta(seconds=seconds)
         with _on_loopback():
             dist.init_process_group(

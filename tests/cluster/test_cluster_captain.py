@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rally.cluster import captain as room
+from rally.cluster import group
 from rally.cluster.captain import Captain, CaptainSettings, LostRank
 from rally.config import load_config
 from rally.engines.remote.process import ServerProcess
@@ -30,6 +32,17 @@ def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Captain
     monkeypatch.setattr(Captain, "_start", start)
     with Captain(CaptainSettings(count=2, device="cpu", logs=tmp_path)) as made:
         yield made
+
+
+def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that what is set here is taken back
+    monkeypatch.setattr(group.torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(group, "init_device_mesh", lambda device, shape: None)
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(group.dist, name, lambda *given, **named: None)
+    group.Group(0, 1, tmp_path / "meeting", "cuda", 1.0)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 class Joined:

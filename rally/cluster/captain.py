@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from rally.cluster.group import Group
 from rally.engines.remote.process import ServerProcess
-from rally.train.ranks import Order, Plan
+from rally.train.ranks import Leave, Order, Plan
 from rally.types import RallyError
 
 POLL_SECONDS = 0.2
@@ -66,6 +66,7 @@ class Captain:
         self._turn = threading.Lock()
         self._orders = itertools.count()
         self._current: int | None = None  # which order is under way
+        self._broken = False  # whether an order was begun that did not end well
         self._loss: str | None = None
         self._over = threading.Event()
 
@@ -80,9 +81,9 @@ class Captain:
         self, kind: type[BaseException] | None, problem: BaseException | None, where: TracebackType | None
     ) -> None:
         self._over.set()
+        if self._joined is not None:
+            self._part(self._joined)
         asyncio.run(_stop(self.members))
-        if self._joined is not None and (self._loss is None or self.settings.device == "cpu"):
-            self._joined.leave()  # NCCL would wait for those that are lost
         shutil.rmtree(self._home, ignore_errors=True)
 
     def begin(self, plan: Plan) -> None:
@@ -121,12 +122,24 @@ class Captain:
         with self._order():
             self._group.tell(order)
             yield
+            self._group.rest()
 
     def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
         return self._group.within(model, work, *given)
 
     def gathered(self, numbers_X: Tensor) -> list[Tensor]:
         return self._group.gathered(numbers_X)
+
+    def _part(self, group: Group) -> None:
+        """All leave together, if all wait for an order. Else those of GPUs stay joined until this program ends."""
+        together = self._loss is None and self._current is None and not self._broken
+        try:
+            if together:
+                group.tell(Leave())
+        except RuntimeError:  # one was lost at the very end, when nothing was left to do
+            together = False
+        if together or self.settings.device == "cpu":
+            group.leave()
 
     @property
     def _group(self) -> Group:
@@ -145,8 +158,10 @@ class Captain:
         with self._turn:
             self._raise_if_lost()
             self._current = next(self._orders)
+            well = False
             try:
                 yield
+                well = True
             except RuntimeError as problem:
                 deadline = time.monotonic() + NOTICE_SECONDS
                 while self._loss is None and time.monotonic() < deadline:
@@ -156,6 +171,7 @@ class Captain:
                     raise LostRank(self._silence()) from problem
                 raise
             finally:
+                self._broken |= not well
                 self._current = None
 
     def _raise_if_lost(self) -> None:

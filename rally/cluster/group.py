@@ -42,6 +42,7 @@ class Group:
         self.number, self.count, self.device = number, count, device
         if device == "cuda":
             torch.cuda.set_device(number)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # it is read, and ports are opened, at the first exchange
         bound = timedelta(seconds=seconds)
         with _on_loopback():
             dist.init_process_group(
@@ -54,6 +55,7 @@ class Group:
             self._numbers = dist.new_group(backend="gloo", timeout=bound)
             self._orders = dist.new_group(backend="gloo", timeout=FOREVER if number else bound)
         self._mesh = init_device_mesh(device, (count,))
+        self._spread: list[FSDPModule] = []
 
     def tell(self, message: Message) -> None:
         """From rank 0 to all others, each of which must `hear`."""
@@ -94,6 +96,7 @@ class Group:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                self._spread.append(module)
         setattr(model, WITHIN, MethodType(_within, model))
         register_fsdp_forward_method(model, WITHIN)
         setattr(model, CARRIED, carried)
@@ -104,7 +107,14 @@ class Group:
         found: Found = getattr(model, WITHIN)(work, *given)
         return found
 
+    def rest(self) -> None:
+        """Between two orders every rank has its part of each layer and no more, whatever a forward pass left there:
+        ranks that differed in it would not gather at the same time."""
+        for module in self._spread:
+            module.reshard()
+
     def leave(self) -> None:
+        """All must do it at once: between GPUs, one that leaves alone may wait forever for those that are gone."""
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A rank other than 0: it builds what rank 0 plans and does what rank 0 orders, until it is ended.
+"""A rank other than 0: it builds what rank 0 plans and does what rank 0 orders, until there is nothing more to do.
 
 python -m rally.cluster.member NUMBER COUNT MEETING DEVICE SECONDS; started by `rally.cluster.captain` alone. Whatever
 goes wrong here ends the process, and rank 0 tells why from the log.
@@ -7,8 +7,8 @@ goes wrong here ends the process, and rank 0 tells why from the log.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from rally.train.ranks import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    Leave,
     Order,
     Plan,
     Supervise,
@@ -74,8 +75,10 @@ class Member:
     def watching(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def doing(self, order: Order) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def doing(self, order: Order) -> Iterator[None]:
+        yield
+        self._group.rest()
 
     def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
         return self._group.within(model, work, *given)
@@ -94,12 +97,13 @@ class Worker:
     critic: Critic | None = None
 
     def obey(self, order: Order) -> None:
-        match order:
-            case AskValues() | TeachCritic() | GatherCritic():
-                assert self.critic is not None
-                _mind_critic(self.critic, order)
-            case _:
-                self._mind_policy(order)
+        with self.policy.ranks.doing(order):
+            match order:
+                case AskValues() | TeachCritic() | GatherCritic():
+                    assert self.critic is not None
+                    _mind_critic(self.critic, order)
+                case _:
+                    self._mind_policy(order)
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # servers may share this GPU
 
@@ -160,10 +164,10 @@ def main(number: int, count: int, meeting: Path, device: str, seconds: float) ->
     plan = group.hear()
     assert isinstance(plan, Plan), "a plan comes first"
     worker = worker_of(plan, group)
-    while True:
-        order = group.hear()
+    while not isinstance(order := group.hear(), Leave):
         assert not isinstance(order, Plan), "there is one plan"
         worker.obey(order)
+    group.leave()
 
 
 if __name__ == "__main__":

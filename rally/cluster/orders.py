@@ -26,6 +26,7 @@ from rally.train.ranks import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    Leave,
     Order,
     Plan,
     Supervise,
@@ -48,8 +49,10 @@ BATCHES: dict[str, type[Update | TeachCritic]] = {"Update": Update, "TeachCritic
 ASKING: dict[str, type[AskReference | AskValues | AskLoss]] = {
     kind.__name__: kind for kind in (AskReference, AskValues, AskLoss)
 }
-BARE: dict[str, type[GatherWeights | GatherCritic]] = {kind.__name__: kind for kind in (GatherWeights, GatherCritic)}
-Message = Plan | Order
+BARE: dict[str, type[GatherWeights | GatherCritic | Leave]] = {
+    kind.__name__: kind for kind in (GatherWeights, GatherCritic, Leave)
+}
+Message = Plan | Order | Leave
 
 
 def encode(message: Message) -> bytes:

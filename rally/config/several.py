@@ -44,6 +44,7 @@ def several(config: Config) -> Iterator[str]:
     yield from _for_one(config, ONE_ONLY)
     yield from _of_all(config, OF_ALL, count)
     yield from _sizes(config, (ACTOR, REF, "critic"), count)
+    yield from _kept_whole(config)
     if config.rollout.checkpoint_engine.backend == "ipc":
         told = f"{ROLLOUT}.checkpoint_engine.backend=ipc shows servers the weights of one GPU"
         yield f"{told}; leave it out, or set {COUNT}=1."
@@ -56,6 +57,13 @@ def sft_several(config: SftConfig) -> Iterator[str]:
     yield from _for_one(config, {"model.fsdp_config.optimizer_offload": "an optimizer that waits in main memory"})
     yield from _of_all(config, ("data.micro_batch_size",), count)
     yield from _sizes(config, ("model",), count)
+
+
+def _kept_whole(config: Config) -> Iterator[str]:
+    key = "fsdp_config.reshard_after_forward"
+    for section in (REF, "critic"):
+        if look_up(config, f"{ACTOR}.{key}") and not look_up(config, f"{section}.{key}"):
+            yield f"{section}.{key}=false has no effect, since {ACTOR}.{key} is for all models; set that."
 
 
 def _for_one(config: Root, keys: Mapping[str, str]) -> Iterator[str]:

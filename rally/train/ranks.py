@@ -110,6 +110,11 @@ class GatherCritic:
     """Everything that a checkpoint holds of the critic."""
 
 
+@dataclass(frozen=True)
+class Leave:
+    """There is nothing more to do."""
+
+
 Asking = AskReference | AskValues | AskLoss | AskLogits
 Training = Update | TeachCritic | Supervise
 Gathering = GatherWeights | GatherState | GatherCritic

@@ -22,7 +22,7 @@ from rally.train.critic import Critic, CriticSettings
 from rally.train.lora import LoraSettings, add_adapters
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.ranks import ALONE, Ranks
-from rally.train.reference import BaseOfPolicy, FrozenModel, Reference
+from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
 from rally.train.server_parts import whole_weights
 from rally.train.sharded import model_state
 from rally.train.snapshot import copied
@@ -41,6 +41,7 @@ class Case:
     checkpointing: bool = False
     few: bool = False  # one row alone
     lora: bool = False
+    reshard: bool = True
 
 
 def settings(**given: Any) -> UpdateSettings:
@@ -55,6 +56,7 @@ CASES = {
     "an odd number of parts": Case(settings(max_tokens=50), family="llama"),
     "few rows at a time, computed twice": Case(settings(max_rows=2, shuffle_seed=1), checkpointing=True),
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
+    "layers kept whole": Case(settings(kl_coef=0.1), reshard=False),
     "adapters": Case(settings(kl_coef=0.1), lora=True),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
 }
@@ -90,6 +92,8 @@ def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
 
 
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
+    if isinstance(ranks, Member):
+        ranks = Member(ranks._group, reshard=case.reshard)
     policy = policy_for(case, ranks)
     reference = reference_for(case, policy, ranks)
     asked = reference if case.settings.kl_coef else None
@@ -99,7 +103,8 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         batch = build_batch(episodes[:2] if case.few else episodes)
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
-        metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
+        with awake(asked if ranks.number == 0 else None):  # the run is what wakes it
+            metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
 

@@ -1,6 +1,8 @@
 """Whatever rank 0 is doing when another rank is lost, it ends in words and in time."""
 
 import asyncio
+import contextlib
+import os
 import sys
 import threading
 import time
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rally.cluster import captain as room
+from rally.cluster import group
 from rally.cluster.captain import Captain, CaptainSettings, LostRank
 from rally.config import load_config
 from rally.engines.remote.process import ServerProcess
-from rally.train.ranks import Plan
+from rally.train.ranks import GatherWeights, Leave, Plan
 
 PLAN = Plan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.device=cpu"]), None, 1)
 
@@ -29,6 +32,50 @@ def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Captain
     monkeypatch.setattr(Captain, "_start", start)
     with Captain(CaptainSettings(count=2, device="cpu", logs=tmp_path)) as made:
         yield made
+
+
+def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that what is set here is taken back
+    monkeypatch.setattr(group.torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(group, "init_device_mesh", lambda device, shape: None)
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(group.dist, name, lambda *given, **named: None)
+    group.Group(0, 1, tmp_path / "meeting", "cuda", 1.0)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+class Joined:
+    """A group that notes what it is told and when it is left."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def tell(self, message: object) -> None:
+        self.seen.append(message)
+
+    def rest(self) -> None:
+        self.seen.append("rested")
+
+    def leave(self) -> None:
+        self.seen.append("left")
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", ["left"]), ("cuda", [])])
+def test_nobody_leaves_a_group_of_gpus_alone(tmp_path: Path, device: str, left: list[str]) -> None:
+    """NCCL waits, in the leaving, for those that are gone."""
+    well, broken = Joined(), Joined()
+    for joined in (well, broken):
+        with (
+            contextlib.suppress(KeyError),
+            Captain(CaptainSettings(count=2, device=device, logs=tmp_path)) as captain,
+        ):
+            captain._joined = joined  # type: ignore[assignment]
+            with captain.doing(GatherWeights()):
+                if joined is broken:
+                    raise KeyError
+    assert well.seen == [GatherWeights(), "rested", Leave(), "left"]
+    assert broken.seen == [GatherWeights(), *left]
 
 
 def watched(captain: Captain) -> threading.Thread:

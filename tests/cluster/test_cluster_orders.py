@@ -23,6 +23,7 @@ from rally.train.ranks import (
     GatherCritic,
     GatherState,
     GatherWeights,
+    Leave,
     Order,
     Plan,
     Update,
@@ -78,7 +79,7 @@ def test_a_batch_arrives_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic()]
+    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Leave()]
 )
 def test_small_orders_arrive_as_they_were(order: Order) -> None:
     assert decode(encode(order)) == order
@@ -124,6 +125,10 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer that waits in main memory, which is for one GPU"),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference that waits in main memory"),
         ([f"{A}.fsdp_config.fsdp_size=1"], "weights lie on all 2 GPUs; leave it out"),
+        (
+            ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
+            f"has no effect, since {A}.fsdp_config.reshard_after_forward is for all models",
+        ),
         ([f"{A}.ppo_micro_batch_size=4"], "could mean one GPU or all 2; leave it out and set"),
         ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "shows servers the weights of one GPU"),
         ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),

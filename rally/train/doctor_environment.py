@@ -72,7 +72,7 @@ def needs(config: Config) -> Iterator[Need]:
     if str(model.path).endswith(".gguf"):
         yield from (Need(name, "gguf", "a model in a .gguf file") for name in ("gguf", "accelerate"))
     if config.rollout.name != "embedded":
-        yield Need("httpx", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
+        yield Need("aiohttp", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
     if config.reward_kwargs.get("equality") == "symbolic":
         yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")
     for tracker in ("tensorboard", "mlflow", "wandb"):

@@ -59,8 +59,8 @@ def view(
     from rally.services.serving import check_exposure, check_free, serve
 
     token = check_exposure(host, TOKEN)
+    check_free(host, port or 0)
     port = port or _free_port(host)
-    check_free(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{port}/" + (
         f"?token={quote(token, safe='')}" if token else ""
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import socket
@@ -10,6 +11,8 @@ from ipaddress import ip_address
 from typing import Any
 
 from rally.types import RallyError
+
+ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 class ServeError(RallyError):
@@ -28,15 +31,29 @@ def check_exposure(host: str, variable: str) -> str | None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Say that an address cannot be served on before anything is loaded for it."""
+    """Say that an address cannot be served on before anything is loaded for it. A name may stand for several; all are
+    served on but those of a family that this machine does not have."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        refusals = [_refusal(*place) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except socket.gaierror as unknown:
+        refusals = [unknown]
+    for refusal in refusals:
+        if refusal is not None and (refusal.errno not in ABSENT or None not in refusals):
+            told = f"nothing can be served at {host}, port {port} ({refusal.strerror})"
+            raise ServeError(f"{told}; choose another --port or --host")
+
+
+def _refusal(family: int, kind: int, protocol: int, _: str, address: Any) -> OSError | None:
+    """Why the system would not let a server have an address."""
+    try:
+        with socket.socket(family, kind, protocol) as probe:  # set as the server sets its own
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(address)
     except OSError as refusal:
-        told = f"nothing can be served at {host}, port {port} ({refusal.strerror})"
-        raise ServeError(f"{told}; choose another --port or --host") from None
+        return refusal
+    return None
 
 
 def carries(token: str | None, header: str) -> bool:

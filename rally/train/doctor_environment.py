@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
+from rally.config.several import served
 from rally.engines.base import EngineError
 from rally.engines.remote.interpreter import ask
 from rally.train.doctor_case import Case, Finding
@@ -71,8 +72,8 @@ def needs(config: Config) -> Iterator[Need]:
         yield Need("peft", "lora", "actor_rollout_ref.model.lora_rank")
     if str(model.path).endswith(".gguf"):
         yield from (Need(name, "gguf", "a model in a .gguf file") for name in ("gguf", "accelerate"))
-    if config.rollout.name != "embedded":
-        yield Need("httpx", "servers", f"actor_rollout_ref.rollout.name={config.rollout.name}")
+    if (name := served(config).rollout.name) != "embedded":
+        yield Need("aiohttp", "servers", f"actor_rollout_ref.rollout.name={name}")
     if config.reward_kwargs.get("equality") == "symbolic":
         yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")
     for tracker in ("tensorboard", "mlflow", "wandb"):

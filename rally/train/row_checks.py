@@ -32,6 +32,12 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
         interactions.find(task)
         loop = task.agent_name or config.agent_loop_name
         selection = task.extra_info.get("tool_selection")
+        if selection is not None and not (
+            isinstance(selection, list | tuple) and all(isinstance(s, str) for s in selection)
+        ):
+            raise RowError(
+                f"row {task.id}: extra_info.tool_selection is {selection!r}; make it a list of names of tools"
+            )
         asked = (loop, task.data_source, None if selection is None else tuple(selection))
         if asked in seen:
             continue

@@ -205,7 +205,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         memory_share=settings.memory_share,
         tensor_parallel=rollout.tensor_model_parallel_size,
-        frontends=frontends(os.cpu_count() or 1, rollout.data_parallel_size),
+        frontends=frontends(len(os.sched_getaffinity(0)), rollout.data_parallel_size),
         on_cpu=model.device.type == "cpu",
         seed=settings.seed,
         eager=settings.eager,

@@ -1,7 +1,10 @@
 """Every way in which a server can fail has one outcome, and what it answers is used only when it is whole."""
 
 import asyncio
+import gc
+import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -127,8 +130,36 @@ async def test_nobody_home_is_a_server_that_is_gone() -> None:
     await replica.close()
 
 
+def test_connections_of_a_loop_that_is_closed_do_not_pile_up() -> None:
+    home = asyncio.new_event_loop()
+    thread = threading.Thread(target=home.run_forever, daemon=True)
+    thread.start()
+    fake = FakeServer("vllm")
+    asyncio.run_coroutine_threadsafe(fake.__aenter__(), home).result()
+    replica = ServerReplica(fake.url, Vllm())
+    asyncio.run(replica.load("nowhere", 7, "keep"))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(12):
+        assert asyncio.run(replica.healthy())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < before + 12
+    asyncio.run(replica.close())
+    asyncio.run_coroutine_threadsafe(fake.__aexit__(), home).result()
+    home.call_soon_threadsafe(home.stop)
+    thread.join()
+    home.close()
+
+
+def test_a_missing_client_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(EngineError, match=r"needs aiohttp; run: pip install 'rally-rl\[servers\]'"):
+        ServerReplica("http://127.0.0.1:9", Vllm())
+
+
 async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> None:
     replica = await replica_of(fake)
+    problems: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
     fake.pace = 0.05
     task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=60)))
     while not any(path.endswith("generate") for path, _ in fake.log):
@@ -142,6 +173,9 @@ async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> N
     while not fake.gone_callers:
         await asyncio.sleep(0.01)
     assert asked is None or fake.aborted == [asked["rid"]]
+    del replica, task
+    gc.collect()
+    assert not problems, "connections were left open"
 
 
 async def test_connections_are_found_again_and_bounded(fake: FakeServer) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rally.engines import EngineError
 from rally.engines.remote.rally import Rally
 from rally.engines.remote.wire import Asked
 from rally.engines.replica import ReplicaGone
@@ -56,3 +57,6 @@ def test_a_token_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Rally().headers() == {"Authorization": "Bearer ключ"}
     monkeypatch.delenv("RALLY_ENGINE_TOKEN")
     assert Rally().headers() == {}
+    monkeypatch.setenv("RALLY_ENGINE_TOKEN", "secret\n")
+    with pytest.raises(EngineError, match="which no request can carry"):
+        Rally().headers()

@@ -25,6 +25,26 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
             check_free("127.0.0.1", port)
     check_free("127.0.0.1", port)
     check_free("localhost", 0)
+    with pytest.raises(ServeError, match=r"at no\.such\.invalid, port 80 .*; choose another --port or --host"):
+        check_free("no.such.invalid", 80)
+
+
+def test_a_name_of_several_addresses_is_free_only_if_all_are_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*hosts: str) -> None:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host, port)) for host in hosts]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        named("127.0.0.1", "127.0.0.2")
+        with pytest.raises(ServeError, match="Address already in use"):
+            check_free("name", port)
+    check_free("name", port)
+    named("192.0.2.1", "127.0.0.1")
+    check_free("name", port)  # as where IPv6 is switched off
+    named("192.0.2.1")
+    with pytest.raises(ServeError, match="Cannot assign"):
+        check_free("name", port)
 
 
 def test_a_missing_package_is_named_with_its_cure() -> None:

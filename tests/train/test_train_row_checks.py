@@ -26,6 +26,11 @@ def odd(home: Path, folder: Path, **fields: object) -> str:
     [
         ({"data_source": "my/task"}, "row odd:0: no reward function for data_source 'my/task'"),
         ({"agent_name": "my_agnt"}, "row odd:0: there is no agent loop called 'my_agnt'; known are black_box,"),
+        (
+            {"extra_info": {"tool_selection": "calculator"}},
+            "row odd:0: extra_info.tool_selection is 'calculator'; make it",
+        ),
+        ({"extra_info": {"tool_selection": [["a"]]}}, "row odd:0: extra_info.tool_selection is [['a']]; make it"),
         ({"tools": ["calc"]}, "row odd:0: there is no tool 'calc'; the tools are calculator"),
     ],
 )

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rally.engines.base import EngineError
@@ -62,6 +63,8 @@ class ServerReplica:
         self.url = url.rstrip("/")
         self.dialect = dialect
         self.settings = settings or ClientSettings()
+        _require_aiohttp()  # not at the first call: a server that does not answer is waited for
+        self._headers = dialect.headers()
         self.version: int | None = None  # of the weights it holds, if anybody knows
         self.serving = False  # whether it takes requests
         self.asleep = False  # its memory is somebody else's
@@ -178,9 +181,9 @@ class ServerReplica:
     async def call(self, call: Call, seconds: float, *, in_turn: bool = False) -> Any:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body. `in_turn`
         are those of which there may be `max_connections` at once."""
-        link = self._link()
         import aiohttp
 
+        link = await self._link()
         try:
             async with asyncio.timeout(seconds), link.room if in_turn else nullcontext():
                 status, retry_after, content = await _asked(link.session, self.url, call)
@@ -201,18 +204,23 @@ class ServerReplica:
 
     async def close(self) -> None:
         self.serving = False
-        links, self._links = self._links, {}
         here = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._aborting if task.get_loop() is here))
-        for loop, link in links.items():
-            if loop is here or loop.is_closed():
+        await self._leave(lambda loop: loop is here or loop.is_closed())
+
+    async def _leave(self, done: Callable[[asyncio.AbstractEventLoop], bool]) -> None:
+        """Close the connections of loops that are done with; another loop's are its own."""
+        for loop in list(self._links):
+            if done(loop) and (link := self._links.pop(loop, None)) is not None:
                 await link.session.close()
 
-    def _link(self) -> _Link:
-        """Connections belong to the event loop that opened them."""
+    async def _link(self) -> _Link:
+        """Connections belong to the event loop that opened them, and a closed one will never close them itself."""
         loop = asyncio.get_running_loop()
         if loop not in self._links:
-            session = _new_session(self.dialect.headers())
+            await self._leave(lambda other: other.is_closed())
+        if loop not in self._links:
+            session = _new_session(self._headers)
             self._links[loop] = _Link(session, asyncio.Semaphore(self.settings.max_connections))
         return self._links[loop]
 
@@ -243,11 +251,14 @@ async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
     return await ask()
 
 
+def _require_aiohttp() -> None:
+    if find_spec("aiohttp") is None:
+        raise EngineError("talking to a rollout server needs aiohttp; run: pip install 'rally-rl[servers]'")
+
+
 def _new_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    try:
-        import aiohttp
-    except ModuleNotFoundError:
-        raise EngineError("talking to a rollout server needs aiohttp; run: pip install 'rally-rl[servers]'") from None
+    import aiohttp
+
     # The deadline of a whole call is kept in `call`, and how many there are at once by `room`.
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),

@@ -82,6 +82,8 @@ class Rally:
 
     def headers(self) -> dict[str, str]:
         token = os.environ.get(TOKEN_VARIABLE)
+        if token and any(ord(letter) < ord(" ") for letter in token):
+            raise EngineError(f"{TOKEN_VARIABLE} holds a line end or the like, which no request can carry; take it out")
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 

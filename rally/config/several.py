@@ -27,12 +27,13 @@ ONE_ONLY = {
 
 def served(config: Config) -> Config:
     """With the engine that a run has: a policy that lies on several GPUs is no module that could sample, so servers of
-    Rally's own do, one for each GPU."""
+    Rally's own do, one for each GPU unless the configuration says how many."""
     count, rollout = config.trainer.n_gpus_per_node, config.rollout
     if count == 1 or rollout.name != "embedded":
         return config
-    each = 1 if config.trainer.device == "cpu" or rollout.data_parallel_size != 1 else count
-    changed = rollout.model_copy(update={"name": "rally", "data_parallel_size": rollout.data_parallel_size * each})
+    told = config.trainer.device == "cpu" or "data_parallel_size" in rollout.model_fields_set
+    servers = rollout.data_parallel_size if told else count
+    changed = rollout.model_copy(update={"name": "rally", "data_parallel_size": servers})
     parts = config.actor_rollout_ref.model_copy(update={"rollout": changed})
     return config.model_copy(update={"actor_rollout_ref": parts})
 

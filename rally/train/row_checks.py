@@ -31,14 +31,8 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
     for task in tasks:
         interactions.find(task)
         loop = task.agent_name or config.agent_loop_name
-        selection = task.extra_info.get("tool_selection")
-        if selection is not None and not (
-            isinstance(selection, list | tuple) and all(isinstance(s, str) for s in selection)
-        ):
-            raise RowError(
-                f"row {task.id}: extra_info.tool_selection is {selection!r}; make it a list of names of tools"
-            )
-        asked = (loop, task.data_source, None if selection is None else tuple(selection))
+        selection = _selection(task)
+        asked = (loop, task.data_source, selection)
         if asked in seen:
             continue
         seen.add(asked)
@@ -48,6 +42,16 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
                 find_loop(loop, loops)
             if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
                 check_source(task.data_source)
+
+
+def _selection(task: Task) -> tuple[str, ...] | None:
+    """The tools that a row is content with; None is all of them."""
+    told = task.extra_info.get("tool_selection")
+    if told is None:
+        return None
+    if not isinstance(told, list | tuple) or not all(isinstance(name, str) for name in told):
+        raise RowError(f"row {task.id}: extra_info.tool_selection is {told!r}; make it a list of names of tools")
+    return tuple(told)
 
 
 @contextmanager

@@ -1,20 +1,5 @@
 """A folder with a tiny model, rows and a reward function, made once and only read."""
 
-from pathlib import Path
+from train_cases import home, paper
 
-import pytest
-from train_cases import Paper, write_model, write_reward, write_tasks
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    write_model(folder / "model")
-    write_tasks(folder)
-    write_reward(folder)
-    return folder
-
-
-@pytest.fixture
-def paper() -> Paper:
-    return Paper()
+__all__ = ["home", "paper"]

@@ -44,6 +44,7 @@ from rally.train.lora import has_adapters, merged_weights, plain_twin
 from rally.train.parts import engine_settings_of
 from rally.train.ranks import AskLogits, GatherWeights, ranks_of
 from rally.train.sharded import model_state
+from rally.train.weight_files import WeightWriter
 from rally.types import SamplingParams
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
@@ -97,8 +98,10 @@ def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
         )
     room = room_of(config, model)
     sweep(room)
-    files = WeightFiles(functools.partial(write_whole, model, _bucket(config), _untied(config, model)), room)
-    return WeightHandles(functools.partial(whole_weights, model), files) if shown else files
+    weights = functools.partial(whole_weights, model)
+    first = functools.partial(write_whole, model, _bucket(config), _untied(config, model))
+    files = WeightFiles(WeightWriter(first, weights), room)
+    return WeightHandles(weights, files) if shown else files
 
 
 def by_handles(config: Config, model: PreTrainedModel) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from rally.config.actor import CheckpointConfig, FsdpConfig, LossAggMode, OptimConfig, Strategy
-from rally.config.base import Count, Only, Positive, Section
+from rally.config.base import Count, Only, Positive, Section, Texts
 from rally.config.model import ModelConfig
 
 
@@ -15,6 +15,7 @@ class CriticOptim(OptimConfig):
 
 class CriticModel(ModelConfig):
     custom_chat_template: Annotated[str | None, Only(None, because="the critic reads the policy's tokens")] = None
+    spelled_tokens: Annotated[Texts, Only((), because="the critic reads the policy's tokens")] = ()
 
 
 class CriticConfig(Section):

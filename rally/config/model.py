@@ -49,6 +49,8 @@ class ModelConfig(LoraKeys):
     """None takes the model's own."""
     custom_chat_template: str | None = None
     """Instead of the tokenizer's own: the text of a template, or the path of a .jinja file; kept in checkpoints."""
+    spelled_tokens: Texts = ()
+    """Added tokens to be written out in ordinary ones, for a model that never learned them; kept in checkpoints."""
     trust_remote_code: bool = False
     enable_gradient_checkpointing: bool = True
     override_config: dict[str, Any] = Field(default_factory=dict)

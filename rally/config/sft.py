@@ -104,6 +104,8 @@ class SftModel(LoraKeys):
     tokenizer_path: PathText | None = None
     custom_chat_template: str | None = None
     """Instead of the tokenizer's own: the text of a template, or the path of a .jinja file; kept in checkpoints."""
+    spelled_tokens: Texts = ()
+    """Added tokens to be written out in ordinary ones, for a model that never learned them; kept in checkpoints."""
     enable_gradient_checkpointing: bool = True
     trust_remote_code: bool = False
     override_config: dict[str, Any] = Field(default_factory=dict)

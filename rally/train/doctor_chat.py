@@ -12,6 +12,7 @@ from rally.chat.formats import FORMATS
 from rally.tools import BaseTool
 from rally.tools.examples import example_of
 from rally.train.doctor_case import Case, Finding, Piece, Status
+from rally.train.unlearned import advice, unlearned
 from rally.types import Message, Task, ToolCall
 
 TOO_LONG = 2000
@@ -57,6 +58,9 @@ def prompt(case: Case) -> Iterator[Finding]:
         f"{task.id} with a made-up reply: {len(ids)} tokens, of which {sum(mask)} are sampled (mask 1) and trained on",
         shown,
     )
+    if tokens := unlearned(str(case.config.model.path), case.tokenizer, ids):
+        told = advice(tokens, case.tokenizer, "actor_rollout_ref.model.spelled_tokens")
+        yield Finding("prompt", "warning", told)
     if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
         yield _call_is_read(codec, messages)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
@@ -23,7 +22,7 @@ from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
 from rally.train.doctor_case import Case, Finding
 from rally.train.forward import token_logprobs
-from rally.train.load import load_model
+from rally.train.load import load_model, weights_folder
 from rally.train.packing import Row, pack
 from rally.train.sight import auto_class
 from rally.types import SamplingParams, Segment
@@ -34,7 +33,6 @@ PROMPT = 48
 TOLERANCE = 1e-3  # in float32 the largest difference of log-probabilities is far below
 NARROW = 32
 HEALTH_SECONDS = 5.0
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 class Compared(NamedTuple):
@@ -111,10 +109,7 @@ def _largest(difference_M: torch.Tensor) -> float:
 
 def _small_and_here(case: Case) -> bool:
     path = str(case.config.model.path)
-    folder = Path(path).expanduser()
-    here = folder.is_file() or any((folder / name).is_file() for name in WEIGHTS)
-    if not here and path.count("/") == 1 and not folder.exists():
-        here = any(isinstance(try_to_load_from_cache(path, name), str) for name in WEIGHTS)
+    here = Path(path).expanduser().is_file() or weights_folder(path) is not None
     return here and case.size.parameters <= SMALL
 
 

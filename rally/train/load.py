@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -19,6 +22,8 @@ from transformers import (
 from rally.train.lora import is_adapter_folder
 from rally.train.sight import auto_class
 from rally.types import RallyError
+
+WEIGHTS = INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class LoadError(RallyError):
@@ -102,12 +107,12 @@ def load_model_config(
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None, spelled: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth.
 
     A template in place of its own, as text or as the path of a .jinja file, goes wherever the tokenizer goes: into
-    checkpoints and to servers too.
+    checkpoints and to servers too. So does it that added tokens are spelled out in ordinary ones.
     """
     where, gguf = _locate(path)
     try:
@@ -120,7 +125,31 @@ def load_tokenizer(
         raise LoadError(_sentence("tokenizer", path, problem)) from problem
     if chat_template is not None:
         tokenizer.chat_template = _template(chat_template)
+    if spelled:
+        _spell_out(tokenizer, spelled)
     return tokenizer
+
+
+def _spell_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise LoadError(f"model.spelled_tokens needs a tokenizer.json, and {tokenizer.name_or_path} has none")
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    if control := [one["content"] for one in told["added_tokens"] if one["special"] and one["content"] in tokens]:
+        raise LoadError(
+            f"model.spelled_tokens names {', '.join(control)}, which the model is steered with; name only tokens that "
+            "are part of what it writes"
+        )
+    told["added_tokens"] = [one for one in told["added_tokens"] if one["content"] not in tokens]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(told))  # it can be given tokens, but they cannot be taken away
+
+
+def weights_folder(path: str) -> Path | None:
+    """Where a model's weights lie on this machine as safetensors; of a name on a hub, in its cache."""
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in WEIGHTS):
+        return folder
+    cached = (try_to_load_from_cache(path, name) for name in WEIGHTS) if _is_hub_name(path) else ()
+    return next((Path(found).parent for found in cached if isinstance(found, str)), None)
 
 
 def _template(given: str) -> str:

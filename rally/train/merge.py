@@ -19,13 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rally.train.fsdp_shards import HF, has_shards, joined_shards, shard_files
-from rally.train.load import LoadError, load_model, load_tokenizer
+from rally.train.load import INDEX, WHOLE, LoadError, load_model, load_tokenizer
 from rally.train.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
 from rally.train.sight import auto_class, patches_for
 from rally.types import RallyError
 
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
 PROCESSOR = "preprocessor_config.json"
 
 
@@ -56,7 +54,7 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
             what = f"{_merge_shards(source, work)} files merged into one"
         _check_whole(work)
         if target.is_dir():  # the configuration and tokenizer that were beside the shards
-            os.replace(work / WEIGHTS, target / WEIGHTS)
+            os.replace(work / WHOLE, target / WHOLE)
         else:
             work.rename(target)
     finally:
@@ -71,14 +69,14 @@ def _refuse(source: Path, target: Path) -> None:
         raise MergeError(f"{target} is already there; remove it, or choose another place with --out")
     if is_adapter_folder(source) or (source / INDEX).is_file() or has_shards(source):
         return
-    if (source / WEIGHTS).is_file():
+    if (source / WHOLE).is_file():
         raise MergeError(f"{source} is one whole model already, there is nothing to merge; load it as it is")
     raise MergeError(f"{source} holds neither {CONFIG} nor {INDEX}; name a folder of adapters or of a model in shards")
 
 
 def _awaits_weights(source: Path, target: Path) -> bool:
     """Whether `target` is the folder beside shards that has everything of the model but its weights."""
-    return target.resolve() == (source / HF).resolve() and has_shards(source) and not (target / WEIGHTS).exists()
+    return target.resolve() == (source / HF).resolve() and has_shards(source) and not (target / WHOLE).exists()
 
 
 def _merge_fsdp(source: Path, target: Path) -> int:
@@ -87,7 +85,7 @@ def _merge_fsdp(source: Path, target: Path) -> int:
         raise MergeError(f"{described / 'config.json'} is missing, so nobody knows the model; copy it there")
     dtype = getattr(torch, _stored_dtype(str(described)))
     weights = {name: value.to(dtype).contiguous() for name, value in joined_shards(source).items()}
-    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, target / WHOLE, metadata={"format": "pt"})
     for file in described.iterdir():
         if file.is_file():
             shutil.copy2(file, target / file.name)
@@ -134,7 +132,7 @@ def _merge_shards(source: Path, target: Path) -> int:
             weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     if lost := sorted(places.keys() - weights.keys()):
         raise MergeError(f"{lost[0]} is in none of the files that {INDEX} names; copy all files of the model again")
-    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, target / WHOLE, metadata={"format": "pt"})
     for file in source.iterdir():
         if file.is_file() and file.name not in {INDEX, *shards}:
             shutil.copy2(file, target / file.name)

@@ -96,4 +96,5 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
         model.tokenizer_path or path,
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
+        spelled=model.spelled_tokens,
     )

@@ -33,6 +33,7 @@ from rally.train.run import Outcome, RunError, check_ranks, check_sight, resume_
 from rally.train.sft import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.train.sft_check import check_conversations, tell
 from rally.train.tracking_parts import sinks_of
+from rally.train.unlearned import warn_of_unlearned
 from rally.types import RallyError
 
 
@@ -98,6 +99,7 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     ranks.begin(Plan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
+    warn_of_unlearned(str(config.model_path), tokenizer, train.rows[0].ids, "model.spelled_tokens", console)
     folder.save_config(config.to_yaml())
     folder.save_versions()
     rewind(folder, store, start, console)

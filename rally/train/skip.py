@@ -78,7 +78,8 @@ def _speaker(config: Config) -> str:
     """Short for who spoke and how: ids of another tokenizer or template mean other words, and log-probs of another
     temperature are other numbers."""
     model, rollout = config.model, config.rollout
-    words = (model.path, model.tokenizer_path, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
+    tokens = (model.path, model.tokenizer_path, model.spelled_tokens)
+    words = (tokens, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
     how = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
     return hashlib.sha256(repr((words, how)).encode()).hexdigest()[:8]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rally.train.host import copies
 from rally.train.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
 from rally.train.ranks import ranks_of
 from rally.train.sharded import model_state, whole
@@ -84,21 +85,35 @@ def json_part(name: str, state: Mapping[str, Any]) -> Part:
 
 def copied(value: Any) -> Any:
     """The same on the CPU, in memory of its own. Tensors that are one stay one: tied weights are written once."""
-    return _copied(value, {})
+    found = {_identity(tensor): tensor for tensor in _tensors(value)}
+    return _with(dict(zip(found, copies(list(found.values())), strict=True)), value)
 
 
-def _copied(value: Any, seen: dict[tuple[Any, ...], Tensor]) -> Any:
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _with(made: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
+    """`value` with the copies in it; what is spread over ranks is put together now, by all of them in this order."""
     if isinstance(value, DTensor):
         return whole(value)
     if isinstance(value, Tensor):
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if key not in seen or not value.numel():
-            seen[key] = value.detach().to("cpu", copy=True)
-        return seen[key]
+        return made[_identity(value)]
     if isinstance(value, Mapping):
-        return {name: _copied(inner, seen) for name, inner in value.items()}
+        return {name: _with(made, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(inner, seen) for inner in value)
+        return type(value)(_with(made, inner) for inner in value)
     return value
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-THREADS = 8
-PIECE = 32 * 2**20  # bytes that a thread writes at once
+from rally.train.host import PIECE, as_bytes, staged, threads
+
 BYTES_OF_LENGTH = 8  # before the header of a safetensors file
 
 
@@ -92,25 +90,21 @@ def _shard(path: Path) -> Shard:
 
 def _holds(whole: Tensor, place: Place, weights: Mapping[str, Tensor]) -> bool:
     weight = weights.get(place.weight)
-    return weight is not None and torch.equal(whole[place.start : place.end], _bytes(weight).cpu())
-
-
-def _bytes(weight: Tensor) -> Tensor:
-    return weight.detach().contiguous().view(-1).view(torch.uint8)
+    return weight is not None and torch.equal(whole[place.start : place.end], as_bytes(weight).cpu())
 
 
 def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
     """A folder of this layout with these weights."""
     folder.mkdir(parents=True)
-    with ExitStack() as opened, ThreadPoolExecutor(THREADS, thread_name_prefix="rally-weights") as threads:
+    with ExitStack() as opened, threads() as workers:
         pieces: list[Piece] = []
         for shard in layout.shards:
             file = opened.enter_context((folder / shard.name).open("wb"))
             file.write(shard.head)
             file.flush()
             for place in shard.places:
-                pieces += _pieces(file.fileno(), place, _bytes(weights[place.weight]))
-        for _ in threads.map(_write_piece, pieces):
+                pieces += _pieces(file.fileno(), place, as_bytes(weights[place.weight]))
+        for _ in workers.map(_write_piece, pieces):
             pass  # whoever failed is heard of here
     for name, content in layout.others.items():
         (folder / name).write_bytes(content)
@@ -130,20 +124,7 @@ def _pieces(file: int, place: Place, data: Tensor) -> list[Piece]:
 
 
 def _write_piece(piece: Piece) -> None:
-    left, start = _on_cpu(piece.data).numpy().data, piece.start
+    left, start = staged(piece.data).numpy().data, piece.start
     while left:
         done = os.pwrite(piece.file, left, start)
         left, start = left[done:], start + done
-
-
-_of_thread = threading.local()
-
-
-def _on_cpu(data: Tensor) -> Tensor:
-    """The same in main memory; what comes from a GPU passes through memory that it can write to directly."""
-    if data.device.type == "cpu":
-        return data
-    if not hasattr(_of_thread, "pinned"):
-        _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-    pinned: Tensor = _of_thread.pinned
-    return pinned[: len(data)].copy_(data)

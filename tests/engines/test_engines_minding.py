@@ -30,6 +30,7 @@ from rally.engines.remote import (
     Vllm,
     WeightFiles,
 )
+from rally.engines.replica import ReplicaGone
 from rally.engines.standing import RouterSettings
 from rally.types import SamplingParams
 
@@ -135,6 +136,15 @@ async def test_a_server_that_is_lost_for_good_is_told_at_once(tmp_path: Path) ->
         await engine.generate([2], PARAMS)
     assert time.monotonic() - began < 15  # and not after give_up_after, or a health check
     await engine.close()
+
+
+async def test_a_request_that_a_server_of_our_own_fails_names_its_log(tmp_path: Path) -> None:
+    server = own_server(tmp_path)
+    await server.up(str(tmp_path))
+    kill(server)
+    with pytest.raises(ReplicaGone, match=rf"its log is {tmp_path}/vllm-0\.log$"):
+        await server.generate([1], PARAMS)
+    await server.close()
 
 
 async def test_one_attempt_that_fails_is_followed_by_the_next(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class OwnServer(ServerReplica):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         try:
             return await super().generate(prompt_ids, params)
-        except ReplicaGone:
+        except ReplicaGone as problem:
             await asyncio.sleep(2 * POLL_SECONDS)  # if its process died, whoever watches it knows before the caller
-            raise
+            raise ReplicaGone(f"{problem}; its log is {self._log}") from None
 
     async def up(self, folder: str) -> None:
         """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""

@@ -67,7 +67,8 @@ def staged(piece: Tensor) -> Tensor:
     """At most PIECE bytes in main memory, for this thread and until it stages the next."""
     if piece.device.type == "cpu":
         return piece
-    if not hasattr(_of_thread, "pinned"):
-        _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-    pinned: Tensor = _of_thread.pinned
-    return pinned[: len(piece)].copy_(piece)
+    with torch.cuda.device(piece.device):  # a new thread is at the first GPU, and would begin to use it
+        if not hasattr(_of_thread, "pinned"):
+            _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        pinned: Tensor = _of_thread.pinned
+        return pinned[: len(piece)].copy_(piece)

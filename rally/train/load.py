@@ -134,13 +134,25 @@ def _spell_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise LoadError(f"model.spelled_tokens needs a tokenizer.json, and {tokenizer.name_or_path} has none")
     told = json.loads(tokenizer.backend_tokenizer.to_str())
-    if control := [one["content"] for one in told["added_tokens"] if one["special"] and one["content"] in tokens]:
+    named = [one for one in told["added_tokens"] if one["content"] in tokens]
+    if control := [one["content"] for one in named if one["special"]]:
         raise LoadError(
             f"model.spelled_tokens names {', '.join(control)}, which the model is steered with; name only tokens that "
             "are part of what it writes"
         )
-    told["added_tokens"] = [one for one in told["added_tokens"] if one["content"] not in tokens]
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(told))  # it can be given tokens, but they cannot be taken away
+    own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    for one in named:
+        if one["content"] in own:
+            told["added_tokens"].remove(one)
+        else:  # a number that nobody has would be given to the next token, and so all after it would move
+            one.update(content=f"<|spelled_{one['id']}|>", special=True)
+    spelled = Tokenizer.from_str(json.dumps(told))  # it can be given tokens, but they cannot be taken away
+    if whole := [text for text in tokens if own.get(text) in spelled.encode(text, add_special_tokens=False).ids]:
+        raise LoadError(
+            f"model.spelled_tokens names {', '.join(whole)}, which the tokenizer writes whole also as ordinary text; "
+            "leave that out and teach the model with `rally sft`"
+        )
+    tokenizer._tokenizer = spelled
 
 
 def weights_folder(path: str) -> Path | None:

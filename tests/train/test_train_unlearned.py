@@ -7,8 +7,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from train_cases import Paper, run_config, write_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rally.chat import ChatCodec
 from rally.config import load_sft_config
@@ -107,6 +110,26 @@ def test_a_spelled_token_is_ordinary_text_in_checkpoints_too_and_calls_are_read(
     assert before.decode(before.encode_assistant(said)) == ChatCodec(spelled, "hermes").decode(
         ChatCodec(spelled, "hermes").encode_assistant(said)
     )
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_all_other_tokens_keep_their_numbers_in_checkpoints_too(shared: Path, tmp_path: Path, name: str) -> None:
+    folder = str(shared / "tokenizers" / name)
+    before = {token: number for token, number in load_tokenizer(folder).get_vocab().items() if token not in TAGS}
+    spelled = load_tokenizer(folder, spelled=TAGS)
+    spelled.save_pretrained(tmp_path)
+    for tokenizer in (spelled, load_tokenizer(str(tmp_path))):
+        assert before.items() <= tokenizer.get_vocab().items()
+        assert tokenizer.decode([before["<|file_sep|>"]]) == "<|file_sep|>"
+
+
+def test_a_token_that_is_an_ordinary_word_too_cannot_be_spelled_out(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"<unk>": 0, "call": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.add_tokens(["call"])
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=r"names call, which the tokenizer writes whole also as ordinary text"):
+        load_tokenizer(str(tmp_path), spelled=["call"])
 
 
 def test_what_steers_the_model_cannot_be_spelled_out(shared: Path) -> None:

@@ -23,7 +23,8 @@ from rally.train.lora import is_adapter_folder
 from rally.train.sight import auto_class
 from rally.types import RallyError
 
-WEIGHTS = INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""In the order in which transformers looks for them: beside the one, the other is not read."""
 
 
 class LoadError(RallyError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
+from rally.chat.errors import TemplateError
 from rally.track import RunConsole
 from rally.train.load import INDEX, WHOLE, weights_folder
 
-NAMES = ("embed_tokens.weight", "wte.weight")
+NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 LAST = 16
 ALIKE = 0.99  # no two rows of tokens that were learned are
 
@@ -39,12 +41,17 @@ def unlearned(model: str, tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]
 
 
 def chat_ids(codec: ChatCodec) -> tuple[int, ...]:
-    """The tokens around every prompt, and around a call where the template shows calls."""
+    """The tokens around every prompt, and around a call and its answer where the template shows calls."""
     asked = codec.encode_prompt([{"role": "user", "content": "?"}])
     if not codec.tools or not codec.probe().calls_shown:
         return asked
-    call = {"type": "function", "function": {"name": codec.tools[0]["function"]["name"], "arguments": {}}}
-    return asked + codec.encode_assistant({"role": "assistant", "content": "", "tool_calls": [call]})
+    name = codec.tools[0]["function"]["name"]
+    call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}}
+    answer = {"role": "tool", "name": name, "tool_call_id": "call_0", "content": "?"}
+    asked += codec.encode_assistant({"role": "assistant", "content": "", "tool_calls": [call]})
+    with suppress(TemplateError):  # a template may have no place for answers: a loop then gives them in its own way
+        asked += codec.encode_delta([answer])
+    return asked
 
 
 def advice(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, key: str) -> str:
@@ -73,13 +80,17 @@ class Rows(NamedTuple):
 
 def _rows(model: str) -> Rows | None:
     folder = weights_folder(model)
-    if folder is None:
-        return None
-    if (folder / INDEX).is_file():
-        weights = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return next((Rows(folder / file, name) for name, file in weights.items() if name.endswith(NAMES)), None)
+    found = (Rows(folder / file, name) for name, file in _places(folder) if name.endswith(NAMES)) if folder else ()
+    return next((rows for rows in found if rows.file.is_file()), None)  # a hub's index comes before what it names
+
+
+def _places(folder: Path) -> Iterable[tuple[str, str]]:
+    """Every weight, and the file that it is in."""
+    if not (folder / WHOLE).is_file():
+        places: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return places.items()
     with safe_open(folder / WHOLE, "pt") as weights:
-        return next((Rows(folder / WHOLE, name) for name in weights.offset_keys() if name.endswith(NAMES)), None)
+        return [(name, WHOLE) for name in weights.offset_keys()]
 
 
 def _like_the_last(rows: Rows, asked: list[int]) -> list[int]:

@@ -21,7 +21,7 @@ from rally.train.doctor import examine
 from rally.train.load import LoadError, load_tokenizer
 from rally.train.run import evaluate, train
 from rally.train.sft_run import sft
-from rally.train.unlearned import unlearned
+from rally.train.unlearned import chat_ids, unlearned
 
 TAGS = ("<tool_call>", "</tool_call>")
 EMBEDDING = "model.embed_tokens.weight"
@@ -60,6 +60,21 @@ def test_it_is_read_from_several_files_too(blind: Path) -> None:
     assert unlearned(str(blind), tokenizer, tokenizer("<tool_call>").input_ids) == TAGS[:1]
 
 
+def test_an_index_is_read_only_where_transformers_would_read_it(blind: Path) -> None:
+    index = blind / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {EMBEDDING: "model-2.safetensors"}}))
+    tokenizer = load_tokenizer(str(blind))
+    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == TAGS
+    (blind / "model.safetensors").unlink()
+    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == (), "the file is still being fetched"
+
+
+def test_the_tokens_around_a_tool_answer_are_looked_at_too(blind: Path) -> None:
+    tokenizer = load_tokenizer(str(blind))
+    ids = set(chat_ids(ChatCodec(tokenizer, "hermes", tools=[Calculator().tool_schema])))
+    assert set(tokenizer.convert_tokens_to_ids([*TAGS, "<tool_response>", "</tool_response>"])) < ids
+
+
 @pytest.mark.parametrize("model", ["nobody/has-this", "/nowhere", "model.gguf"])
 def test_of_weights_that_are_not_here_nothing_is_said(blind: Path, model: str) -> None:
     assert unlearned(model, load_tokenizer(str(blind)), range(500)) == ()
@@ -84,7 +99,8 @@ def test_every_command_that_samples_or_teaches_tells(home: Path, blind: Path, tm
     assert finding.status == "warning" and cure in finding.text
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2+3"}}}
     said = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    write_rows([{"messages": said}], tmp_path / "said.parquet")
+    plain = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
+    write_rows([{"messages": plain}, {"messages": said}], tmp_path / "said.parquet")
     paper = Paper()
     tree = {"model": {"path": str(blind)}, "data": {"train_files": str(tmp_path / "said.parquet")}}
     keys = ["data.train_batch_size=1", "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 's'}"]
@@ -112,15 +128,14 @@ def test_a_spelled_token_is_ordinary_text_in_checkpoints_too_and_calls_are_read(
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_all_other_tokens_keep_their_numbers_in_checkpoints_too(shared: Path, tmp_path: Path, name: str) -> None:
-    folder = str(shared / "tokenizers" / name)
+def test_all_other_tokens_keep_their_numbers_in_checkpoints_too(shared: Path, tmp_path: Path) -> None:
+    folder = str(shared / "tokenizers" / "qwen3")
     before = {token: number for token, number in load_tokenizer(folder).get_vocab().items() if token not in TAGS}
     spelled = load_tokenizer(folder, spelled=TAGS)
     spelled.save_pretrained(tmp_path)
     for tokenizer in (spelled, load_tokenizer(str(tmp_path))):
         assert before.items() <= tokenizer.get_vocab().items()
-        assert tokenizer.decode([before["<|file_sep|>"]]) == "<|file_sep|>"
+        assert tokenizer.decode([before["<think>"]]) == "<think>"
 
 
 def test_a_token_that_is_an_ordinary_word_too_cannot_be_spelled_out(tmp_path: Path) -> None:

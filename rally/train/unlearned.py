@@ -57,10 +57,13 @@ def chat_ids(codec: ChatCodec) -> tuple[int, ...]:
 def advice(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, key: str) -> str:
     """What to do about them, in one sentence; `key` is where tokens to spell out are named."""
     told = f"the model has never learned {' and '.join(tokens)} (its weights for them are those of unused tokens)"
-    control = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
-    if control & set(tokens):
-        return f"{told}; teach it with `rally sft` before it has to write or read them"
-    return f"{told}; have them spelled out in tokens that it knows: '{key}=[{','.join(tokens)}]'"
+    control = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}.intersection(tokens)
+    if ordinary := [token for token in tokens if token not in control]:
+        which = " and ".join(ordinary) if control else "them"
+        told += f"; have {which} spelled out in tokens that it knows: '{key}=[{','.join(ordinary)}]'"
+    if control:
+        told += "; control tokens can only be taught, by `rally sft` over conversations that hold them"
+    return told
 
 
 def warn_of_unlearned(

@@ -21,7 +21,7 @@ from rally.train.doctor import examine
 from rally.train.load import LoadError, load_tokenizer
 from rally.train.run import evaluate, train
 from rally.train.sft_run import sft
-from rally.train.unlearned import chat_ids, unlearned
+from rally.train.unlearned import advice, chat_ids, unlearned
 
 TAGS = ("<tool_call>", "</tool_call>")
 EMBEDDING = "model.embed_tokens.weight"
@@ -73,6 +73,15 @@ def test_the_tokens_around_a_tool_answer_are_looked_at_too(blind: Path) -> None:
     tokenizer = load_tokenizer(str(blind))
     ids = set(chat_ids(ChatCodec(tokenizer, "hermes", tools=[Calculator().tool_schema])))
     assert set(tokenizer.convert_tokens_to_ids([*TAGS, "<tool_response>", "</tool_response>"])) < ids
+
+
+def test_each_kind_of_token_is_told_what_can_be_done_for_it(home: Path) -> None:
+    tokenizer = load_tokenizer(str(home / "model"))
+    taught = "; control tokens can only be taught, by `rally sft` over conversations that hold them"
+    both, steering = advice(["<|im_end|>", *TAGS], tokenizer, KEY), advice(["<|im_end|>"], tokenizer, KEY)
+    cure = f"have <tool_call> and </tool_call> spelled out in tokens that it knows: '{KEY}=[<tool_call>,</tool_call>]'"
+    assert both.endswith(cure + taught)
+    assert steering.endswith(taught) and KEY not in steering
 
 
 @pytest.mark.parametrize("model", ["nobody/has-this", "/nowhere", "model.gguf"])

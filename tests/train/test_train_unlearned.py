@@ -60,6 +60,15 @@ def test_it_is_read_from_several_files_too(blind: Path) -> None:
     assert unlearned(str(blind), tokenizer, tokenizer("<tool_call>").input_ids) == TAGS[:1]
 
 
+@pytest.mark.parametrize("name", ["h.wte.weight", "gpt_neox.embed_in.weight", "h.word_embeddings.weight"])
+def test_families_call_the_embedding_by_other_names(blind: Path, name: str) -> None:
+    with safe_open(blind / "model.safetensors", "pt") as whole:
+        rows_VH = whole.get_tensor(EMBEDDING)
+    save_file({name: rows_VH}, blind / "model.safetensors")
+    tokenizer = load_tokenizer(str(blind))
+    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == TAGS
+
+
 def test_an_index_is_read_only_where_transformers_would_read_it(blind: Path) -> None:
     index = blind / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "model-2.safetensors"}}))

@@ -120,7 +120,7 @@ def _critic_bytes(config: Config, policy: Size, width: int) -> int:
         return 0
     size = policy._replace(trained=policy.parameters)
     if config.critic.model.path:
-        size = size_from(load_model_config(config.critic.model.path))
+        size = size_from(load_model_config(config.critic.model.path, called="critic.model.path"))
     return sum(cost.bytes for cost in _trained(size, width))
 
 

@@ -36,10 +36,10 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
     allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
+        words = settings.words
         raise EngineError(
-            f"one history of rollout.max_model_len={settings.max_model_len} tokens does not fit into the "
-            f"{allowed} tokens of KV that rollout.gpu_memory_utilization={settings.memory_share} allows; raise it, or "
-            "lower the lengths"
+            f"one history of {words.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
+            f"tokens of KV that {words.memory}={settings.memory_share} allows; raise it, or lower {words.lengths}"
         )
     return MemoryPlan(pages, pages * settings.page_size * per_token, step)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.train.lora import is_adapter_folder
 from rally.train.sight import auto_class
 from rally.types import RallyError
@@ -68,20 +70,21 @@ def load_model(
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
         "trust_remote_code": trust_remote_code,
+        "adapter_kwargs": on_disk_alone(path),
         **(overrides or {}),
     }
     if is_adapter_folder(path):
         apart = f"name its base as {PATH_KEY} and this folder as model.lora_adapter_path, or "
         told = f"{path} holds LoRA adapters, not a whole model; {apart if called == PATH_KEY else ''}"
         raise LoadError(f"{told}make it whole with: rally merge {path}")
-    where, gguf = _locate(path, called)
+    where, found = _locate(path, called)
     if kind is None:
         kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code, called=called))
     try:
-        model: Any = kind.from_pretrained(where, **kwargs, **gguf)
+        model: Any = kind.from_pretrained(where, **kwargs, **found)
     except (OSError, ValueError, ImportError) as problem:
         raise LoadError(_sentence("model", path, problem, called)) from problem
-    if gguf:
+    if "gguf_file" in found:
         model = _without_quantization(model)
     model = _in_own_memory(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
@@ -105,10 +108,10 @@ def load_model_config(
     called: str = PATH_KEY,
 ) -> PreTrainedConfig:
     """What a model is, without its weights."""
-    where, gguf = _locate(path, called)
+    where, found = _locate(path, called)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **gguf, **(overrides or {})
+            where, trust_remote_code=trust_remote_code, **found, **(overrides or {})
         )
     except (OSError, ValueError, ImportError) as problem:
         raise LoadError(_sentence("configuration of the model", path, problem, called)) from problem
@@ -123,10 +126,10 @@ def load_tokenizer(
     A template in place of its own, as text or as the path of a .jinja file, goes wherever the tokenizer goes: into
     checkpoints and to servers too.
     """
-    where, gguf = _locate(path, called)
+    where, found = _locate(path, called)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **gguf
+            where, trust_remote_code=trust_remote_code, **found
         )
         if not _agrees(tokenizer, Path(where) / "tokenizer.json"):
             tokenizer = _plain_tokenizer(where)
@@ -163,14 +166,14 @@ def _plain_tokenizer(where: str) -> PreTrainedTokenizerBase:
     return plain
 
 
-def _locate(path: str, called: str) -> tuple[str, dict[str, str]]:
-    """Where to load from, and for a GGUF file its name inside that folder."""
+def _locate(path: str, called: str) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and how: the name of a GGUF file inside that folder, or from the disk alone."""
     file = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not file.is_file():
             raise LoadError(f"there is no GGUF file at {path}; correct {called}")
         return str(file.resolve().parent), {"gguf_file": file.name}
-    return (str(file) if file.exists() else path), {}
+    return (str(file) if file.exists() else path), on_disk_alone(path)
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
@@ -196,6 +199,9 @@ def _sentence(kind: str, path: str, problem: Exception, called: str) -> str:
     if Path(path).is_dir() and not (Path(path) / file).exists():
         told = f"the {kind} cannot be loaded from {path}, a folder without {file}"
         return f"{told}; name the folder that holds it as {called}"
+    if is_name(path) and (why := why_unreachable()):
+        absent = isinstance(problem.__cause__, LocalEntryNotFoundError)
+        first = f"{'it is not on this machine' if absent else first}, and {why}"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
     hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {called}"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"

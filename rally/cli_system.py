@@ -10,6 +10,7 @@ _ADVICE = {
     errno.EROFS: "choose a folder that can be written",
     errno.EACCES: "choose a place that you may use, or change its permissions",
     errno.EPERM: "choose a place that you may use, or change its permissions",
+    errno.EEXIST: "choose another name: something else lies there",
     errno.ENOTDIR: "choose another folder: a part of that path is a file",
     errno.EISDIR: "name a file: that is a folder",
     errno.ENAMETOOLONG: "choose a shorter name",

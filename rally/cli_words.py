@@ -43,5 +43,6 @@ def split_words(
         path = (config_path or Path()) / f"{config_name.removesuffix('.yaml')}.yaml"
     stray = [w for w in words if "=" not in w]
     if stray:
-        raise RallyError(f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value")
+        told = f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value"
+        raise RallyError(f"{told}; write a key and its value as one word, without spaces")
     return path, words

@@ -72,6 +72,11 @@ class Patches:
             known = Size(made.rows, made.columns)
         return known
 
+    @property
+    def most(self) -> int:
+        """Patches of the largest image; whatever is larger is made smaller."""
+        return int(self.processor.size["longest_edge"]) // int(self.processor.patch_size) ** 2
+
     async def prepare(self, images: Sequence[Image]) -> None:
         """Make what is missing beside the event loop, which others need meanwhile."""
         missing = [image for image in images if self._known(image) is None]

@@ -1,10 +1,10 @@
 """Guarantees: a secret that Rally was told of, by configuration or environment, is in no text that `redact` returned.
 
 Known secrets are the values of configuration keys and environment variables whose names say so (token, api_key, secret,
-password, authorization, ...) and what `${oc.env:NAME}` put into a configuration. A value from the environment becomes
-the `${oc.env:NAME}` it came from, so that a saved configuration can still be loaded; any other becomes `***`.
-Values of fewer than `SHORTEST` characters are hidden under their keys only, for they also occur by chance; a path that
-exists is no secret.
+password, authorization, ...), users and passwords in addresses that a configuration holds (http://user:password@host),
+and what `${oc.env:NAME}` put into it. A value from the environment becomes the `${oc.env:NAME}` it came from, so that a
+saved configuration can still be loaded; any other becomes `***`. Values of fewer than `SHORTEST` characters are hidden
+under their keys only, for they also occur by chance; a path that exists is no secret.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 6
+_NOBODY = f"//{HIDDEN}@"
 
 # A variable OPENAI_KEY is a secret; a configuration's prompt_key names a column.
 _SECRET_NAME = re.compile(
@@ -24,6 +25,7 @@ _SECRET_NAME = re.compile(
     r"|^(?i:key)$|_KEY$|-(?i:key)$"
 )
 _SCHEME = re.compile(r"(?:Bearer|Basic|Token)\s+(\S+)", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"//[^/?#\s:@]*:([^/?#\s]+)@")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
 
 _known: dict[str, str] = {}
@@ -42,12 +44,13 @@ def redact(text: str) -> str:
 
 
 def redact_tree(value: Any) -> Any:
-    """Mappings and lists, with the values of keys that say so hidden and every text redacted."""
+    """Mappings and lists, with the values of keys that say so and all users and passwords in addresses hidden, and
+    every text redacted."""
     if isinstance(value, Mapping):
         return {key: _under(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact_tree(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
+    return _IN_ADDRESS.sub(_unless_named, redact(value)) if isinstance(value, str) else value
 
 
 def redact_texts(value: Any) -> Any:
@@ -79,6 +82,10 @@ def learn_tree(written: Any) -> None:
             learn_tree(item)
     elif isinstance(written, str):
         learn_environment(_FROM_ENVIRONMENT.findall(written))
+        for found in _IN_ADDRESS.finditer(written):
+            if "${" not in found[0]:
+                _learn(found[0], _NOBODY)
+                _learn(found[1], HIDDEN)
 
 
 def learn_environment(names: Iterable[str] | None = None) -> None:
@@ -96,6 +103,11 @@ def _learn(value: str, shown: str) -> None:
     ordered = sorted(_known.items(), key=lambda item: -len(item[0]))
     _known.clear()
     _known.update(ordered)
+
+
+def _unless_named(credentials: re.Match[str]) -> str:
+    """What hides a user and password; where they come from the environment, it is named already."""
+    return credentials[0] if "${" in credentials[0] else _NOBODY
 
 
 def _under(key: str, item: Any) -> Any:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rally.engines import EngineSettings
+    from rally.engines.embedded.words import Words
     from rally.services.desk import Served
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
@@ -102,13 +103,15 @@ def engine(
 ) -> None:
     """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
     console = quiet_console()
+    from rally.chat import get_format
     from rally.engines import EngineSettings
     from rally.services.serving import check_exposure, check_free, serve
     from rally.train.load import load_model, pick_device
 
+    get_format(tool_format)  # a name that does not exist is told now, and not to the first client
     token = check_exposure(host, "RALLY_ENGINE_TOKEN")
     check_free(host, port)
-    module = load_model(model, device=pick_device(device), dtype=dtype)
+    module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, called="MODEL")
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
     settings = EngineSettings(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
@@ -117,6 +120,7 @@ def engine(
         memory_share=memory,
         in_flight=in_flight,
         seed=seed,
+        words=_options(),
     )
 
     def create() -> object:
@@ -129,16 +133,22 @@ def engine(
     serve(create, host, port)
 
 
+def _options() -> Words:
+    """What the user of `rally serve engine` calls the settings of its engine."""
+    from rally.engines.embedded.words import Words
+
+    length = "--max-model-len"
+    return Words(max_model_len=length, lengths=length, memory="--memory", plain="--dtype=float32")
+
+
 def _served(
     module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
 ) -> Served:
-    from rally.chat import get_format
     from rally.engines import EmbeddedEngine
     from rally.services.desk import Served
     from rally.train.load import load_tokenizer
 
-    get_format(tool_format)  # a name that does not exist is told now, and not to the first client
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, called="--tokenizer")
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))

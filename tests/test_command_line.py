@@ -47,6 +47,30 @@ def test_a_place_that_cannot_be_written_is_a_sentence(
     assert told == f"rally: {tmp_path}/file/x: Not a directory; choose another folder: a part of that path is a file\n"
 
 
+def test_a_file_where_a_folder_should_be_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    told = said(["data", "arithmetic", "--out", str(tmp_path / "file")], monkeypatch, capsys)
+    assert told == f"rally: {tmp_path}/file: File exists; choose another name: something else lies there\n"
+
+
+def test_what_is_no_configuration_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "train.parquet"
+    rows.write_bytes(b"PAR1\x80\x00")
+    assert said(["train", str(tmp_path)], monkeypatch, capsys) == (
+        f"rally: {tmp_path} is a folder; name the YAML file in it.\n"
+    )
+    (tmp_path / "config.yaml").touch()
+    assert f"in it, such as {tmp_path / 'config.yaml'}." in said(["train", str(tmp_path)], monkeypatch, capsys)
+    told = said(["train", str(rows)], monkeypatch, capsys)
+    assert f"{rows} is not UTF-8 text, as a YAML file must be; rows are named by data.train_files=" in told
+    told = said(["train", "trainer.seed", "=", "3"], monkeypatch, capsys)
+    assert told.endswith("nor key=value; write a key and its value as one word, without spaces\n")
+
+
 def test_a_full_disk_is_told_with_what_to_do_and_a_bug_keeps_its_traceback() -> None:
     told = system_sentence(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
     assert told is not None and told.startswith("runs/mine/metrics.jsonl: No space left on device; make room")

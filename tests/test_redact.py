@@ -139,6 +139,14 @@ def test_of_two_secrets_the_longer_goes_first_and_short_ones_stay() -> None:
     assert redact("abcdefghi abcdef abc xyzxyz") == "*** *** abc ***"
 
 
+def test_a_password_in_an_address_is_one_and_other_addresses_are_not() -> None:
+    learn_tree(
+        {"tools": [{"url": "http://ada:s3cret@10.0.0.1/x"}, {"url": "http://a:b@h"}], "uri": "hdfs://me@h:1/a@b"}
+    )
+    said = "http://ada:s3cret@10.0.0.1/x refused s3cret, http://a:b@h did not, hdfs://me@h:1/a@b"
+    assert redact(said) == "http://***@10.0.0.1/x refused ***, http://***@h did not, hdfs://me@h:1/a@b"
+
+
 def test_json_that_leaves_is_json_also_when_a_secret_is_a_number_or_a_name_in_it() -> None:
     learn_tree({"password": "123456", "token": "reward"})
     value = {"reward": [123456, 0.123456, {"text": "pin 123456, reward"}], "none": None}

@@ -83,8 +83,8 @@ class DataConfig(Section):
     use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
     dataloader_num_workers: Natural = 0
     """Rows lie in memory and nothing is loaded in the background, so all values are right."""
-    filter_overlong_prompts_workers: Count = 1
-    """Threads that measure prompts before training."""
+    filter_overlong_prompts_workers: Count | None = None
+    """Threads that measure prompts before training; None takes one for each core, sixteen at most."""
 
     custom_cls: CustomClass = CustomClass()
     """A class of your own that makes rows of the files."""

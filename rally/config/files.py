@@ -115,11 +115,20 @@ def _read(path: Path) -> Tree:
         raise ConfigError(f"{path}{where}: this is not valid YAML ({problem}){advice}.") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {first_line(error)}.") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; name the YAML file in it{_example(path)}.") from None
+    except UnicodeDecodeError:
+        advice = "rows are named by data.train_files=..., a model by its path"
+        raise ConfigError(f"{path} is not UTF-8 text, as a YAML file must be; {advice}.") from None
+    except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
     return {str(key): _placed(value, str(path.parent)) for key, value in tree.items()}
+
+
+def _example(folder: Path) -> str:
+    return f", such as {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
 
 
 def _placed(value: Any, folder: str) -> Any:

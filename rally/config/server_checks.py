@@ -3,6 +3,8 @@ a server cannot do."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -10,6 +12,7 @@ from rally.config.base import look_up
 from rally.config.errors import shown
 from rally.config.schema import ROLLOUT, Config
 from rally.config.several import served
+from rally.redact import HIDDEN
 
 FOR_SERVERS = (
     *("server", "engine_kwargs", "port_start", "log_level", "checkpoint_engine"),
@@ -21,6 +24,8 @@ FOR_OWN_SERVERS = (
     "checkpoint_engine.backend",
 )
 NOT_FOR_RALLYS_OWN = ("tensor_model_parallel_size", "enforce_eager", "log_level", "checkpoint_engine.backend")
+TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"  # what a server of Rally's own is sent
+_BEFORE_AT = re.compile(r"^(\w+://)?.*@")  # up to the last: in what is no address, a password may be anywhere
 FOR_EMBEDDED = ("attention_backend", "page_size", "deterministic")
 
 
@@ -51,11 +56,32 @@ def _addresses(config: Config) -> Iterator[str]:
     if not given:
         yield f"{ROLLOUT}.mode=server needs a server; set {ROLLOUT}.server.url to where it runs."
     for url in given:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            yield f"{ROLLOUT}.server.url={url} is no address; write it as http://10.0.0.1:8000."
-    if len(set(given)) < len(given):
+        if not _is_address(url):
+            told = _BEFORE_AT.sub(rf"\1{HIDDEN}@", url)
+            yield f"{ROLLOUT}.server.url={told} is no address; write it as http://10.0.0.1:8000."
+    if len({_BEFORE_AT.sub(r"\1", url).rstrip("/") for url in given}) < len(given):
         yield f"{ROLLOUT}.server.urls names a server twice; name each once."
+    yield from _credentials(config)
     yield from _without_effect(config, FOR_OWN_SERVERS, f"on servers that run already ({ROLLOUT}.mode=server)")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
+
+
+def _credentials(config: Config) -> Iterator[str]:
+    """An address with a user and password, and what would take their place."""
+    named = [url for url in config.rollout.server_urls if "@" in url]
+    if any(f"//{HIDDEN}@" in url for url in named):
+        told = f"{ROLLOUT}.server.url: a user and password are not saved with a run"
+        yield f"{told}; write them again, best as http://${{oc.env:NAME}}@10.0.0.1:8000 with NAME=user:password."
+    if named and config.rollout.server_kind == "rally" and os.environ.get(TOKEN_VARIABLE):
+        told = f"{ROLLOUT}.server.url has a user and password and {TOKEN_VARIABLE} is set"
+        yield f"{told}, but a request can carry only one of them; take one out."
 
 
 def _engine_kwargs(config: Config) -> Iterator[str]:

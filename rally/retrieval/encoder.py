@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rally.hub import on_disk_alone
 from rally.retrieval.errors import RetrievalError
 from rally.retrieval.recipe import Pooling, Recipe
 
@@ -32,8 +33,9 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model)
-            loaded = AutoModel.from_pretrained(model, dtype=torch.float32 if device == "cpu" else torch.float16)
+            found, dtype = on_disk_alone(model), torch.float32 if device == "cpu" else torch.float16
+            self._tokenizer = AutoTokenizer.from_pretrained(model, **found)
+            loaded = AutoModel.from_pretrained(model, dtype=dtype, adapter_kwargs=found, **found)
         except (OSError, ValueError) as error:
             raise RetrievalError(f"the encoder {model} cannot be loaded ({str(error).splitlines()[0]})") from None
         self._model = loaded.to(device).eval()

@@ -18,12 +18,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rally.config import Config
 from rally.engines.embedded.families import FAMILIES
 from rally.engines.embedded.memory import kv_bytes_per_token, mlp_size, shape_of
+from rally.engines.embedded.tower import tower_shape
+from rally.engines.embedded.vision import tower_of
 from rally.train.head import MAX_LOGITS
 from rally.train.load import load_model_config
 from rally.train.lora import LoraSettings, lora_rank
 from rally.train.model_parts import lora_of
 from rally.train.parts import engine_settings_of, prompt_length, response_length, reward_kl_coef
-from rally.train.sight import auto_class
+from rally.train.sight import auto_class, freeze_tower
 
 UTILISATION = 0.35
 USED_BUDGET = 0.5
@@ -41,6 +43,13 @@ class Size(NamedTuple):
 class Cost(NamedTuple):
     what: str
     bytes: int
+
+
+class Images(NamedTuple):
+    """Bytes that images hold until the backward pass, and while the tower looks at them, before there is any text."""
+
+    kept: int
+    passing: int
 
 
 class StepTime(NamedTuple):
@@ -76,21 +85,27 @@ def size_of(model: PreTrainedModel) -> Size:
     return Size(parameters, trained, int(parameters - idle - looked_up))
 
 
-def size_from(model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False) -> Size:
+def size_from(
+    model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False, tower_frozen: bool = False
+) -> Size:
     """Of the model that a configuration describes, and of the adapters that would be trained."""
     with torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
+    if tower_frozen:
+        freeze_tower(model)
     size = size_of(model)
     return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
 
 
 def _adapter_numbers(model: PreTrainedModel, lora: LoraSettings) -> int:
     head, rank = model.get_output_embeddings(), lora_rank(lora)
-    every = lora.targets == ("all-linear",)
+    every = lora.targets == LoraSettings.targets
+    tower = set() if (seeing := tower_of(model)) is None or not every else set(seeing.modules())
     linear = [
         module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and (every or name.endswith(lora.targets))
+        if module not in tower
     ]
     return sum(rank * (module.in_features + module.out_features) for module in linear)
 
@@ -120,13 +135,13 @@ def _critic_bytes(config: Config, policy: Size, width: int) -> int:
         return 0
     size = policy._replace(trained=policy.parameters)
     if config.critic.model.path:
-        size = size_from(load_model_config(config.critic.model.path))
+        size = size_from(load_model_config(config.critic.model.path, called="critic.model.path"))
     return sum(cost.bytes for cost in _trained(size, width))
 
 
 def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
     """What a micro-batch keeps for its backward pass: every layer's input and the inside of one, or of all; and a
-    chunk of logits, twice."""
+    chunk of logits, twice. Of a model that sees, prompts are taken to be images."""
     text = model_config.get_text_config()
     layers, kv_heads, head = shape_of(text)
     history = prompt_length(config) + response_length(config)
@@ -141,10 +156,26 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
         # its gate, the gate's activation, the other half and their product.
         inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
     layer = tokens * inside * width
+    seen = _images(config, model_config, tokens * prompt_length(config) // history, width)
     logits = 2 * 4 * min(MAX_LOGITS["cuda" if width < 4 else "cpu"], tokens * text.vocab_size)
     if not config.model.enable_gradient_checkpointing:
-        return int(layers * layer + logits)
-    return int(layers * tokens * text.hidden_size * width + max(layer, logits))  # the head's turn is over by then
+        kept = layers * layer + logits
+    else:
+        kept = layers * tokens * text.hidden_size * width + max(layer, logits)  # the head's turn is over by then
+    return int(max(kept + seen.kept, seen.passing))
+
+
+def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
+    """Of so many image tokens. Where nothing of the tower is learned, only their features stay."""
+    tower = tower_shape(model_config)
+    if tower is None:
+        return Images(0, 0)
+    lora, features = lora_of(config.model, 0), tokens * tower.features * width
+    patches = tokens * tower.patches * width
+    if config.actor.freeze_vision_tower or (lora is not None and lora.targets == LoraSettings.targets):
+        return Images(features, features + patches * tower.looking())
+    learned = tower.learning(checkpointing=config.model.enable_gradient_checkpointing)
+    return Images(features + patches * learned, 0)
 
 
 def at_once(config: Config, model_config: PreTrainedConfig, width: int, room: int) -> int:

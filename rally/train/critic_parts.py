@@ -10,7 +10,7 @@ from rally.train.checkpoint import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.cuts import UNBOUND
 from rally.train.kl_control import KlControl
-from rally.train.load import pick_device, pick_dtype
+from rally.train.load import PATH_KEY, pick_device, pick_dtype
 from rally.train.model_parts import patches_of
 from rally.train.parts import gradient_limits_of, optimizer_settings, response_length, reward_kl_coef
 from rally.train.policy import Policy
@@ -36,6 +36,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
+        called="critic.model.path" if config.critic.model.path else PATH_KEY,
     )
     if patches := patches_of(config):
         share_sight(body, patches, "critic.model.path")

@@ -121,7 +121,12 @@ class Case:
         model, described = self.config.model, self.model_config
         return self._part(
             "the model's size",
-            lambda: size_from(described, model_parts.lora_of(model, 0), trust=model.trust_remote_code),
+            lambda: size_from(
+                described,
+                model_parts.lora_of(model, 0),
+                trust=model.trust_remote_code,
+                tower_frozen=self.config.actor.freeze_vision_tower,
+            ),
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from rally.engines.embedded.memory import free_bytes, kv_bytes_per_token, step_bytes
-from rally.train import parts
+from rally.train import model_parts, parts
 from rally.train.costs import (
     UTILISATION,
     Cost,
@@ -85,11 +85,11 @@ def estimate(case: Case, hardware: Hardware, width: int) -> Estimate:
 
 def _of_engine(case: Case, width: int) -> tuple[Cost, Cost]:
     """What sampling needs at the least, in the memory that the update does not hold."""
-    settings = parts.engine_settings_of(case.config)
+    settings, sight = parts.engine_settings_of(case.config), model_parts.patches_of(case.config)
     history = settings.max_model_len * kv_bytes_per_token(case.model_config, width)
     return (
         Cost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
-        Cost("sampling: a step of the engine", step_bytes(case.model_config, settings, width)),
+        Cost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, sight)),
     )
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rally.config import Config
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
+from rally.engines.remote.address import Address
 from rally.train.doctor_case import Case, Finding
 from rally.train.forward import token_logprobs
 from rally.train.load import load_model, weights_folder
@@ -69,8 +70,10 @@ def policy(case: Case) -> Iterator[Finding]:
 
 def reached(url: str) -> Finding:
     """Whether a rollout server that runs already says that it is well."""
+    url, credentials = Address.of(url)
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
+        asked = urllib.request.Request(f"{url}/health", headers=credentials)
+        with urllib.request.urlopen(asked, timeout=HEALTH_SECONDS):
             return Finding("policy", "ok", f"the rollout server {url} answers")
     except (OSError, ValueError) as error:
         told = f"the rollout server {url} does not answer ({error})"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -19,24 +21,32 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.train.lora import is_adapter_folder
 from rally.train.sight import auto_class
 from rally.types import RallyError
 
 WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """In the order in which transformers looks for them: beside the one, the other is not read."""
+PATH_KEY = "model.path"
 
 
 class LoadError(RallyError):
     """A model or tokenizer that cannot be had, in one sentence."""
 
 
-def pick_device(name: str = "auto") -> torch.device:
+def pick_device(name: str = "auto", called: str = "trainer.device") -> torch.device:
+    """`called`: what the user calls it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise LoadError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu or leave it out")
-    return torch.device(name)
+    if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise LoadError(f"{called}={name} is no device that Rally knows; choose auto, cpu, cuda or one GPU, as cuda:1")
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and gpus == 0:
+        raise LoadError(f"{called}={name}, but torch sees no GPU here; use {called}=cpu or leave it out")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise LoadError(f"{called}={name}, but the last GPU that torch sees here is cuda:{gpus - 1}; choose that")
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -57,27 +67,29 @@ def load_model(
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
     kind: Any = None,
+    called: str = PATH_KEY,
 ) -> PreTrainedModel:
-    """A causal language model, which may also see images, or what else `kind` is, in eval mode."""
+    """A causal language model, which may also see images, or what else `kind` is, in eval mode. `called`: what the user
+    calls its path."""
     device = device or torch.device("cpu")
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
         "trust_remote_code": trust_remote_code,
+        "adapter_kwargs": on_disk_alone(path),
         **(overrides or {}),
     }
     if is_adapter_folder(path):
-        raise LoadError(
-            f"{path} holds LoRA adapters, not a whole model; name its base as model.path and this folder as "
-            f"model.lora_adapter_path, or make it whole with: rally merge {path}"
-        )
-    where, gguf = _locate(path)
+        apart = f"name its base as {PATH_KEY} and this folder as model.lora_adapter_path, or "
+        told = f"{path} holds LoRA adapters, not a whole model; {apart if called == PATH_KEY else ''}"
+        raise LoadError(f"{told}make it whole with: rally merge {path}")
+    where, found = _locate(path, called)
     if kind is None:
-        kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code))
+        kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code, called=called))
     try:
-        model: Any = kind.from_pretrained(where, **kwargs, **gguf)
+        model: Any = kind.from_pretrained(where, **kwargs, **found)
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("model", path, problem)) from problem
-    if gguf:
+        raise LoadError(_sentence("model", path, problem, called)) from problem
+    if "gguf_file" in found:
         model = _without_quantization(model)
     model = _in_own_memory(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
@@ -94,36 +106,45 @@ def _in_own_memory(model: Any) -> Any:
 
 
 def load_model_config(
-    path: str, *, trust_remote_code: bool = False, overrides: dict[str, Any] | None = None
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    overrides: dict[str, Any] | None = None,
+    called: str = PATH_KEY,
 ) -> PreTrainedConfig:
     """What a model is, without its weights."""
-    where, gguf = _locate(path)
+    where, found = _locate(path, called)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **gguf, **(overrides or {})
+            where, trust_remote_code=trust_remote_code, **found, **(overrides or {})
         )
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("configuration of the model", path, problem)) from problem
+        raise LoadError(_sentence("configuration of the model", path, problem, called)) from problem
     return config
 
 
 def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None, spelled: Sequence[str] = ()
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    spelled: Sequence[str] = (),
+    called: str = PATH_KEY,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth.
 
     A template in place of its own, as text or as the path of a .jinja file, goes wherever the tokenizer goes: into
     checkpoints and to servers too. So does it that added tokens are spelled out in ordinary ones.
     """
-    where, gguf = _locate(path)
+    where, found = _locate(path, called)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **gguf
+            where, trust_remote_code=trust_remote_code, **found
         )
         if not _agrees(tokenizer, Path(where) / "tokenizer.json"):
             tokenizer = _plain_tokenizer(where)
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("tokenizer", path, problem)) from problem
+        raise LoadError(_sentence("tokenizer", path, problem, called)) from problem
     if chat_template is not None:
         tokenizer.chat_template = _template(chat_template)
     if spelled:
@@ -161,7 +182,7 @@ def weights_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in WEIGHTS):
         return folder
-    cached = (try_to_load_from_cache(path, name) for name in WEIGHTS) if _is_hub_name(path) else ()
+    cached = (try_to_load_from_cache(path, name) for name in WEIGHTS) if is_name(path) else ()
     return next((Path(found).parent for found in cached if isinstance(found, str)), None)
 
 
@@ -191,14 +212,14 @@ def _plain_tokenizer(where: str) -> PreTrainedTokenizerBase:
     return plain
 
 
-def _locate(path: str) -> tuple[str, dict[str, str]]:
-    """Where to load from, and for a GGUF file its name inside that folder."""
+def _locate(path: str, called: str) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and how: the name of a GGUF file inside that folder, or from the disk alone."""
     file = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not file.is_file():
-            raise LoadError(f"there is no GGUF file at {path}; check actor_rollout_ref.model.path")
+            raise LoadError(f"there is no GGUF file at {path}; correct {called}")
         return str(file.resolve().parent), {"gguf_file": file.name}
-    return (str(file) if file.exists() else path), {}
+    return (str(file) if file.exists() else path), on_disk_alone(path)
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
@@ -214,7 +235,7 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _sentence(kind: str, path: str, problem: Exception) -> str:
+def _sentence(kind: str, path: str, problem: Exception, called: str) -> str:
     first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
@@ -222,9 +243,13 @@ def _sentence(kind: str, path: str, problem: Exception) -> str:
         return f"{path} is a whole checkpoint; name the model in it: {trained}"
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
     if Path(path).is_dir() and not (Path(path) / file).exists():
-        return f"the {kind} cannot be loaded from {path}, a folder without {file}; name the folder that holds it"
+        told = f"the {kind} cannot be loaded from {path}, a folder without {file}"
+        return f"{told}; name the folder that holds it as {called}"
+    if is_name(path) and (why := why_unreachable()):
+        absent = isinstance(problem.__cause__, LocalEntryNotFoundError)
+        first = f"{'it is not on this machine' if absent else first}, and {why}"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
-    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as actor_rollout_ref.model.path"
+    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {called}"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
 
 

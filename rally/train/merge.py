@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rally.train.fsdp_shards import HF, has_shards, joined_shards, shard_files
-from rally.train.load import INDEX, WHOLE, LoadError, load_model, load_tokenizer
+from rally.train.load import INDEX, WHOLE, LoadError, load_model, load_model_config, load_tokenizer
 from rally.train.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
 from rally.train.sight import auto_class, patches_for
 from rally.types import RallyError
@@ -98,9 +98,9 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     if not path:
         raise MergeError(f"{source / CONFIG} does not name the base model; name it with --base")
     try:
-        model = load_model(path, dtype=_stored_dtype(path))
+        model = load_model(path, dtype=_stored_dtype(path), called="--base")
     except LoadError as problem:
-        raise MergeError(f"{problem}; if the base model has moved, name it with --base") from problem
+        raise MergeError(f"the model under the adapters may have moved: {problem}") from problem
     add_adapters(model, LoraSettings(start=str(source)), path)
     plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
     tokenizer = source if (source / "tokenizer_config.json").is_file() else path
@@ -113,10 +113,7 @@ def _stored_dtype(path: str) -> str:
     """The dtype of the base on disk: the merged weights are rounded once, to that."""
     if path.endswith(".gguf"):
         return "float32"
-    try:
-        stored = AutoConfig.from_pretrained(path).dtype
-    except (OSError, ValueError) as problem:
-        raise LoadError(f"the model {path!r} cannot be loaded ({str(problem).splitlines()[0]})") from problem
+    stored = load_model_config(path, called="--base").dtype
     return str(stored or "float32").removeprefix("torch.")
 
 

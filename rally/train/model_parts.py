@@ -16,7 +16,7 @@ from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
 from rally.engines.embedded.vision import give_sight
 from rally.patches import Patches
-from rally.train.load import load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
+from rally.train.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.train.lora import LoraSettings, add_adapters, check_resumable
 from rally.train.ranks import ALONE, Ranks
 from rally.train.sight import freeze_tower, patches_for
@@ -97,4 +97,5 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
         spelled=model.spelled_tokens,
+        called="model.tokenizer_path" if model.tokenizer_path else PATH_KEY,
     )

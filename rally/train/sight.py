@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from rally.engines.embedded.vision import FAMILIES, give_sight, sight_of, tower_of
+from rally.hub import on_disk_alone
 from rally.patches import Patches
 from rally.types import RallyError
 
@@ -57,7 +58,7 @@ def _patches(path: str, options: str, token: int, trust_remote_code: bool) -> Pa
     try:
         # of the two processors that transformers has, this one needs no torchvision and is the same on every device
         processor = AutoImageProcessor.from_pretrained(
-            path, backend="pil", trust_remote_code=trust_remote_code, **json.loads(options)
+            path, backend="pil", trust_remote_code=trust_remote_code, **json.loads(options), **on_disk_alone(path)
         )
     except (OSError, ValueError, TypeError) as problem:
         first = str(problem).strip().splitlines()[0]

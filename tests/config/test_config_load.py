@@ -102,7 +102,7 @@ def test_broken_yaml_is_told_with_its_place(tmp_path: Path, text: str, place: st
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"\xff\xfe\x00")
-    for path, words in (("no.yaml", "does not exist"), (".", "cannot be read"), ("latin.yaml", "cannot be read")):
+    for path, words in (("no.yaml", "does not exist"), (".", "is a folder"), ("latin.yaml", "not UTF-8")):
         with pytest.raises(ConfigError, match=words):
             load_config(tmp_path / path)
 

@@ -36,12 +36,13 @@ from rally.types import FinishReason, ImageSpan, SamplingParams
 PATIENCE = 2  # steps
 
 
-def _check_length(model: PreTrainedModel, wanted: int) -> None:
+def _check_length(model: PreTrainedModel, settings: EngineSettings) -> None:
+    wanted = settings.max_model_len
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most and wanted > most:
         raise EngineError(
             f"histories of up to {wanted} tokens were asked for, but the model was made for {most}; lower "
-            "data.max_prompt_length, data.max_response_length or rollout.max_model_len"
+            f"{settings.words.lengths}"
         )
 
 
@@ -58,9 +59,9 @@ class EngineCore:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
-        _check_length(model, self.settings.max_model_len)
+        _check_length(model, self.settings)
         paged = self._paged(model)
-        refuse_unsupported(model, paged=paged)
+        refuse_unsupported(model, self.settings.words, paged=paged)
         attention.install(model)
         shape = kv_shape(model)
         pages = num_pages or plan_memory(model, self.settings).pages
@@ -146,18 +147,18 @@ class EngineCore:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
             raise EngineError(f"a prompt holds a token outside the model's vocabulary of {self._vocabulary}")
+        limit = f"{self.settings.words.max_model_len}={self.settings.max_model_len}"
         if len(prompt_ids) + 1 > self.settings.max_model_len:
             raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in rollout.max_model_len="
-                f"{self.settings.max_model_len}; shorten it or raise the limit"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in {limit}; shorten it or raise the limit"
             )
         if params.stop and self.decode is None:
             raise EngineError("stop strings need a tokenizer; give the engine one or use stop_ids")
         room = self.settings.max_model_len - len(prompt_ids)
         if params.max_tokens > room:
             raise EngineError(
-                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed rollout.max_model_len="
-                f"{self.settings.max_model_len}; ask for at most {room} new tokens"
+                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {limit}; "
+                f"ask for at most {room} new tokens"
             )
         seed = params.seed if params.seed is not None else next(self._seeds)
         arrived = time.perf_counter() if arrived is None else arrived

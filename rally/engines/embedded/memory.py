@@ -10,6 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.tower import sight_bytes
+from rally.engines.embedded.vision import sight_of
+from rally.patches import Patches
 
 
 class KVShape(NamedTuple):
@@ -32,14 +35,14 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
-    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width)
+    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, sight_of(model))
     allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
+        words = settings.words
         raise EngineError(
-            f"one history of rollout.max_model_len={settings.max_model_len} tokens does not fit into the "
-            f"{allowed} tokens of KV that rollout.gpu_memory_utilization={settings.memory_share} allows; raise it, or "
-            "lower the lengths"
+            f"one history of {words.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
+            f"tokens of KV that {words.memory}={settings.memory_share} allows; raise it, or lower {words.lengths}"
         )
     return MemoryPlan(pages, pages * settings.page_size * per_token, step)
 
@@ -62,14 +65,16 @@ def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
     return 2 * layers * heads * size * width
 
 
-def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int) -> int:
+def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, patches: Patches | None = None) -> int:
     """Activations of one layer for a full step (the residual, its norm, queries, keys and values, both halves of the
-    MLP and their product), and the float32 logits of every running request, twice."""
+    MLP and their product), the float32 logits of every running request, twice, and what images take, which `patches`
+    are cut from."""
+    sight = sight_bytes(config, settings, width, patches)
     config = config.get_text_config()
     _, kv_heads, size = shape_of(config)
     wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp_size(config)
     logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
-    return int(settings.max_num_batched_tokens * wide * width + logits)
+    return int(settings.max_num_batched_tokens * wide * width + logits + sight)
 
 
 def mlp_size(config: PreTrainedConfig) -> int:

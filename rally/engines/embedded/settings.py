@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from rally.engines.embedded.words import Words
 
 InFlight = Literal["abort", "keep", "recompute"]
 Backend = Literal["auto", "paged", "gather"]
@@ -25,3 +27,4 @@ class EngineSettings:
     eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, and easier to look into
     deterministic: bool = False  # nothing depends on timing, to the last bit
     lend_memory: bool = False  # on a GPU, KV memory goes back to the device while weights are updated
+    words: Words = field(default_factory=Words)  # in sentences about these settings

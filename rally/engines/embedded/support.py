@@ -6,22 +6,22 @@ from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.memory import kv_shape
+from rally.engines.embedded.words import Words
 
-GATHER_ONLY = "rollout.attention_backend=gather runs it in plain torch"
 NOT_AT_ALL = "use another model, or a server engine"
 
 
-def refuse_unsupported(model: PreTrainedModel, *, paged: bool) -> None:
+def refuse_unsupported(model: PreTrainedModel, words: Words, *, paged: bool) -> None:
     """Raise for attention that the backend does not compute."""
-    name = type(model).__name__
+    name, cure = type(model).__name__, f"{words.plain} runs it in plain torch"
     if what := _unknown(model):
         raise EngineError(f"{name} uses {what}, which the embedded engine does not know; {NOT_AT_ALL}")
     if not paged:
         return
     if what := _variant(model):
-        raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {GATHER_ONLY}")
+        raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {cure}")
     if not power_of_two(size := kv_shape(model).size):
-        raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {GATHER_ONLY}")
+        raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {cure}")
 
 
 def power_of_two(size: int) -> bool:

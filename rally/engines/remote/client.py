@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rally.engines.base import EngineError
+from rally.engines.remote.address import Address
 from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
 from rally.engines.replica import ReplicaBusy, ReplicaGone
 from rally.engines.token_protocol import TOKEN_VARIABLE
@@ -60,11 +61,11 @@ class ServerReplica:
     """A `Replica` over HTTP."""
 
     def __init__(self, url: str, dialect: Dialect, settings: ClientSettings | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url, credentials = Address.of(url)
         self.dialect = dialect
         self.settings = settings or ClientSettings()
         _require_aiohttp()  # not at the first call: a server that does not answer is waited for
-        self._headers = dialect.headers()
+        self._headers = _headers(self.url, credentials, dialect.headers())
         self.version: int | None = None  # of the weights it holds, if anybody knows
         self.serving = False  # whether it takes requests
         self.asleep = False  # its memory is somebody else's
@@ -251,6 +252,14 @@ async def patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
     return await ask()
 
 
+def _headers(url: str, credentials: dict[str, str], token: dict[str, str]) -> dict[str, str]:
+    """One request has one way to say who asks, and which of two a server or the proxy before it wants, nobody knows."""
+    if credentials and token:
+        told = f"{url} is given a user and password by its address and a token by {TOKEN_VARIABLE}"
+        raise EngineError(f"{told}, and a request can carry only one of them; take one out")
+    return credentials or token
+
+
 def _require_aiohttp() -> None:
     if find_spec("aiohttp") is None:
         raise EngineError("talking to a rollout server needs aiohttp; run: pip install 'rally-rl[servers]'")
@@ -295,7 +304,7 @@ def _cure(path: str, status: int) -> str:
     if path.startswith("/inference/") and status in (403, 404):
         return "; start vLLM with --enable-scale-out, which opens the route for token ids"
     if status == 401:
-        return f"; set {TOKEN_VARIABLE} to the token that it was started with"
+        return f"; set {TOKEN_VARIABLE} to its token, or, for a proxy before it, a user and password in its address"
     if status == 404:
         return "; start the server with its routes for weight updates (vLLM: VLLM_SERVER_DEV_MODE=1)"
     return ""

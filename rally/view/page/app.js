@@ -87,17 +87,24 @@ function drawBar() {
     document.getElementById("bar"),
     h("a", { class: "brand", href: app.link("curves") }, "rally"),
     h("nav", { "aria-label": "views" }, tabs),
-    h("span", { class: "grow" }),
-    h("span", { id: "live" }),
-    app.state.runs.length > 1 ? pick : h("span", { class: "runname" }, app.state.runs[0]?.name ?? ""),
     h(
-      "button",
-      { type: "button", title: "dark or light (d)", "aria-label": "dark or light", onclick: switchTheme },
-      "◐",
+      "div",
+      { class: "about" },
+      h("span", { id: "live" }),
+      app.state.runs.length > 1 ? pick : runName(app.state.runs[0]?.name ?? ""),
+      h(
+        "button",
+        { type: "button", title: "dark or light (d)", "aria-label": "dark or light", onclick: switchTheme },
+        "◐",
+      ),
+      h("button", { type: "button", title: "keys (?)", "aria-label": "keys", onclick: toggleHelp }, "?"),
     ),
-    h("button", { type: "button", title: "keys (?)", "aria-label": "keys", onclick: toggleHelp }, "?"),
   );
   drawLive();
+}
+
+function runName(name) {
+  return h("span", { class: "runname", title: name }, name); // which a narrow window cuts
 }
 
 function changeRun(run) {

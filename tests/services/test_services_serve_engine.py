@@ -1,0 +1,78 @@
+"""Who starts `rally serve engine` with a mistake reads of its own options, and of no key of a training run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import make_model
+from typer.testing import CliRunner
+
+from rally.chat import tiny_tokenizer
+from rally.engines import EmbeddedEngine, EngineError, EngineSettings
+from rally.engines.embedded.words import Words
+from rally.serve_cli import app
+from rally.types import RallyError, SamplingParams
+
+KEY = re.compile(r"\b(rollout|trainer|model|data|actor_rollout_ref)\.\w+")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that claims to know endless histories, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("served")
+    model = make_model()
+    model.config.max_position_embeddings = 10**10
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    monkeypatch.setattr("uvicorn.run", lambda *_, **__: pytest.fail("it serves"))
+    mistake = CliRunner().invoke(app, ["engine", *words, "--port", "0"]).exception
+    assert isinstance(mistake, RallyError), mistake
+    assert not KEY.search(str(mistake)) and "\n" not in str(mistake)
+    return str(mistake)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device", "gpu"), "--device=gpu is no device that Rally knows; choose auto, cpu, cuda"),
+        (("--max-model-len", str(10**10 + 1)), "but the model was made for 10000000000; lower --max-model-len"),
+        (("--max-model-len", str(10**10)), "that --memory=0.5 allows; raise it, or lower --max-model-len"),
+        (("--tokenizer", "/nowhere"), "or a .gguf file as --tokenizer"),
+        (("--tool-format", "xml"), "unknown tool-call format 'xml'; choose one of"),
+    ],
+)
+def test_options_are_named(folder: Path, options: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert words in said(monkeypatch, str(folder), *options)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    told = said(monkeypatch, "x", "--device", "cuda")
+    assert told == "--device=cuda, but torch sees no GPU here; use --device=cpu or leave it out"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "but the last GPU that torch sees here is cuda:1" in said(monkeypatch, "x", "--device", "cuda:2")
+
+
+def test_the_model_is_named_as_in_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "without config.json; name the folder that holds it as MODEL" in said(monkeypatch, str(tmp_path))
+    assert said(monkeypatch, "nowhere.gguf") == "there is no GGUF file at nowhere.gguf; correct MODEL"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
+    told = said(monkeypatch, str(tmp_path))
+    assert told == f"{tmp_path} holds LoRA adapters, not a whole model; make it whole with: rally merge {tmp_path}"
+
+
+async def test_a_client_is_told_in_the_same_words() -> None:
+    settings = EngineSettings(max_model_len=32, max_num_seqs=2, words=Words(max_model_len="--max-model-len"))
+    engine = EmbeddedEngine(make_model(), settings, num_pages=8)
+    try:
+        for length, asked in ((40, 1), (20, 20)):
+            with pytest.raises(EngineError, match="--max-model-len=32; "):
+                await engine.generate([1] * length, SamplingParams(max_tokens=asked))
+    finally:
+        await engine.close()

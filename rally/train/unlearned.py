@@ -93,7 +93,7 @@ def _places(folder: Path) -> Iterable[tuple[str, str]]:
         places: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return places.items()
     with safe_open(folder / WHOLE, "pt") as weights:
-        return [(name, WHOLE) for name in weights.offset_keys()]
+        return [(name, WHOLE) for name in weights.keys()]  # noqa: SIM118 - no mapping
 
 
 def _like_the_last(rows: Rows, asked: list[int]) -> list[int]:

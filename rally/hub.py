@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import time
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 5.0
@@ -38,13 +40,15 @@ def why_unreachable() -> str | None:
 @lru_cache(maxsize=1)
 def _asked(_when: float) -> str | None:
     from huggingface_hub import constants, is_offline_mode
-    from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     if is_offline_mode():
         return None
+    session = get_session()
+    httpx: Any = import_module(type(session).__module__.partition(".")[0])  # or httpx2: the one that the client has
     try:
         patience = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-        get_session().head(constants.ENDPOINT, timeout=patience, follow_redirects=False)
+        session.head(constants.ENDPOINT, timeout=patience, follow_redirects=False)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as problem:
         return f"{urlsplit(constants.ENDPOINT).hostname} cannot be reached: {str(problem) or type(problem).__name__}"
     except httpx.TransportError:  # somebody is there

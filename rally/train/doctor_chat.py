@@ -12,7 +12,7 @@ from rally.chat.formats import FORMATS
 from rally.tools import BaseTool
 from rally.tools.examples import example_of
 from rally.train.doctor_case import Case, Finding, Piece, Status
-from rally.train.unlearned import advice, unlearned
+from rally.train.unlearned import KEY, advice, unlearned
 from rally.types import Message, Task, ToolCall
 
 TOO_LONG = 2000
@@ -59,8 +59,7 @@ def prompt(case: Case) -> Iterator[Finding]:
         shown,
     )
     if tokens := unlearned(str(case.config.model.path), case.tokenizer, ids):
-        told = advice(tokens, case.tokenizer, "actor_rollout_ref.model.spelled_tokens")
-        yield Finding("prompt", "warning", told)
+        yield Finding("prompt", "warning", advice(tokens, case.tokenizer, KEY))
     if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
         yield _call_is_read(codec, messages)
 

@@ -29,13 +29,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same on the CPU, each in memory of its own."""
-    by_pieces = [one.device.type == "cuda" and one.is_contiguous() for one in tensors]
     made = [
-        torch.empty(one.shape, dtype=one.dtype) if pieces else one.detach().to("cpu", copy=True)
-        for one, pieces in zip(tensors, by_pieces, strict=True)
+        torch.empty(one.shape, dtype=one.dtype) if _by_pieces(one) else one.detach().to("cpu", copy=True)
+        for one in tensors
     ]
-    fill([(one, copy) for one, copy, pieces in zip(tensors, made, by_pieces, strict=True) if pieces])
+    fill([(one, copy) for one, copy in zip(tensors, made, strict=True) if _by_pieces(one)])
     return made
+
+
+def _by_pieces(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.is_contiguous()
 
 
 def fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
 
 from rally.chat import ChatCodec
 from rally.config import Config
@@ -14,8 +12,6 @@ from rally.data import DataError, TaskSet
 from rally.track import RunConsole
 from rally.train.parts import prompt_length
 
-T = TypeVar("T")
-R = TypeVar("R")
 MOST_WORKERS = 16
 
 
@@ -46,13 +42,11 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
 
 
 def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int | None) -> list[int]:
-    return list(in_threads(lambda task: len(codec.encode_prompt(task.prompt)), tasks, workers))
-
-
-def in_threads(do: Callable[[T], R], items: Iterable[T], workers: int | None = None) -> Iterator[R]:
-    """What it makes of each, in order. Tokenizers do not hold Python's lock, so a thread for each core is worth it. A
-    pool takes all that it is given at once, and rows can hold images: it is given some at a time."""
-    left = iter(items)
+    """Tokenizers do not hold Python's lock, so a thread for each core is worth it. A pool takes all that it is given at
+    once, and rows can hold images: it is given some at a time."""
+    lengths: list[int] = []
+    left = iter(tasks)
     with ThreadPoolExecutor(workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))) as pool:
         while some := list(islice(left, 256)):
-            yield from pool.map(do, some)
+            lengths += pool.map(lambda task: len(codec.encode_prompt(task.prompt)), some)
+    return lengths

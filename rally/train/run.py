@@ -33,7 +33,7 @@ from rally.train.ranks import ALONE, Plan, Ranks
 from rally.train.rollout import Rollout
 from rally.train.row_checks import check_rows, warn_of_repeats
 from rally.train.skip import dump_of, skipping
-from rally.train.unlearned import chat_ids, warn_of_unlearned
+from rally.train.unlearned import KEY, chat_ids, warn_of_unlearned
 from rally.train.watch import watched
 from rally.types import RallyError
 
@@ -160,8 +160,7 @@ def _trainer(
         console.note(change)
     ranks.begin(Plan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
-    spelled = "actor_rollout_ref.model.spelled_tokens"
-    warn_of_unlearned(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), spelled, console)
+    warn_of_unlearned(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console)
     engine = _engine(config, inputs, policy)
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))

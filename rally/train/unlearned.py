@@ -27,6 +27,7 @@ from rally.track import RunConsole
 from rally.train.load import INDEX, WHOLE, weights_folder
 
 NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+KEY = "actor_rollout_ref.model.spelled_tokens"
 LAST = 16
 ALIKE = 0.99  # no two rows of tokens that were learned are
 

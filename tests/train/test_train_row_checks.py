@@ -1,6 +1,5 @@
 """Rows that would fail in every episode stop a run before weights are loaded; those that repeat are told."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from train_cases import Paper, run_config
 from rally.data import load_tasks, write_rows
 from rally.interactions import Interactions
 from rally.tools import ToolBox
-from rally.train.prompts import in_threads
 from rally.train.row_checks import RowError, check_rows, warn_of_repeats
 from rally.train.run import read_inputs
 
@@ -56,17 +54,3 @@ def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:
     assert not paper.text
     warn_of_repeats(40, 800, paper.console)
     assert "data.train_batch_size=800 is more than the 40 training rows" in paper.text
-
-
-@pytest.mark.parametrize("workers", [None, 1, 3])
-def test_what_threads_make_comes_in_order_and_nobody_holds_all_of_it(workers: int | None) -> None:
-    drawn: list[int] = []
-
-    def numbers() -> Iterator[int]:
-        for number in range(600):
-            drawn.append(number)
-            yield number
-
-    made = in_threads(lambda n: n * n, numbers(), workers)
-    assert next(made) == 0 and len(drawn) == 256
-    assert list(made) == [n * n for n in range(1, 600)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,11 @@ def engine_settings_of(config: Config) -> EngineSettings:
         deterministic=rollout.deterministic,
         lend_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
     )
+
+
+def cores() -> int:
+    """That this process may use; all, on a system that does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prompt_length(config: Config) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -10,7 +9,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.data import DataError, TaskSet
 from rally.track import RunConsole
-from rally.train.parts import prompt_length
+from rally.train.parts import cores, prompt_length
 
 MOST_WORKERS = 16
 
@@ -46,7 +45,7 @@ def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int | None) -> list[int]
     once, and rows can hold images: it is given some at a time."""
     lengths: list[int] = []
     left = iter(tasks)
-    with ThreadPoolExecutor(workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(workers or min(MOST_WORKERS, cores())) as pool:
         while some := list(islice(left, 256)):
             lengths += pool.map(lambda task: len(codec.encode_prompt(task.prompt)), some)
     return lengths

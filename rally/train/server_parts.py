@@ -41,7 +41,7 @@ from rally.engines.remote import (
 )
 from rally.engines.standing import RouterSettings
 from rally.train.lora import has_adapters, merged_weights, plain_twin
-from rally.train.parts import engine_settings_of
+from rally.train.parts import cores, engine_settings_of
 from rally.train.ranks import AskLogits, GatherWeights, ranks_of
 from rally.train.sharded import model_state
 from rally.train.weight_files import WeightWriter
@@ -208,7 +208,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         memory_share=settings.memory_share,
         tensor_parallel=rollout.tensor_model_parallel_size,
-        frontends=frontends(len(os.sched_getaffinity(0)), rollout.data_parallel_size),
+        frontends=frontends(cores(), rollout.data_parallel_size),
         on_cpu=model.device.type == "cpu",
         seed=settings.seed,
         eager=settings.eager,

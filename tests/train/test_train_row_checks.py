@@ -54,3 +54,11 @@ def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:
     assert not paper.text
     warn_of_repeats(40, 800, paper.console)
     assert "data.train_batch_size=800 is more than the 40 training rows" in paper.text
+
+
+def test_prompts_are_measured_on_a_system_that_tells_no_affinity(
+    home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    inputs = read_inputs(run_config(home, tmp_path), paper.console)
+    assert inputs.train_tasks is not None and len(inputs.train_tasks) == 12

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ class TrainBatch:
     @property
     def advantages_M(self) -> Tensor:
         """Of every sampled token, row by row; a single 0 where nothing was sampled."""
-        return torch.tensor([a for row in self.rows for a in row.advantages] or [0.0])
+        found = np.fromiter(itertools.chain.from_iterable(row.advantages for row in self.rows), np.float32)
+        return torch.from_numpy(found) if found.size else torch.zeros(1)
 
     @property
     def live_share(self) -> float:
@@ -112,5 +115,7 @@ def _reported(episodes: Sequence[Episode], keys: Sequence[str]) -> Tensor:
 
 
 def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
-    parts = advantages_M.split([len(row.sampled) for row in rows])
-    return [replace(row, advantages=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]
+    left = iter(advantages_M.tolist())
+    given = [replace(row, advantages=tuple(itertools.islice(left, len(row.sampled)))) for row in rows]
+    assert next(left, None) is None, "one advantage for each sampled token"
+    return given

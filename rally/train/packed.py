@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rally.engines.embedded.attention import Scores, grouped_attention, visible
-from rally.train.packing import PackedRows
+from rally.train.packing import PackedRows, placed
 
 # the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
 GROUPED_HEADS: dict[str, Any] = (
@@ -95,7 +95,7 @@ def fits_one_call(q_THD: Tensor) -> bool:
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return placed(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
 class _History(torch.autograd.Function):

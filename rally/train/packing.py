@@ -51,13 +51,12 @@ class Row:
 
     @classmethod
     def of(cls, segment: Segment, episode: int) -> Row:
-        offset = len(segment.prompt_ids)
-        sampled = tuple(offset + i for i, m in enumerate(segment.response_mask) if m)
+        sampled = tuple(itertools.compress(range(len(segment.prompt_ids), len(segment.ids)), segment.response_mask))
         assert not sampled or sampled[0] > 0, "the first token of a history cannot have been sampled"
         return cls(
             ids=segment.ids,
             sampled=sampled,
-            logprobs=tuple(p for p, m in zip(segment.response_logprobs, segment.response_mask, strict=True) if m),
+            logprobs=tuple(itertools.compress(segment.response_logprobs, segment.response_mask)),
             episode=episode,
             images=segment.images,
         )
@@ -127,9 +126,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
     counts = [len(at) for at in sampled]
 
     def tensor(values: np.ndarray) -> Tensor:
-        here = torch.from_numpy(values)
-        # from pinned memory, so that the next micro-batch is packed while the GPU still computes this one
-        return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+        return placed(torch.from_numpy(values), device)
 
     return PackedRows(
         ids_T=tensor(np.maximum(tree.ids, 0)),
@@ -150,6 +147,11 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         row_M=tensor(np.repeat(np.arange(len(rows)), counts)),
         rows=len(rows),
     )
+
+
+def placed(here: Tensor, device: torch.device) -> Tensor:
+    """On the device, from pinned memory: the next micro-batch is packed while the GPU still computes this one."""
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def _three_axes(rows: Sequence[Row], tree: _Tree) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from small_models import VOCABULARY, full_logprobs, make_model
 
 from rally.engines import EmbeddedEngine, Engine, EngineError, EngineSettings
 from rally.engines.embedded import EngineCore
+from rally.engines.embedded.engine import SOON
 from rally.engines.embedded.request import Request
+from rally.engines.embedded.runner import ModelRunner
 from rally.types import Generation, SamplingParams
 
 TOLERANCE = 1e-5
@@ -151,6 +154,22 @@ async def test_closing_ends_those_who_wait_with_what_they_have() -> None:
     with pytest.raises(EngineError, match="the engine is closed"):
         await engine.generate([1], params)
     await engine.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_what_feeds_a_gpu_does_not_wait_long_for_an_agent_loop(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = sys.getswitchinterval()
+    monkeypatch.setattr(ModelRunner, "ahead", ahead)
+    try:
+        sys.setswitchinterval(0.005)
+        engine = EmbeddedEngine(make_model(), num_pages=400)
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=1, seed=1))
+        assert sys.getswitchinterval() == pytest.approx(SOON if ahead else 0.005)
+        await engine.close()
+    finally:
+        sys.setswitchinterval(usual)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,10 @@ from rally.types import Generation, ImageSpan, SamplingParams
 SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
 LOOP_TURNS = 16  # from a result to the next request, tools that answer at once included, an event loop takes about 8
 MOST_REST = 0.25  # seconds; callers busy for longer are not waited for
+SOON = 1e-4
+"""Seconds until a thread that computes in Python hands the interpreter on to one that asks for it. A step is hundreds
+of torch's operations, and each of them lets go of the interpreter: with Python's own 5 ms every one of them would wait
+so long beside an agent loop at work, and the GPU with it."""
 
 OnTokens = Callable[[Sampled], None]
 """Is told, in the caller's event loop, what was sampled since it was last told; the rest is in the Generation."""
@@ -175,6 +180,8 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
+        if self.core.runner.ahead:
+            sys.setswitchinterval(min(SOON, sys.getswitchinterval()))
         seconds = 0.0
         while self._wait_for_work():
             try:

@@ -1,7 +1,7 @@
 """A state becomes the file that `torch.save` makes, checksums included, while a second thread does the writing.
 
 torch alone computes the checksum of a tensor, then writes it, then turns to the next. Here it hands over what is to be
-written and goes on. More threads would not help: a file system lets one at a time write to a file.
+written and goes on. More threads would not help: the file systems of Linux let one at a time write to a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One job at a time beside the training thread; whatever it raises is raised there too, and it is never cut short by
+"""Work beside the training thread: whatever it raises is raised where it is waited for, and it is never cut short by
 the end of the program."""
 
 from __future__ import annotations

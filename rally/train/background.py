@@ -1,10 +1,11 @@
-"""One job at a time beside the training thread; whatever it raises is raised there too, and it is never cut short by
+"""Work beside the training thread: whatever it raises is raised where it is waited for, and it is never cut short by
 the end of the program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Background:
@@ -29,3 +30,27 @@ class Background:
         job, self._job = self._job, None
         if job is not None:
             job.result()
+
+
+def started(job: Callable[[], None], name: str) -> Future[None]:
+    """`job` on a thread of its own. A pool would refuse it once the program has begun to end, and what is being written
+    then must still become whole."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            job()
+            outcome.set_result(None)
+        except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to who waits
+            outcome.set_exception(failure)
+
+    threading.Thread(target=run, name=name).start()
+    return outcome
+
+
+def side_by_side(jobs: Sequence[Callable[[], None]], name: str) -> None:
+    """All of them at once; when the last has ended, raise what the first that failed raised."""
+    running = [started(job, name) for job in jobs]
+    wait(running)
+    for job in running:
+        job.result()

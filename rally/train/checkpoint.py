@@ -8,6 +8,7 @@ is written beside the training thread.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from rally.train.background import Background
+from rally.train.background import Background, side_by_side
 from rally.train.policy import Policy
 from rally.train.ranks import GatherState
 from rally.train.snapshot import Part, json_part, model_part, state_part
@@ -48,9 +50,9 @@ class Checkpoint:
     def actor(self) -> Path:
         return self.path / "actor"
 
-    def state(self, *, mapped: bool = False) -> dict[str, Any]:
-        """What training goes on from; `mapped`, several processes that read it hold it in memory once."""
-        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=mapped)
+    def state(self) -> dict[str, Any]:
+        """What training goes on from. It is read where it is copied, and several processes hold it in memory once."""
+        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
         assert isinstance(state, dict)
         return state
 
@@ -142,7 +144,7 @@ class CheckpointStore:
             self._write_parts(self._place(step), parts)
             self._point_at(step)
             self._drop_old(step)
-        except OSError as problem:
+        except (OSError, SafetensorError) as problem:  # the latter says what the disk refused for the weights
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); make room or mend it, "
                 "then start the same command again"
@@ -152,8 +154,7 @@ class CheckpointStore:
         work = self.folder / f".writing_{target.name}_{os.getpid()}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        for part in parts:
-            part(work)
+        side_by_side([functools.partial(part, work) for part in parts], "rally-part")
         _seal(work)
         if target.exists():
             shutil.rmtree(target)

@@ -181,8 +181,8 @@ class Critic:
 
     def read(self, folder: Path) -> None:
         """Go on with the optimizer of a checkpoint; the weights were loaded from there."""
-        path, mapped = folder / FOLDER / OPTIMIZER, self.learner.ranks.count > 1
-        self.learner.load_state(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
+        path = folder / FOLDER / OPTIMIZER
+        self.learner.load_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:

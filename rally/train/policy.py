@@ -145,6 +145,7 @@ class Policy:
         """Masters, moments and step are the checkpoint's; learning rate, schedule and decay those of this run."""
         own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
         self.optimizer.load_state_dict(self._own_part(state["optimizer"]))
+        self._own_memory()
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
         own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
         self.optimizer.param_groups[0].update(own)
@@ -154,6 +155,12 @@ class Policy:
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
         self._rest()
+
+    def _own_memory(self) -> None:
+        """What the optimizer took as it is may be mapped from a file, which is not ours to keep."""
+        for state in self.optimizer.state.values():
+            here = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
+            state.update({name: value.clone() for name, value in here.items()})
 
     def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state as this rank holds it."""

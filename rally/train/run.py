@@ -222,7 +222,7 @@ def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         offload=config.actor.fsdp_config.optimizer_offload,
     )
     if checkpoint:
-        policy.load_state(checkpoint.state(mapped=ranks.count > 1))
+        policy.load_state(checkpoint.state())
     return policy
 
 

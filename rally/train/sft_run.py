@@ -253,7 +253,7 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
         offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
-        policy.load_state(start.state(mapped=ranks.count > 1))
+        policy.load_state(start.state())
     return policy
 
 

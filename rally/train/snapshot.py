@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from rally.train.lora import adapter_weights, has_adapters, merged_weights, plai
 from rally.train.ranks import ranks_of
 from rally.train.sharded import model_state, whole
 from rally.train.sight import processor_files
+from rally.train.state_file import tensors_in, write_state
 
 Part = Callable[[Path], None]
 WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
@@ -68,7 +68,7 @@ def model_part(
 def state_part(name: str, state: Mapping[str, Any]) -> Part:
     """Tensors and plain values as one file of torch."""
     mine = copied(dict(state))
-    return lambda checkpoint: torch.save(mine, checkpoint / name)
+    return lambda checkpoint: write_state(mine, checkpoint / name)
 
 
 def json_part(name: str, state: Mapping[str, Any]) -> Part:
@@ -85,23 +85,12 @@ def json_part(name: str, state: Mapping[str, Any]) -> Part:
 
 def copied(value: Any) -> Any:
     """The same on the CPU, in memory of its own. Tensors that are one stay one: tied weights are written once."""
-    found = {_identity(tensor): tensor for tensor in _tensors(value)}
+    found = {_identity(tensor): tensor for tensor in tensors_in(value)}
     return _with(dict(zip(found, copies(list(found.values())), strict=True)), value)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and not isinstance(value, DTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def _with(made: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:

@@ -153,6 +153,24 @@ def test_all_have_ended_when_a_failure_is_raised() -> None:
     assert ended == ["slow"]
 
 
+def test_where_no_thread_can_be_had_all_is_written_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def fails() -> None:
+        raise OSError("refused")
+
+    state = {"a": torch.ones(2**16), "b": [torch.arange(3)]}
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(OSError, match="refused"):
+        side_by_side([fails, lambda: write_state(state, tmp_path / "trainer.pt")], "test")
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    assert (tmp_path / "trainer.pt").read_bytes() == expected.getvalue()
+
+
 def test_a_program_that_ends_meanwhile_still_writes_all(tmp_path: Path) -> None:
     script = """if True:
         import sys, time

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,17 @@ def test_tensors_that_shared_memory_share_it_again(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "trainer.pt", weights_only=True)
     found["a"].fill_(7)
     assert found["b"][0].tolist() == [7] * 12 and found["tail"].tolist() == [7] * 6
+
+
+def test_a_state_is_written_from_where_it_lies(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2**22), "b": torch.ones(2**22)}
+    tracemalloc.start()
+    try:
+        write_state(state, tmp_path / "trainer.pt")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2**20, "no second copy of a tensor"
 
 
 def test_what_the_disk_refuses_is_an_error_of_the_system() -> None:

@@ -3,7 +3,6 @@
 import errno
 import io
 import pickle
-import resource
 import subprocess
 import sys
 import tempfile
@@ -11,8 +10,7 @@ import threading
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import make_model
-from train_cases import small_policy, uneven_episodes
+from train_cases import files_of_at_most, small_policy, uneven_episodes
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import tiny_tokenizer
@@ -107,16 +105,6 @@ def test_a_state_that_cannot_be_saved_leaves_no_thread(tmp_path: Path) -> None:
 
 def _left_over() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "rally-state"]
-
-
-@contextmanager
-def files_of_at_most(count: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ class Background:
 
 
 def started(job: Callable[[], None], name: str) -> Future[None]:
-    """`job` on a thread of its own. A pool would refuse it once the program has begun to end, and what is being written
-    then must still become whole."""
+    """`job` on a thread of its own; where none can be had, it has ended when this returns. A pool would refuse it once
+    the program has begun to end, and what is being written then must still become whole."""
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -44,7 +44,10 @@ def started(job: Callable[[], None], name: str) -> Future[None]:
         except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to who waits
             outcome.set_exception(failure)
 
-    threading.Thread(target=run, name=name).start()
+    try:
+        threading.Thread(target=run, name=name).start()
+    except RuntimeError:  # the system's limit; and Python 3.12.0 to 3.12.2 begin none while a program ends
+        run()
     return outcome
 
 

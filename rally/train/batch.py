@@ -115,7 +115,6 @@ def _reported(episodes: Sequence[Episode], keys: Sequence[str]) -> Tensor:
 
 
 def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
+    assert len(advantages_M) == sum(len(row.sampled) for row in rows), "one advantage for each sampled token"
     left = iter(advantages_M.tolist())
-    given = [replace(row, advantages=tuple(itertools.islice(left, len(row.sampled)))) for row in rows]
-    assert next(left, None) is None, "one advantage for each sampled token"
-    return given
+    return [replace(row, advantages=tuple(itertools.islice(left, len(row.sampled)))) for row in rows]

@@ -51,7 +51,8 @@ class Checkpoint:
         return self.path / "actor"
 
     def state(self) -> dict[str, Any]:
-        """What training goes on from. It is read where it is copied, and several processes hold it in memory once."""
+        """What training goes on from, mapped: it is read when it is copied, and several processes hold it once. What is
+        to be kept of it must be copied."""
         state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
         assert isinstance(state, dict)
         return state

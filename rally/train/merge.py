@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -57,6 +57,10 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
             os.replace(work / WHOLE, target / WHOLE)
         else:
             work.rename(target)
+    except SafetensorError as problem:  # a file that is not whole, and what the disk refused
+        raise MergeError(
+            f"{source} cannot be merged into {target} ({problem}); make room there, or copy a damaged file again"
+        ) from problem
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Merged(target, what)

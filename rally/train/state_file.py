@@ -1,4 +1,4 @@
-"""A state becomes the file that `torch.save` makes, checksums included, while a second thread does the writing.
+"""A state becomes the file that `torch.save` makes, checksums included, while a second thread computes those.
 
 torch alone computes the checksum of a tensor, then writes it, then turns to the next. Here it hands over what is to be
 written and goes on. More threads would not help: the file systems of Linux let one at a time write to a file.
@@ -7,6 +7,7 @@ written and goes on. More threads would not help: the file systems of Linux let 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, cast
@@ -22,9 +23,15 @@ from rally.train.background import started
 def write_state(state: Any, path: Path) -> None:
     """`state` must not change until this returns. What the disk refuses is an OSError, where torch would raise a
     RuntimeError about positions in a file."""
-    lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(state)}
-    with path.open("wb") as file, _Handed(file, lasting) as handed:
-        torch.save(state, cast(BinaryIO, handed))
+    handed = _Handed({tensor.untyped_storage().data_ptr() for tensor in tensors_in(state)})
+    with path.open("wb") as file:
+        saving = started(lambda: handed.take(state), "rally-state")
+        try:
+            while (data := handed.given.get()) is not None:
+                file.write(data)
+        finally:
+            wait([saving])
+    saving.result()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -41,28 +48,22 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 class _Handed:
     """What torch.save takes for a file. Memory whose address is `lasting` outlives the saving and is written from where
-    it lies; torch reuses all other as soon as `write` returns, so that is copied."""
+    it lies; torch reuses all other as soon as `write` returns, so that is copied. The last thing given is None."""
 
-    def __init__(self, file: BinaryIO, lasting: set[int]) -> None:
-        self._file, self._lasting = file, lasting
-        self._given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
+    def __init__(self, lasting: set[int]) -> None:
+        self._lasting = lasting
+        self.given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
 
-    def __enter__(self) -> _Handed:
-        self._writing = started(self._write_all, "rally-state")
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._given.put(None)
-        self._writing.result()
+    def take(self, state: Any) -> None:
+        try:
+            torch.save(state, cast(BinaryIO, self))
+        finally:
+            self.given.put(None)
 
     def write(self, data: memoryview) -> int:
         lasts = len(data) > 0 and np.frombuffer(data, np.uint8).ctypes.data in self._lasting
-        self._given.put(data if lasts else bytes(data))
+        self.given.put(data if lasts else bytes(data))
         return len(data)
 
     def flush(self) -> None:
-        """torch asks for it; all is written when this is left."""
-
-    def _write_all(self) -> None:
-        while (data := self._given.get()) is not None:
-            self._file.write(data)
+        """torch asks for it; the file is flushed by who writes it."""

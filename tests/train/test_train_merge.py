@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import make_model
-from train_cases import same, small_policy, weights, write_model
+from train_cases import files_of_at_most, same, small_policy, weights, write_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -117,5 +117,19 @@ def test_shards_that_lack_something_give_no_folder(tmp_path: Path, missing: str)
         index.write_text(json.dumps({"weight_map": kept}))
         words = "would not load as it was"
     with pytest.raises(MergeError, match=words):
+        merge(shards, tmp_path / "one")
+    assert not (tmp_path / "one").exists() and not list(tmp_path.glob(".writing_*"))
+
+
+@pytest.mark.parametrize("problem", ["a full disk", "a file cut short"])
+def test_what_safetensors_refuses_is_told_in_a_sentence(tmp_path: Path, problem: str) -> None:
+    shards = tmp_path / "shards"
+    make_model().save_pretrained(shards, max_shard_size="100KB")
+    if problem == "a full disk":
+        words, room = "cannot be merged.*File too large.*make room", 100_000
+    else:
+        words, room = "cannot be merged.*copy a damaged file again", 2**40
+        sorted(shards.glob("*.safetensors"))[0].write_bytes(b"cut")
+    with files_of_at_most(room), pytest.raises(MergeError, match=words):
         merge(shards, tmp_path / "one")
     assert not (tmp_path / "one").exists() and not list(tmp_path.glob(".writing_*"))

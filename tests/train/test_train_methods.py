@@ -30,7 +30,7 @@ from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, polic
 from rally.engines.embedded import attention
 from rally.rewards.shaping import ON_TURNS
 from rally.track import RunFolder
-from rally.train.batch import TrainBatch, build_batch, rows_of
+from rally.train.batch import TrainBatch, batch_of, build_batch, rows_of, scored_of
 from rally.train.cuts import Cut
 from rally.train.forward import token_logprobs
 from rally.train.rows import corrected_rows, kl_rewards, marked_rows, over_rows
@@ -277,3 +277,13 @@ def test_a_step_looks_its_method_up_and_goes_through_no_registry(monkeypatch: py
     for mode in ("vanilla", "clip_cov"):
         batch = build_batch(uneven_episodes(), CreditSettings(estimator="rloo", turn_rewards="returns"))
         assert update_policy(KeepingPolicy(calm_model()), batch, settings_of(mode))["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("wrong", ["a row without any", "one too many"])
+def test_rows_are_given_as_many_advantages_as_they_sampled_tokens(wrong: str) -> None:
+    episodes = uneven_episodes()
+    rows = rows_of(episodes)
+    sampled = sum(len(row.sampled) for row in rows)
+    given = sampled + 1 if wrong == "one too many" else sampled - len(rows[-1].sampled)
+    with pytest.raises(AssertionError, match="one advantage for each sampled token"):
+        batch_of(rows, scored_of(episodes, CreditSettings()), torch.ones(given))

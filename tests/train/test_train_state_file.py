@@ -3,15 +3,14 @@
 import errno
 import io
 import pickle
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import make_model
-from train_cases import small_policy, uneven_episodes
+from train_cases import files_of_at_most, small_policy, uneven_episodes
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import tiny_tokenizer
@@ -81,6 +80,17 @@ def test_tensors_that_shared_memory_share_it_again(tmp_path: Path) -> None:
     assert found["b"][0].tolist() == [7] * 12 and found["tail"].tolist() == [7] * 6
 
 
+def test_a_state_is_written_from_where_it_lies(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2**22), "b": torch.ones(2**22)}
+    tracemalloc.start()
+    try:
+        write_state(state, tmp_path / "trainer.pt")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2**20, "no second copy of a tensor"
+
+
 def test_what_the_disk_refuses_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="No space left") as refused:
         write_state({"a": torch.ones(2**16)}, Path("/dev/full"))
@@ -95,16 +105,6 @@ def test_a_state_that_cannot_be_saved_leaves_no_thread(tmp_path: Path) -> None:
 
 def _left_over() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "rally-state"]
-
-
-@contextmanager
-def files_of_at_most(count: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,24 @@ def test_all_have_ended_when_a_failure_is_raised() -> None:
     with pytest.raises(OSError, match="refused"):
         side_by_side([fails, slow], "test")
     assert ended == ["slow"]
+
+
+def test_where_no_thread_can_be_had_all_is_written_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def fails() -> None:
+        raise OSError("refused")
+
+    state = {"a": torch.ones(2**16), "b": [torch.arange(3)]}
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(OSError, match="refused"):
+        side_by_side([fails, lambda: write_state(state, tmp_path / "trainer.pt")], "test")
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    assert (tmp_path / "trainer.pt").read_bytes() == expected.getvalue()
 
 
 def test_a_program_that_ends_meanwhile_still_writes_all(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import io
 import itertools
 import random
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,3 +259,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def paper() -> Paper:
     return Paper()
+
+
+@contextmanager
+def files_of_at_most(count: int) -> Iterator[None]:
+    """The disk is full for every file that grows beyond `count` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

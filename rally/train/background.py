@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 
 class Background:
     """Jobs off the calling thread, one after the other. The interpreter waits for a running one before it exits."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._name = name
         self._job: Future[None] | None = None
 
     def start(self, job: Callable[[], None]) -> None:
         """Begin `job` as soon as the one before it has ended."""
         self.wait()
-        self._job = self._pool.submit(job)
+        self._job = started(job, self._name)
 
     def check(self) -> None:
         """Raise what the last job raised, if it has already ended."""

@@ -1,5 +1,6 @@
 """Ctrl-C once: the step ends, is saved, and the printed command goes on from it. Twice: it stops at once."""
 
+import gc
 import multiprocessing
 import os
 import shlex
@@ -64,6 +65,7 @@ class Run:
 
     def start(self, *words: str) -> BaseProcess:
         process = FORK.Process(target=command_line, args=(self.output or self.log, list(words)))
+        gc.collect()  # garbage of other tests may own threads, which a fork does not have: it would abort there
         process.start()
         return process
 

@@ -64,7 +64,7 @@ def named(text: str) -> tuple[str, Path]:
 
 def read_run(name: str, folder: Path) -> Run:
     rows = RunFolder(folder).read_metrics()
-    sampled = list(accumulate(sampled_episodes(row) for row in rows))
+    sampled = list(accumulate(row.metrics.get("episodes/count", 0.0) for row in rows))
     trained = [(at, row) for at, row in zip(sampled, rows, strict=True) if SCORE in row.metrics]
     if not trained:
         raise RallyError(f"{folder} has no training step yet; let the run finish one and ask again")
@@ -82,11 +82,6 @@ def validated(row: MetricsRow) -> list[float]:
     return [value for key, value in row.metrics.items() if key.startswith("val-core/") and "/mean@" in key]
 
 
-def sampled_episodes(row: MetricsRow) -> float:
-    """`episodes/count` counts those that were trained on; dynamic sampling began more."""
-    return row.metrics.get("episodes/count", 0.0) * row.metrics.get("train/num_gen_batches", 1.0)
-
-
 def at_most(points: Sequence[Point], episodes: float) -> Point | None:
     """The last point within so many episodes."""
     return next((point for point in reversed(points) if point.episodes <= episodes), None)
@@ -97,7 +92,7 @@ def told(runs: Sequence[Run]) -> str:
     equal = min(run.episodes for run in runs)
     rows = []
     for run in runs:
-        first = run.validation[0] if run.validation else None
+        first = at_most(run.validation, 0)
         last, score, minutes = (at_most(points, equal) for points in (run.validation, run.score, run.minutes))
         rows.append((run.name, _share(first), _share(last), _share(score), f"{minutes.value:.1f}" if minutes else ""))
     heads = ("run", "validation before", f"validation by {equal:,.0f} episodes", "score on train", "minutes of steps")

@@ -21,6 +21,7 @@ SanityMode = Literal["strict", "ignore_strippable", "disable"]
 THOUGHT = "a first thought"
 _CALLED = "lookup"
 _CONTEXT, _SHOWN = 30, 120
+_DOUBLED = re.compile(r'\{\{\s*"name"')
 _PIECE = re.compile(r"<[^<>\s]+>|\w+|\W")
 
 
@@ -61,6 +62,7 @@ class TemplateReport:
     tool_delta_exact: bool
     tools_shown: bool
     calls_shown: bool
+    braces_doubled: bool
     end_of_turn: str
     differences: tuple[Difference, ...]
 
@@ -76,6 +78,15 @@ class TemplateReport:
         )
 
     @property
+    def troubles(self) -> str:
+        """All that keeps a policy from calling tools, in sentences; empty if nothing does."""
+        doubled = (
+            'The chat template shows calls with doubled braces, {{"name": ...}}; a policy that copies them writes calls '
+            "that cannot be read, so give a template with single ones (custom_chat_template)."
+        )
+        return " ".join(filter(None, (self.hidden, doubled if self.braces_doubled else "")))
+
+    @property
     def words(self) -> str:
         """The whole report as text, one small diff per difference."""
         answers = (
@@ -84,7 +95,7 @@ class TemplateReport:
             ("renders" if self.tool_delta_exact else "does not render", "tool answers as they are appended"),
         )
         head = "The chat template " + ", ".join(" ".join(a) for a in answers) + f"; turns end with {self.end_of_turn}."
-        heads = [head, self.hidden] if self.hidden else [head]
+        heads = [head, self.troubles] if self.troubles else [head]
         return "\n".join([*heads, *(f"{d.case}:\n{diff_words(d.expected_text, d.got_text)}" for d in self.differences)])
 
 
@@ -108,6 +119,7 @@ def probe(turns: Turns) -> TemplateReport:
         tool_delta_exact=exact,
         tools_shown=not turns.template.tools or turns.template.knows_tools,
         calls_shown=_CALLED in turns.template.text([QUESTION, _assistant("", call=True)], False),
+        braces_doubled=_DOUBLED.search(turns.prompt([QUESTION])) is not None,
         end_of_turn=turns.end.text,
         differences=tuple(differences),
     )

@@ -34,8 +34,8 @@ def template(case: Case) -> Iterator[Finding]:
     head, *diff = report.words.splitlines()
     shown = (Piece("note", "\n".join(diff)),) if diff else ()
     strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
-    if case.toolbox.names and report.hidden:
-        yield Finding("template", "warning", report.hidden)
+    if case.toolbox.names and report.troubles:
+        yield Finding("template", "warning", report.troubles)
     if report.append_only:
         yield Finding("template", "ok", head)
         return

@@ -71,8 +71,8 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
     report = codec.probe()
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
-    elif toolbox.schemas() and report.hidden:
-        console.warn_once("template", report.hidden)
+    elif toolbox.schemas() and report.troubles:
+        console.warn_once("template", report.troubles)
 
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:

@@ -81,8 +81,8 @@ class TemplateReport:
     def troubles(self) -> str:
         """All that keeps a policy from calling tools, in sentences; empty if nothing does."""
         doubled = (
-            'The chat template shows calls with doubled braces, {{"name": ...}}; a policy that copies them writes calls '
-            "that cannot be read, so give a template with single ones (custom_chat_template)."
+            'The chat template shows calls with doubled braces, {{"name": ...}}; a policy that copies them writes '
+            "calls that cannot be read, so give a template with single ones (custom_chat_template)."
         )
         return " ".join(filter(None, (self.hidden, doubled if self.braces_doubled else "")))
 

@@ -144,13 +144,12 @@ def test_what_a_template_leaves_out_is_said(codecs: dict[str, ChatCodec]) -> Non
 def test_a_template_that_shows_calls_with_doubled_braces_is_told(codecs: dict[str, ChatCodec]) -> None:
     tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
     codec = codecs["qwen2_5"].with_tools([tool])
-    shown = r'{\"name\": <function-name>, \"arguments\": <args-json-object>}'
+    shown = r"{\"name\": <function-name>, \"arguments\": <args-json-object>}"
     template = codec.tokenizer.chat_template
     assert isinstance(template, str) and shown in template
     doubled = ChatCodec(codec.tokenizer, tools=[tool], chat_template=template.replace(shown, "{" + shown + "}"))
     assert codec.probe().troubles == ""
     assert "doubled braces" in doubled.probe().troubles and "doubled braces" in doubled.probe().words
-
 
 
 def test_a_template_that_prints_no_calls_still_appends_tool_answers() -> None:

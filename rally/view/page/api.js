@@ -4,6 +4,9 @@ import { localBeside, localRows } from "./rows.js";
 
 const inside = document.getElementById("data");
 export const exported = inside ? JSON.parse(inside.textContent) : null;
+export const NO_EPISODES = exported
+  ? "No episodes of this run are in the file; `rally view` over the run folder shows them."
+  : "No episodes are recorded yet.";
 
 export async function get(path, params) {
   const query = params ? "?" + new URLSearchParams(params) : "";
@@ -47,4 +50,9 @@ export async function episode(run, id) {
     span.source = exported ? exported.answers[path] : "/api/" + path;
   }
   return found;
+}
+
+// How many episodes of a run there are to look at here.
+export function recorded(run, state) {
+  return exported ? exported.answers[`runs/${run}/rows`].length : (state?.episodes ?? 0);
 }

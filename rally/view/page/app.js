@@ -135,12 +135,14 @@ function drawNotes() {
     run.metrics[1] ? `${count(run.metrics[1], "line")} of the metrics of ${run.name} could not be read.` : null,
   ]);
   if (app.state.lost) notes.push("The server does not answer any more; what you see is what it said last.");
-  if (exported) notes.unshift(...exported.notes);
-  const said = JSON.stringify(notes);
+  const inside = exported ? exported.notes : [];
+  const said = JSON.stringify([inside, notes]);
   if (said === notesSaid) return; // a reader of screens says them again whenever they are made again
   notesSaid = said;
-  const shown = notes.filter(Boolean).map((note) => h("p", { class: exported ? "about" : "" }, note));
-  put(document.getElementById("notes"), ...shown);
+  const paragraphs = (texts, style) => texts.filter(Boolean).map((text) => h("p", { class: style }, text));
+  const told = paragraphs(inside, "inside");
+  const folded = h("details", { class: "inside" }, h("summary", null, "What is in this file"), told);
+  put(document.getElementById("notes"), ...(told.length > 3 ? [folded] : told), ...paragraphs(notes, ""));
 }
 
 async function look() {

@@ -1,6 +1,6 @@
 // The same task at two steps, or in two runs: turn beside turn, with what changed marked.
 
-import { episode, get, rows } from "./api.js";
+import { episode, get, NO_EPISODES, rows } from "./api.js";
 import { diff } from "./diff.js";
 import { told } from "./filters.js";
 import { clip, h, number, put, rewardChip, stopChip } from "./dom.js";
@@ -124,7 +124,7 @@ export function compareView(root, app) {
   }
 
   function draw({ task, options, recorded, left, right, a, b }) {
-    if (!options.length) return put(root, h("p", { class: "empty" }, "No episodes are recorded yet."));
+    if (!options.length) return put(root, h("p", { class: "empty" }, NO_EPISODES));
     const [ta, tb] = [turnsOf(a), turnsOf(b)];
     const cells = Array.from({ length: Math.max(ta.length, tb.length) }, (_, n) => pair(ta[n], tb[n])).flat();
     const top = (name, option, one) =>

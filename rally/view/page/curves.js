@@ -19,6 +19,9 @@ const FIRST = [
   /^timing_s\/step$/,
 ];
 
+const COLORS = 10; // of the style sheet
+const colorOf = (run) => "c" + (run % COLORS);
+
 function chosenAtFirst(names) {
   return FIRST.flatMap((pattern) => names.filter((name) => pattern.test(name))).slice(0, 12);
 }
@@ -26,7 +29,7 @@ function chosenAtFirst(names) {
 function seriesOf(name, runs, data) {
   const all = data.map((one, n) => ({
     name: runs[n].name,
-    color: "c" + (n % 6),
+    color: colorOf(n),
     steps: one.steps,
     values: one.values[name],
   }));
@@ -131,7 +134,7 @@ export function curvesView(root, app) {
     const several = app.state.runs.length > 1;
     put(
       legend,
-      ...(several ? app.state.runs.map((run, n) => h("span", { class: "c" + (n % 6) }, h("i"), run.name)) : []),
+      ...(several ? app.state.runs.map((run, n) => h("span", { class: colorOf(n) }, h("i"), run.name)) : []),
       h(
         "small",
         null,

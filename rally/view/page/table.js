@@ -1,6 +1,6 @@
 // The table of episodes. Only the rows in sight exist; a page is asked for by the key of the row before it.
 
-import { beside, get, rows } from "./api.js";
+import { beside, get, NO_EPISODES, recorded, rows } from "./api.js";
 import { h, number, oneLine, put, rewardChip, seconds, stopChip } from "./dom.js";
 import { filterBar, FILTERS, keepFocus, told } from "./filters.js";
 import { live } from "./live.js";
@@ -98,9 +98,7 @@ export function tableView(root, app) {
     const first = Math.max(0, Math.floor(scroll.scrollTop / ROW) - 6);
     const last = Math.min(total, Math.ceil((scroll.scrollTop + scroll.clientHeight) / ROW) + 6);
     nothing.hidden = total > 0;
-    nothing.textContent = app.state.runs[app.run()]?.episodes
-      ? "No episode is like that."
-      : "No episodes are recorded yet.";
+    nothing.textContent = recorded(app.run(), app.state.runs[app.run()]) ? "No episode is like that." : NO_EPISODES;
     for (const [n, { element }] of drawn) {
       if (n < first || n >= last) {
         element.remove();

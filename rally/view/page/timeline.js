@@ -1,6 +1,6 @@
 // A step as it ran: its phases, and each episode as a lane. Red in the strip of the engine is a GPU that waits.
 
-import { get } from "./api.js";
+import { get, NO_EPISODES } from "./api.js";
 import { tickSize } from "./chart.js";
 import { choice, clip, count, h, hideTip, number, put, seconds, showTip } from "./dom.js";
 import { live } from "./live.js";
@@ -291,7 +291,7 @@ export function timelineView(root, app) {
     facets = found;
     ready = null;
     if (data) drawHead();
-    if (!data) put(words, "No episodes are recorded yet.");
+    if (!data) put(words, NO_EPISODES);
     else if (data.problem) put(words, data.problem);
     else showStep(data);
     canvas.dataset.episodes = ready?.episodes.length ?? 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import torch
@@ -15,7 +16,7 @@ from rally.track import RunConsole
 from rally.track.text import visible
 from rally.train import data_parts, model_parts, parts
 from rally.train.costs import shown_bytes, size_of, training_costs
-from rally.train.run import Inputs, read_inputs, total_steps_of
+from rally.train.run import Inputs, read_inputs, scorer_of, total_steps_of
 from rally.types import Task
 
 
@@ -24,6 +25,7 @@ def dry_run(config: Config, console: RunConsole) -> None:
     config.require_training()
     config = served(config)
     inputs = read_inputs(config, console)
+    asyncio.run(_load_reward(config))
     tasks = inputs.train_tasks or inputs.val_tasks
     assert tasks is not None
     console.note(config.to_yaml().rstrip())
@@ -33,6 +35,12 @@ def dry_run(config: Config, console: RunConsole) -> None:
     _show_budgets(config, inputs, console)
     _show_memory(config, console)
     console.note("dry run: nothing was trained")
+
+
+async def _load_reward(config: Config) -> None:
+    """The reward function as a run loads it: its mistakes belong here too."""
+    async with scorer_of(config):
+        pass
 
 
 def _show_prompt(inputs: Inputs, task: Task, console: RunConsole) -> None:

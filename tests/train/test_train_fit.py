@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.data import DataError, arithmetic, load_tasks, write_rows
 from rally.loops import Job
+from rally.rewards import RewardError
 from rally.track import MetricsRow, RunFolder
 from rally.train import forward
 from rally.train.dry_run import dry_run
@@ -336,6 +337,13 @@ def test_the_dry_run_shows_the_prompt_and_writes_nothing(home: Path, tmp_path: P
     for words in ("all observed (mask 0)", "calculator", "3 of 3 prompts x 4 episodes", "memory plan", "What is "):
         assert words in paper.text
     assert not (tmp_path / "none").exists()
+
+
+def test_the_dry_run_finds_a_reward_function_that_cannot_be_loaded(home: Path, tmp_path: Path, paper: Paper) -> None:
+    (tmp_path / "reward.py").write_text("import no_such_module\n")
+    config = run_config(home, tmp_path / "none", f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    with pytest.raises(RewardError, match="no_such_module"):
+        dry_run(config, paper.console)
 
 
 @pytest.fixture(scope="module")

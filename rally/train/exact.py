@@ -27,7 +27,7 @@ from rally.train.packing import PackedRows
 
 
 def exact_decoder(model: PreTrainedModel) -> FusedDecoder:
-    if not fusable(model):
+    if not fusable(model, invariant=True):
         raise EngineError(f"deterministic training knows {', '.join(FAMILIES)} without adapters only; turn it off")
     return FusedDecoder(model, kernels_for(model.device), invariant=True)
 

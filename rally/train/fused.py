@@ -1,8 +1,8 @@
 """The training forward of the families we know, with one kernel where the module has five: the same numbers, sooner.
 
-The module's own linear layers are called, so adapters and frozen weights are what they are there. What lies between
-them (norms, rotations, gated activations) keeps its inputs alone for the backward pass. Anything else, and anything
-without a GPU, goes through the module's own forward, which says what this one must compute.
+Linear layers are the module's own, those with a plain LoRA adapter as the three products of adapters.py. What lies
+between them (norms, rotations, gated activations) keeps its inputs alone for the backward pass. Anything else, and
+anything without a GPU, goes through the module's own forward, which says what this one must compute.
 
 Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head size.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rally.engines.embedded.adapters import linear
 from rally.engines.embedded.attention import Scores, packed_hidden
 from rally.engines.embedded.families import (
     ACTIVATIONS,
@@ -106,18 +107,19 @@ class _FusedLayer:
         stream_TC, x_TC = self.ops.add_and_norm(
             mixed_TC, stream_TC, parts.middle_norm.weight, self.eps, offset=self.offset
         )
-        product = self.ops.gated(parts.mlp.gate_proj(x_TC), parts.mlp.up_proj(x_TC), self.activation)
-        return stream_TC + self._norm(parts.mlp.down_proj(product), parts.mlp_norm)
+        mlp = parts.mlp
+        product = self.ops.gated(linear(mlp.gate_proj, x_TC), linear(mlp.up_proj, x_TC), self.activation)
+        return stream_TC + self._norm(linear(mlp.down_proj, product), parts.mlp_norm)
 
     def _attend(self, number: int, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: PackedAttention) -> Tensor:
         own, parts = self.parts.attention, self.parts
         q_THD, k_TKD, v_TKD = (
-            linear(x_TC).unflatten(1, (-1, self.size)) for linear in (own.q_proj, own.k_proj, own.v_proj)
+            linear(layer, x_TC).unflatten(1, (-1, self.size)) for layer in (own.q_proj, own.k_proj, own.v_proj)
         )
         q_THD = self.ops.rotate(self._head_norm(q_THD, parts.q_norm), cos_TD, sin_TD)
         k_TKD = self.ops.rotate(self._head_norm(k_TKD, parts.k_norm), cos_TD, sin_TD)
         mixed_THD = attention.attend(number, q_THD, k_TKD, v_TKD, Scores(parts.scale, parts.window))
-        return cast(Tensor, own.o_proj(mixed_THD.flatten(1)))
+        return linear(own.o_proj, mixed_THD.flatten(1))
 
     def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         return x_TC if norm is None else self.ops.rms_norm(x_TC, norm.weight, self.eps, offset=self.offset)

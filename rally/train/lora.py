@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rally.engines.embedded.adapters import NAME
 from rally.engines.embedded.vision import tower_of
 from rally.train.ranks import ranks_of
 from rally.train.sharded import model_state
 from rally.types import RallyError
 
-NAME = "default"  # what PEFT calls the only adapter of a module
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
 TOWER = r"(.*\.)?visual\..*"

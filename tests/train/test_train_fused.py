@@ -14,7 +14,7 @@ from rally.engines.embedded.attention import packed_hidden
 from rally.engines.embedded.families import known
 from rally.kernels import reference
 from rally.train import fused
-from rally.train.lora import LoraSettings, add_adapters
+from rally.train.lora import LoraSettings, add_adapters, without_adapters
 from rally.train.packed import PackedAttention
 from rally.train.packing import PackedRows, Row, pack
 
@@ -95,22 +95,66 @@ def test_checkpointing_computes_the_same_and_really_computes_again() -> None:
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_adapters_learn_through_it() -> None:
-    model = model_of("qwen2")
-    add_adapters(model, LoraSettings(rank=4), "somewhere")
+def with_adapters(model: PreTrainedModel, targets: tuple[str, ...] = ("all-linear",)) -> PreTrainedModel:
+    add_adapters(model, LoraSettings(rank=4, targets=targets), "somewhere")
+    torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_()
-    assert_alike(model.train(), pack(rows((9, 4), 5), torch.device("cpu")), SPECIFIED, 1e-5)
+                parameter.normal_(std=0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj"), ("o_proj", "up_proj")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_learn_through_it_as_through_their_own_layers(family: str, targets: tuple[str, ...]) -> None:
+    model = with_adapters(model_of(family), targets)
+    assert_alike(model, pack(rows((9, 4), 5), torch.device("cpu")), SPECIFIED, 1e-5)
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
+
+
+def test_layers_of_plain_adapters_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peft.tuners.lora.Linear.forward", None)
+    model, packed = with_adapters(model_of("qwen2")), pack(rows((9, 4), 5), torch.device("cpu"))
+    found = gradients(
+        model, fused.fused_hidden(model, packed.ids_T, packed.positions_T, PackedAttention(packed), SPECIFIED)
+    )
+    assert len(found) == 2 * 7 * model.config.num_hidden_layers
+
+
+def test_switched_off_adapters_leave_the_base() -> None:
+    model, packed = with_adapters(model_of("qwen2")), pack(rows((9, 4), 5), torch.device("cpu"))
+    given = (packed.ids_T, packed.positions_T, PackedAttention(packed), SPECIFIED)
+    with torch.no_grad():
+        bare, adapted = fused.fused_hidden(model_of("qwen2"), *given), fused.fused_hidden(model, *given)
+        with without_adapters(model):
+            assert torch.equal(fused.fused_hidden(model, *given), bare)
+    assert float((adapted - bare).norm()) > 1e-2 * float(bare.norm())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_may_be_switched_off_between_forward_and_backward(checkpointing: bool) -> None:
+    """As a reference that is asked for a KL term does."""
+    model, packed = with_adapters(model_of("qwen2")), pack(rows((9, 4), 5), torch.device("cpu"))
+    given = (packed.ids_T, packed.positions_T, PackedAttention(packed), SPECIFIED)
+    plain = gradients(model, fused.fused_hidden(model, *given))
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    hidden_TC = fused.fused_hidden(model, *given)
+    with without_adapters(model), torch.no_grad():
+        fused.fused_hidden(model, *given)
+    found = gradients(model, hidden_TC)
+    assert plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled(family: str) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_compiled(family: str, adapted: bool) -> None:
     """In bf16, no further from float32 than the module itself."""
-    exact = model_of(family, "cuda")
+    exact = with_adapters(model_of(family, "cuda")) if adapted else model_of(family, "cuda")
     model = copy.deepcopy(exact).bfloat16()
     packed = pack(rows((90, 40, 170), 50), torch.device("cuda"))
     context = PackedAttention(packed)

@@ -139,6 +139,27 @@ def test_the_engine_samples_from_the_adapted_policy(backend: str, targets: tuple
     assert max(abs(float(bare[11 + i, t]) - p) for i, (t, p) in enumerate(zip(ids, found, strict=True))) > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_moves_what_the_engine_holds(dtype: torch.dtype, tmp_path: Path) -> None:
+    """CUDA graphs and packed products go by addresses: an update, a reference and a checkpoint leave them alone."""
+    model = adapted(dtype)
+    policy = small_policy(model, lr=1e-2)
+    core = EngineCore(model, EngineSettings(max_model_len=64, max_num_seqs=4, backend="paged"), num_pages=32)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    packed = core.runner.fused.layers[0].qkv.inner  # type: ignore[attr-defined]
+    before = packed.clone()
+    update_policy(policy, build_batch(uneven_episodes()), WITH_KL, reference=BaseOfPolicy(model))
+    saved = open_checkpoint(CheckpointStore(tmp_path, warn=print).save(1, policy, tiny_tokenizer()))
+    policy.load_state(saved.state())
+    assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert not torch.equal(packed, before), "the optimizer wrote where the engine reads"
+    again = make_model()
+    for parameter in again.parameters():
+        parameter.data = parameter.data.to(dtype)
+    add_adapters(again, LoraSettings(rank=4, alpha=8), "somewhere", str(saved.actor))
+    assert same(weights(again), weights(model))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("eager", [False, True])
@@ -165,13 +186,15 @@ def test_the_engine_samples_from_the_adapted_policy_on_a_gpu(eager: bool) -> Non
         assert float((trained - sampled).abs().mean()) < 0.03 < float((bare - sampled).abs().mean())
 
 
-def test_no_fused_layers_pass_over_adapters() -> None:
-    assert fusable(make_model())
+def test_a_deterministic_forward_passes_over_no_adapters() -> None:
+    assert fusable(make_model(), invariant=True)
     for targets in (("all-linear",), ("lm_head",), ("embed_tokens",), ("o_proj",)):
         model = adapted(targets=targets)
-        assert not fusable(model)
+        assert fusable(model) and not fusable(model, invariant=True)
         with pytest.raises(EngineError, match=r"without adapters"):
             exact_decoder(model)
+        with pytest.raises(EngineError, match=r"without adapters"):
+            generate(model, backend="paged", deterministic=True)
 
 
 def test_training_and_rollout_agree() -> None:

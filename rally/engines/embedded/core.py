@@ -117,7 +117,7 @@ class EngineCore:
 
     def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
         settings = self.settings
-        if settings.deterministic and (settings.eager or not fusable(model)):
+        if settings.deterministic and (settings.eager or not fusable(model, invariant=True)):
             raise EngineError(
                 f"deterministic rollout has fused layers for {', '.join(FAMILIES)} without adapters only, and "
                 "not with enforce_eager; leave one of the two out"

@@ -122,7 +122,7 @@ class FastRunner:
         self.device = store.device
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
-        self.fused = self._fused() if fusable(model) and not eager else None
+        self.fused = self._fused() if fusable(model, invariant=deterministic) and not eager else None
         self.looking = Looking(model, slots) if tower_of(model) is not None else None
         self._addresses = self._find_weights()
         config = model.config.get_text_config()

@@ -1,8 +1,9 @@
 """The decoder's forward as a short list of kernels over the trainer's own weights, for the families we know.
 
-It computes what the module computes and rounds where it rounds. Projections that share an input run as one product
-over packed weights; the module's parameters become views into the packed tensor, so there is one copy of them, and an
-optimizer that writes in place writes here.
+It computes what the module computes and rounds where it rounds; linear layers with adapters round as in the training
+forward (adapters.py). Projections that share an input run as one product over packed weights, and so do the first
+matrices of their adapters; the module's parameters become views into the packed tensors, so there is one copy of them,
+and an optimizer that writes in place writes here.
 
 Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attention.py.
 """
@@ -10,7 +11,7 @@ Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attent
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.engines.embedded.adapters import add_adapted, plain_linear
 from rally.engines.embedded.attention import head_logits
 from rally.engines.embedded.families import (
     ACTIVATIONS,
@@ -44,12 +46,19 @@ class PagedReader(Protocol):
 
 
 class Packed:
-    """Linear layers of one input as one product; their parameters are views into it."""
+    """Linear layers of one input as one product; their parameters are views into it. Adapters are those that are
+    switched on when it is made."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.sizes = [layer.out_features for layer in layers]
-        self.weight = self._pack([layer.weight for layer in layers])
-        self.bias = self._pack([layer.bias for layer in layers]) if layers[0].bias is not None else None
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        plain = [found for layer in layers if (found := plain_linear(layer)) is not None]
+        assert len(plain) == len(layers), "refused by `fusable`"
+        bases, self.adapters = [one.base for one in plain], [one.adapter for one in plain]
+        self.sizes = [base.out_features for base in bases]
+        self.weight = self._pack([base.weight for base in bases])
+        self.bias = self._pack([base.bias for base in bases]) if bases[0].bias is not None else None
+        self.ranks = [0 if adapter is None else len(adapter.a_RC) for adapter in self.adapters]
+        inner = [adapter.a_RC for adapter in self.adapters if adapter is not None]
+        self.inner = self._pack(inner) if inner else None
 
     @staticmethod
     def _pack(parameters: Sequence[Tensor]) -> Tensor:
@@ -61,9 +70,15 @@ class Packed:
             parameter.data = view
         return whole
 
-    @property
-    def parts(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
+    def __call__(self, x_TC: Tensor, product: Callable[..., Tensor]) -> Tensor:
+        """What the layers give, side by side; `product` is the one of the base."""
+        y_TF = product(x_TC, self.weight, self.bias)
+        if self.inner is not None:
+            parts = zip(y_TF.split(self.sizes, 1), F.linear(x_TC, self.inner).split(self.ranks, 1), strict=True)
+            for (part_TF, h_TR), adapter in zip(parts, self.adapters, strict=True):
+                if adapter is not None:
+                    add_adapted(part_TF, h_TR, adapter.b_FR, adapter.scale)
+        return y_TF
 
 
 def _is_packed(parameters: Sequence[Tensor]) -> bool:
@@ -83,7 +98,9 @@ class _Layer:
 
     parts: LayerParts
     qkv: Packed
+    out: Packed
     gate_up: Packed
+    down: Packed
 
 
 class FusedDecoder:
@@ -91,6 +108,7 @@ class FusedDecoder:
     alone, to the last bit, and not on what else is computed beside it."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False) -> None:
+        assert fusable(model, invariant=invariant)
         config = model.config.get_text_config()
         self.kernels = kernels
         self.linear = kernels.invariant_linear if invariant else F.linear
@@ -132,9 +150,7 @@ class FusedDecoder:
     ) -> Tensor:
         tokens, d, parts = x_TC.shape[0], self.head_dim, layer.parts
         q, k, v = (
-            self.linear(x_TC, *layer.qkv.parts)
-            .view(tokens, -1, d)
-            .split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            layer.qkv(x_TC, self.linear).view(tokens, -1, d).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         )
         turned = torch.empty((tokens, self.heads, d), dtype=q.dtype, device=q.device)
         self.kernels.rotate_and_store(
@@ -151,11 +167,11 @@ class FusedDecoder:
             offset=self.offset,
         )
         mixed = attention.read(number, turned, parts.scale, parts.window)
-        return self.linear(mixed.flatten(1), *_weights(parts.attention.o_proj))
+        return layer.out(mixed.flatten(1), self.linear)
 
     def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:
-        gate, up = self.linear(x_TC, *layer.gate_up.parts).split(layer.gate_up.sizes, dim=1)
-        return self.linear(self.kernels.gated(gate, up, self.activation), *_weights(layer.parts.mlp.down_proj))
+        gate, up = layer.gate_up(x_TC, self.linear).split(layer.gate_up.sizes, dim=1)
+        return layer.down(self.kernels.gated(gate, up, self.activation), self.linear)
 
     def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
@@ -166,25 +182,25 @@ class FusedDecoder:
         return self.kernels.add_rms_norm(x_TC, residual_TC, norm.weight, self.eps, offset=self.offset)
 
 
-def _weights(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    return linear.weight, linear.bias
-
-
 def _layer(module: Any, model: PreTrainedModel) -> _Layer:
     parts = parts_of(module, model)
+    attention, mlp = parts.attention, parts.mlp
     return _Layer(
         parts,
-        qkv=Packed([parts.attention.q_proj, parts.attention.k_proj, parts.attention.v_proj]),
-        gate_up=Packed([parts.mlp.gate_proj, parts.mlp.up_proj]),
+        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=Packed([attention.o_proj]),
+        gate_up=Packed([mlp.gate_proj, mlp.up_proj]),
+        down=Packed([mlp.down_proj]),
     )
 
 
-def fusable(model: PreTrainedModel) -> bool:
-    """Whether we know this family, and nobody has put other modules into it (adapters, quantised layers)."""
-    config = model.config.get_text_config()
-    if not known(model) or getattr(model, "_hf_peft_config_loaded", False):  # where only the head is adapted, too
+def fusable(model: PreTrainedModel, *, invariant: bool = False) -> bool:
+    """Whether we know this family, and nobody has put modules into it (quantised layers, say) that are not plain
+    adapters; for an `invariant` forward, no adapters either, not even to its head."""
+    if not known(model) or (invariant and getattr(model, "_hf_peft_config_loaded", False)):
         return False
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    linears = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]
-    same = {(type(m), p.dtype, p.device) for m in linears for p in m.parameters()}
-    return len(linears) == len(names) * config.num_hidden_layers and len(same) == 1 and same.pop()[0] is nn.Linear
+    linears = [plain_linear(m) for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]
+    same = {(p.dtype, p.device) for plain in linears if plain is not None for p in plain.base.parameters()}
+    expected = len(names) * model.config.get_text_config().num_hidden_layers
+    return len(linears) == expected and None not in linears and len(same) == 1

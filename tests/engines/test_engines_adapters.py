@@ -12,6 +12,7 @@ from small_models import FAMILIES, full_logprobs, make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.engines.base import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
 from rally.engines.embedded.adapters import linear, plain_linear
 from rally.engines.embedded.fused import FusedDecoder, Packed, fusable
@@ -201,6 +202,30 @@ def test_adapters_that_come_after_the_engine_are_found() -> None:
     change(model, seed=1)
     core.commit_weights()
     assert_samples_from(core, model)
+
+
+@pytest.mark.parametrize("begun_on", [True, False])
+def test_adapters_that_are_switched_are_followed(begun_on: bool) -> None:
+    model = adapted()
+    switch = {True: model.enable_adapters, False: model.disable_adapters}
+    switch[begun_on]()
+    core = core_of(model)
+    assert_samples_from(core, model)
+    switch[not begun_on]()
+    core.commit_weights()
+    assert_samples_from(core, model)
+
+
+def test_adapters_that_are_not_plain_are_the_modules_business_again() -> None:
+    model = make_model()
+    core = core_of(model)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["o_proj"], use_dora=True), "default")
+    core.commit_weights()
+    assert core.runner.fused is None  # type: ignore[attr-defined]
+    core.runner.deterministic = True  # type: ignore[attr-defined]
+    model.disable_adapters()
+    with pytest.raises(EngineError, match="takes no adapters"):
+        core.commit_weights()
 
 
 def test_adapters_that_are_not_plain_are_not_fused() -> None:

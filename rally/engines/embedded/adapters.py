@@ -2,8 +2,8 @@
 
     y = x W^T + bias + scale (x A^T) B^T
 
-Both compute x W^T + bias, then x A^T, then add the last product to the first in place: the same operations in the same
-order, so that they round alike. What PEFT's layers hold is read in `plain_linear` alone. Layers that are more than this
+Both compute x W^T + bias, then x A^T, then add the last product to the first in place, so that they round at the same
+places. What PEFT's layers compute with is read in `plain_linear` alone. Layers that are more than this
 (dropout while training, DoRA, several adapters, merged ones, a base that is not a linear layer) are called as they are,
 and PEFT's own forward says what this one must compute.
 
@@ -62,6 +62,11 @@ def _is_plain(layer: Any) -> bool:
 
 def _adapter(layer: Any) -> Adapter:
     return Adapter(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+
+
+def switches(model: nn.Module) -> list[tuple[bool, bool]]:
+    """Of each adapted layer, whether its adapters are off, and whether they are merged into its weight."""
+    return [(m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]  # type: ignore[misc]
 
 
 def linear(layer: nn.Module, x_TC: Tensor) -> Tensor:

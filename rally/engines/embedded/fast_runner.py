@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.engines.embedded.adapters import switches
 from rally.engines.embedded.attention import Scores, head_logits, packed_hidden
 from rally.engines.embedded.fused import FusedDecoder, fusable
 from rally.engines.embedded.inputs import Inputs, Padding, Sizes, fill
@@ -118,13 +119,13 @@ class FastRunner:
         deterministic: bool = False,
     ) -> None:
         self.model, self.store, self.slots = model, store, slots
-        self.deterministic = deterministic
+        self.eager, self.deterministic = eager, deterministic
         self.device = store.device
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
-        self.fused = self._fused() if fusable(model, invariant=deterministic) and not eager else None
+        self.fused = self._fused()
         self.looking = Looking(model, slots) if tower_of(model) is not None else None
-        self._addresses = self._find_weights()
+        self._weights = self._find_weights()
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
         count, width = slots.table_SP.shape
@@ -146,21 +147,24 @@ class FastRunner:
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def weights_changed(self) -> None:
-        """Called when a new weight version begins. Parameters that were moved, not written, are found again here:
-        packed products and graphs would go on with the memory they had."""
-        if self._addresses != self._find_weights():
-            if self.fused is not None:
-                self.fused = self._fused()
-            self._addresses = self._find_weights()
+        """Called when a new weight version begins. Parameters that were moved, not written, and adapters that were
+        switched are found again here: packed products and graphs would go on with what they had."""
+        if self._weights != self._find_weights():
+            self.fused = self._fused()
+            if self.deterministic and self.fused is None:
+                raise EngineError("a deterministic rollout takes no adapters; turn off one of the two")
+            self._weights = self._find_weights()
             self._captured.clear()
         if self.looking is not None:
             self.looking.weights_changed()
 
-    def _fused(self) -> FusedDecoder:
+    def _fused(self) -> FusedDecoder | None:
+        if self.eager or not fusable(self.model, invariant=self.deterministic):
+            return None
         return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
 
-    def _find_weights(self) -> list[int]:
-        return [p.data_ptr() for p in self.model.parameters()]
+    def _find_weights(self) -> list[object]:
+        return [*(p.data_ptr() for p in self.model.parameters()), *switches(self.model)]
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> _InFlight | Done:

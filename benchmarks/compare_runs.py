@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -111,7 +111,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for axes, title, what in ((left, "Validation", "validation"), (right, "Score on train", "score")):
-        for run, color in zip(runs, COLORS, strict=False):
+        for run, color in zip(runs, cycle(COLORS), strict=False):
             if points := getattr(run, what):
                 at, values = zip(*points, strict=True)
                 axes.plot(at, values, color=color, linewidth=1.8, marker="o", markersize=3, label=run.name)

@@ -31,7 +31,8 @@ def tokenizer(case: Case) -> Iterator[Finding]:
 
 def template(case: Case) -> Iterator[Finding]:
     report = case.codec.probe()
-    head, *diff = report.words.splitlines()
+    head, *rest = report.words.splitlines()
+    diff = [line for line in rest if line != report.troubles]
     shown = (Piece("note", "\n".join(diff)),) if diff else ()
     strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
     if case.toolbox.names and report.troubles:

@@ -21,7 +21,7 @@ from rally.types import Task
 
 
 def dry_run(config: Config, console: RunConsole) -> None:
-    """Print the resolved configuration, one prompt with its mask, tools, budgets and the memory plan."""
+    """Load the reward; print the resolved configuration, one prompt with its mask, tools, budgets, the memory plan."""
     config.require_training()
     config = served(config)
     inputs = read_inputs(config, console)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -235,6 +236,22 @@ def test_an_exported_file_is_the_same_page_without_a_server(browser: Browser, ru
     browser.wait("document.querySelector('.said').innerText.includes('not in the exported file')")
     browser.click("[aria-label='step after']")
     browser.wait("document.querySelector('canvas').dataset.episodes === '12'")
+
+
+def test_many_runs_without_episodes_fit_into_one_file(browser: Browser, run_path: Path, tmp_path: Path) -> None:
+    runs = [Path(shutil.copytree(run_path, tmp_path / f"a_run_with_a_long_name_{n}")) for n in range(9)]
+    url = write_export(open_runs(runs), tmp_path / "out.html", "step=900&kind=val").path.as_uri()
+    go(browser, url, ".chart path")
+    assert browser.text("#notes") == "What is in this file"
+    assert len(set(browser.evaluate("[...document.querySelectorAll('.legend [class]')].map(e => e.className)"))) == 9
+    widths = "[...document.querySelectorAll('.chart header')].map(e => e.scrollWidth - e.clientWidth)"
+    assert not any(browser.evaluate(widths)), "nothing is wider than its card"
+    titles = "[...document.querySelectorAll('.chart h2')].map(e => e.clientWidth)"
+    assert min(browser.evaluate(titles)) > 50
+    for view, words in (("timeline", ".said"), ("episodes", ".empty"), ("compare", ".empty")):
+        go(browser, f"{url}#/{view}", words)
+        wanted = json.dumps("No episodes of this run are in the file")
+        browser.wait(f"document.querySelector('{words}').innerText.includes({wanted})")
 
 
 def test_lanes_of_episodes_left_out_of_an_export_are_told_and_lead_nowhere(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,11 +46,11 @@ class Tried(NamedTuple):
 class DivergedError(RallyError):
     """A gradient that no step may be taken from. `tried` is what it was computed from."""
 
-    def __init__(self, problem: str, tried: Sequence[Tried] = (), saved: Path | None = None) -> None:
+    def __init__(self, problem: str, tried: Sequence[Tried] = (), kept: str = "") -> None:
         self.problem, self.tried = problem, tried
-        kept = f"; what it was computed from is in {saved} and the .json beside it" if saved else ""
+        where = f"; what it was computed from {kept}" if kept else ""
         super().__init__(
-            f"{problem}, so the step was not applied{kept}; lower the learning rate, or look at the rewards and the "
+            f"{problem}, so the step was not applied{where}; lower the learning rate, or look at the rewards and the "
             "data of this step"
         )
 
@@ -80,7 +81,11 @@ def keeping_diverged(run_dir: Path, step: int, sources: Sequence[Mapping[str, An
     try:
         yield
     except DivergedError as error:
-        raise DivergedError(error.problem, error.tried, _save(run_dir / "diverged", step, error, sources)) from error
+        try:
+            kept = f"is in {_save(run_dir / 'diverged', step, error, sources)} and the .json beside it"
+        except (OSError, SafetensorError) as refused:  # the latter says what the disk refused
+            kept = f"could not be kept ({refused})"
+        raise DivergedError(error.problem, error.tried, kept) from error
 
 
 def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mapping[str, Any]]) -> Path:

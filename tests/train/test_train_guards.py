@@ -58,6 +58,17 @@ def spoil(policy: Policy, factor: float) -> None:
     policy.model.lm_head.weight.register_hook(lambda gradient: gradient * factor)
 
 
+def test_a_batch_that_the_disk_refuses_does_not_hide_why_the_step_was_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "diverged").write_text("a file where the folder should be")
+    with (
+        pytest.raises(
+            DivergedError, match=r"^too steep, so the step .* from could not be kept \(.*\); lower the learning"
+        ),
+        keeping_diverged(tmp_path, 9, []),
+    ):
+        raise DivergedError("too steep")
+
+
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e8])
 def test_the_batch_is_kept_and_the_weights_are_not_changed(tmp_path: Path, factor: float) -> None:
     policy, batch = small_policy(make_model(), lr=1e-6), build_batch(uneven_episodes())

@@ -1,0 +1,126 @@
+"""Guarantees: recipes are run one after the other as docs/results.md tells of them, within a budget of time.
+
+    python -m benchmarks.recipe_runs search retool --model FOLDER [--minutes 25] [--dry] [KEY=VALUE]...
+
+The model's own score, the supervised start and the training of each plan; keys change the training. What `rally
+recipes` says must be made first is expected under data/. Training is ended once its last validation is recorded, since
+the checkpoint that would follow is tens of gigabytes and nobody reads it; so is what still runs when the time is up.
+Metrics, episodes and curves stay in runs/, what was printed in runs/printed/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rally.track import RunFolder
+
+RUNS = Path("runs/rally")
+POLL = 0.5
+
+
+class Stage(NamedTuple):
+    """One command. Of a training `steps` are known, and it is ended after the validation of the last."""
+
+    name: str
+    words: tuple[str, ...]
+    steps: int | None = None
+
+
+def evaluated(recipe: str, model: str) -> Stage:
+    name = f"{recipe}_as_it_is"
+    path = f"actor_rollout_ref.model.path={model}"
+    return Stage(name, ("eval", "--recipe", recipe, path, f"trainer.experiment_name={name}"))
+
+
+def taught(recipe: str, model: str) -> Stage:
+    return Stage(f"{recipe.replace('/', '_')}_taught", ("sft", "--recipe", recipe, f"model.path={model}"))
+
+
+def trained(recipe: str, name: str, steps: int, every: int, *more: str) -> Stage:
+    keys = (f"trainer.total_training_steps={steps}", f"trainer.test_freq={every}", f"trainer.experiment_name={name}")
+    return Stage(name, ("train", "--recipe", recipe, *keys, *more), steps)
+
+
+def variant(name: str, model: str, *more: str) -> Stage:
+    """At as many episodes as the others, from the model as it is."""
+    recipe = "gsm8k_tool" if name == "plain" else f"gsm8k_tool/{name}"
+    keys = (f"actor_rollout_ref.model.path={model}", "data.train_batch_size=64")
+    return trained(recipe, f"gsm8k_12_steps_{name}", 12, 12, *keys, *more)
+
+
+def plans(model: str) -> dict[str, tuple[Stage, ...]]:
+    base = f"actor_rollout_ref.model.path={model}"
+    return {
+        "search": (
+            evaluated("search_r1", model),
+            taught("search_r1", model),
+            trained("search_r1", "search_r1", 40, 10),
+        ),
+        "retool": (evaluated("retool", model), taught("retool", model), trained("retool", "retool", 30, 10)),
+        "lora": (taught("gsm8k_tool/sft_lora", model), trained("gsm8k_tool/lora", "gsm8k_tool_lora", 24, 12, base)),
+        "plain": (variant("plain", model),),
+        "interaction": (variant("interaction", model),),
+        "curriculum": (variant("curriculum", model, "data.curriculum.grow_steps=9"),),
+        "dapo": (variant("dapo", model),),
+        "ppo": (variant("ppo", model, "trainer.critic_warmup=3"),),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipe_runs", description="Recipes, as measured.")
+    parser.add_argument("words", nargs="+", metavar="PLAN|KEY=VALUE", help=f"some of {', '.join(plans(''))}")
+    parser.add_argument("--model", required=True, help="a model folder")
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which what still runs is ended")
+    parser.add_argument("--dry", action="store_true", help="print the commands only")
+    options = parser.parse_intermixed_args(arguments)
+    keys = [word for word in options.words if "=" in word]
+    known = plans(options.model)
+    if unknown := [word for word in options.words if "=" not in word and word not in known]:
+        parser.error(f"there is no plan {unknown[0]}; choose from {', '.join(known)}")
+    stages = [stage for word in options.words if "=" not in word for stage in known[word]]
+    begun = time.monotonic()
+    for stage in stages:
+        command = [sys.executable, "-m", "rally", *stage.words, *(keys if stage.steps else ())]
+        if options.dry:
+            print(shlex.join(command[2:]))
+            continue
+        end = play(stage, command, begun + 60 * options.minutes)
+        print(f"{time.monotonic() - begun:7.1f} s  {stage.name}: {end}", flush=True)
+
+
+def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
+    """Run one stage; how it ended, in words."""
+    if time.monotonic() > deadline:
+        return "not begun, the time is up"
+    printed = RUNS.parent / "printed" / f"{stage.name}.txt"
+    printed.parent.mkdir(parents=True, exist_ok=True)
+    with printed.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        while process.poll() is None:
+            done = stage.steps is not None and validated(RUNS / stage.name, stage.steps)
+            if done or time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                shutil.rmtree(RUNS / stage.name / "checkpoints", ignore_errors=True)
+                return "ended after its last validation" if done else "ended, the time is up"
+            time.sleep(POLL)
+    return "done" if process.returncode == 0 else f"failed ({process.returncode}), see {printed}"
+
+
+def validated(folder: Path, step: int) -> bool:
+    rows = RunFolder(folder).read_metrics() if folder.exists() else ()
+    return any(row.step >= step and any(key.startswith("val-core/") for key in row.metrics) for row in rows[-1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
 """Guarantees: recipes are run one after the other as docs/results.md tells of them, within a budget of time.
 
-    python -m benchmarks.recipe_runs search retool --model FOLDER [--minutes 25] [--dry] [KEY=VALUE]...
+    python -m benchmarks.recipe_runs search_r1 retool --model FOLDER [--minutes 25] [--dry] [KEY=VALUE]...
 
 The model's own score, the supervised start and the training of each plan; keys change the training. What `rally
-recipes` says must be made first is expected under data/. Training is ended once its last validation is recorded, since
-the checkpoint that would follow is tens of gigabytes and nobody reads it; so is what still runs when the time is up.
-Metrics, episodes and curves stay in runs/, what was printed in runs/printed/.
+recipes` says must be made first is expected under data/. Training of all weights is ended once its last validation is
+recorded, since the checkpoint that would follow is tens of gigabytes and nobody reads it; so is what still runs when
+the time is up. Metrics and episodes stay in runs/, what was printed in runs/printed/. Runs that are there already are
+not touched: they must be moved away first.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ POLL = 0.5
 
 
 class Stage(NamedTuple):
-    """One command. Of a training `steps` are known, and it is ended after the validation of the last."""
+    """One command, which writes to the run folder of its name. With `steps` it is ended after the validation of the
+    last."""
 
     name: str
     words: tuple[str, ...]
     steps: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / self.name
 
 
 def evaluated(recipe: str, model: str) -> Stage:
@@ -42,8 +48,9 @@ def evaluated(recipe: str, model: str) -> Stage:
     return Stage(name, ("eval", "--recipe", recipe, path, f"trainer.experiment_name={name}"))
 
 
-def taught(recipe: str, model: str) -> Stage:
-    return Stage(f"{recipe.replace('/', '_')}_taught", ("sft", "--recipe", recipe, f"model.path={model}"))
+def taught(recipe: str, name: str, model: str) -> Stage:
+    """`name` is the recipe's own: its training begins from that run."""
+    return Stage(name, ("sft", "--recipe", recipe, f"model.path={model}"))
 
 
 def trained(recipe: str, name: str, steps: int, every: int, *more: str) -> Stage:
@@ -60,14 +67,22 @@ def variant(name: str, model: str, *more: str) -> Stage:
 
 def plans(model: str) -> dict[str, tuple[Stage, ...]]:
     base = f"actor_rollout_ref.model.path={model}"
+    adapters = trained("gsm8k_tool/lora", "gsm8k_tool_lora", 24, 12, base)
     return {
-        "search": (
+        "search_r1": (
             evaluated("search_r1", model),
-            taught("search_r1", model),
+            taught("search_r1", "search_r1_sft", model),
             trained("search_r1", "search_r1", 40, 10),
         ),
-        "retool": (evaluated("retool", model), taught("retool", model), trained("retool", "retool", 30, 10)),
-        "lora": (taught("gsm8k_tool/sft_lora", model), trained("gsm8k_tool/lora", "gsm8k_tool_lora", 24, 12, base)),
+        "retool": (
+            evaluated("retool", model),
+            taught("retool", "retool_sft", model),
+            trained("retool", "retool", 30, 10),
+        ),
+        "lora": (
+            taught("gsm8k_tool/sft_lora", "gsm8k_tool_sft_lora", model),
+            adapters._replace(steps=None),
+        ),  # its checkpoint is small
         "plain": (variant("plain", model),),
         "interaction": (variant("interaction", model),),
         "curriculum": (variant("curriculum", model, "data.curriculum.grow_steps=9"),),
@@ -88,9 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [word for word in options.words if "=" not in word and word not in known]:
         parser.error(f"there is no plan {unknown[0]}; choose from {', '.join(known)}")
     stages = [stage for word in options.words if "=" not in word for stage in known[word]]
+    if there := [str(stage.folder) for stage in stages if stage.folder.exists()]:
+        parser.error(f"{', '.join(there)} would be written to, and is there already; move it away")
     begun = time.monotonic()
     for stage in stages:
-        command = [sys.executable, "-m", "rally", *stage.words, *(keys if stage.steps else ())]
+        command = [sys.executable, "-m", "rally", *stage.words, *(keys if stage.words[0] == "train" else ())]
         if options.dry:
             print(shlex.join(command[2:]))
             continue
@@ -106,14 +123,17 @@ def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
     printed.parent.mkdir(parents=True, exist_ok=True)
     with printed.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        while process.poll() is None:
-            done = stage.steps is not None and validated(RUNS / stage.name, stage.steps)
-            if done or time.monotonic() > deadline:
+        try:
+            while process.poll() is None:
+                done = stage.steps is not None and validated(stage.folder, stage.steps)
+                if done or time.monotonic() > deadline:
+                    return "ended after its last validation" if done else "ended, the time is up"
+                time.sleep(POLL)
+        finally:  # by Ctrl-C too: it has a session of its own
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                shutil.rmtree(RUNS / stage.name / "checkpoints", ignore_errors=True)
-                return "ended after its last validation" if done else "ended, the time is up"
-            time.sleep(POLL)
+                shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     return "done" if process.returncode == 0 else f"failed ({process.returncode}), see {printed}"
 
 

@@ -48,12 +48,18 @@ def test_what_fails_and_what_comes_too_late_is_told(here: Path) -> None:
     assert play(Stage("two", ()), command, time.monotonic() - 1) == "not begun, the time is up"
 
 
-def test_plans_are_known_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_known_by_name_and_runs_that_are_there_are_left_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe_runs.main(["dapo", "--model", "M", "--dry", "trainer.seed=3"])
     assert "train --recipe gsm8k_tool/dapo trainer.total_training_steps=12" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         recipe_runs.main(["drill", "--model", "M"])
     assert "there is no plan drill" in capsys.readouterr().err
+    (here / "runs/rally/gsm8k_12_steps_dapo").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        recipe_runs.main(["ppo", "dapo", "--model", "M"])
+    assert "runs/rally/gsm8k_12_steps_dapo would be written to, and is there already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,9 @@ def test_every_command_is_one_that_its_recipe_takes(here: Path, stage: Stage) ->
             for rows in ("train", "test", "sft"):
                 (here / needed / f"{rows}.parquet").touch()
     if command == "sft":
-        load_sft_config(find_recipe(recipe, "sft"), keys)
+        assert load_sft_config(find_recipe(recipe, "sft"), keys).trainer.run_dir == stage.folder
         return
     trainer = load_config(find_recipe(recipe, "train"), keys).trainer
-    assert stage.steps is None or (trainer.total_training_steps, trainer.experiment_name) == (stage.steps, stage.name)
-    assert stage.steps is None or stage.steps % trainer.test_freq == 0, "the last step is validated"
+    assert trainer.run_dir == stage.folder
+    assert stage.steps in (None, trainer.total_training_steps)
+    assert command == "eval" or trainer.total_training_steps % trainer.test_freq == 0, "the last step is validated"

@@ -5,8 +5,8 @@
 The model's own score, the supervised start and the training of each plan; keys change the training. What `rally
 recipes` says must be made first is expected under data/. Training of all weights is ended once its last validation is
 recorded, since the checkpoint that would follow is tens of gigabytes and nobody reads it; so is what still runs when
-the time is up. Metrics and episodes stay in runs/, what was printed in runs/printed/. Runs that are there already are
-not touched: they must be moved away first.
+the time is up. Of a supervised start the weights stay, and what would resume it goes. Metrics and episodes stay in
+runs/, what was printed in runs/printed/. Runs that are there already are not touched: they must be moved away first.
 """
 
 from __future__ import annotations
@@ -134,7 +134,12 @@ def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
-    return "done" if process.returncode == 0 else f"failed ({process.returncode}), see {printed}"
+    if process.returncode:
+        return f"failed ({process.returncode}), see {printed}"
+    if stage.words[:1] == ("sft",):
+        for state in stage.folder.glob("checkpoints/*/trainer.pt"):
+            state.unlink()
+    return "done"
 
 
 def validated(folder: Path, step: int) -> bool:

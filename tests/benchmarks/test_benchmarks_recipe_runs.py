@@ -48,6 +48,16 @@ def test_what_fails_and_what_comes_too_late_is_told(here: Path) -> None:
     assert play(Stage("two", ()), command, time.monotonic() - 1) == "not begun, the time is up"
 
 
+def test_of_a_supervised_start_the_weights_stay(here: Path) -> None:
+    step = here / "runs/rally/taught/checkpoints/global_step_4"
+    for file in (step / "trainer.pt", step / "actor/model.safetensors"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for words, there in ((("eval",), True), (("sft",), False)):
+        assert play(Stage("taught", words), [sys.executable, "-c", ""], time.monotonic() + 50) == "done"
+        assert (step / "trainer.pt").exists() == there and (step / "actor/model.safetensors").exists()
+
+
 def test_plans_are_known_by_name_and_runs_that_are_there_are_left_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

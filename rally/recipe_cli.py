@@ -81,7 +81,12 @@ def retool(
     sft: Annotated[
         int, typer.Option(help="Conversations for `rally sft`; their programs are really run.", min=0)
     ] = 1280,
-    gsm8k: Annotated[Path | None, typer.Option(help="A GSM8K folder, whose train split is added.")] = None,
+    gsm8k: Annotated[
+        Path | None,
+        typer.Option(
+            help="A GSM8K folder: its train split is added, and of its test split --test rows to validate on."
+        ),
+    ] = None,
     aime: Annotated[Path | None, typer.Option(help="A folder with AIME's test.jsonl, to validate on.")] = None,
     seed: Seed = 0,
 ) -> None:

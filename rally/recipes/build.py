@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -60,9 +60,14 @@ def _write_searches(out: Path, questions: Sequence[Row], prompt: search_data.Pro
 
 
 def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
-    """train.parquet, test.parquet and sft.parquet; GSM8K joins what is trained on, AIME what is validated on."""
+    """train.parquet, test.parquet and sft.parquet. GSM8K's train split joins what is trained on, and of its test split
+    as many rows as there are generated ones what is validated on; so does AIME."""
     train = chain(retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(gsm8k, "train") if gsm8k else ())
-    test = chain(retool_data.rows(sizes.test, seed, "test"), retool_data.aime_rows(aime) if aime else ())
+    test = chain(
+        retool_data.rows(sizes.test, seed, "test"),
+        islice(retool_data.gsm8k_rows(gsm8k, "test"), sizes.test) if gsm8k else (),
+        retool_data.aime_rows(aime) if aime else (),
+    )
     written = [_write(out / "train.parquet", train), _write(out / "test.parquet", test)]
     if sizes.sft:
         tools = ToolBox(load_tools({"tools": [{"name": retool_data.TOOL}]}), ToolLimits(max_response_chars=1024))

@@ -15,30 +15,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from rally.sandbox import Isolation, Outcome, Program, Sandbox, SandboxSettings, Session, shared_sandbox
 from rally.tools.arguments import BadArguments
 from rally.tools.base import BaseTool
 from rally.tools.code_server import CodeServer
-from rally.tools.limits import CallLimits
+from rally.tools.limits import CallLimits, WorkerSettings
 from rally.tools.schema import ToolConfigError
 from rally.types import ToolResponse
 
 _FENCED = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
-class CodeInterpreterConfig(BaseModel):
+class CodeInterpreterConfig(WorkerSettings):
     """The keys that users of this tool already type, and ours."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["native"] = "native"
     sandbox_fusion_url: str | None = None  # a server to use instead of a sandbox in this process
     sandbox_url: str | None = None  # the same
-    num_workers: int = Field(10, ge=1)  # executions of this tool at once
-    rate_limit: int = Field(10, ge=1)  # also at once, as verl means it: the smaller of the two holds
-    enable_global_rate_limit: bool = True  # whether rate_limit counts
     default_timeout: float = Field(10.0, gt=0)
     default_language: str = "python"
     memory_limit_mb: int = Field(1024, ge=1)
@@ -48,10 +43,6 @@ class CodeInterpreterConfig(BaseModel):
     @property
     def url(self) -> str | None:
         return self.sandbox_fusion_url or self.sandbox_url
-
-    @property
-    def at_once(self) -> int:
-        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
 
 
 class CodeInterpreter(BaseTool[Any]):

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from rally.images import decoded, read_image
 from rally.tools.arguments import from_pydantic
 from rally.tools.base import BaseTool
-from rally.tools.limits import CallLimits
+from rally.tools.limits import CallLimits, WorkerSettings
 from rally.tools.schema import ToolConfigError
 from rally.types import Image, ToolResponse
 
@@ -26,12 +26,10 @@ MISTAKE = -0.05
 Box = tuple[int, int, int, int]
 
 
-class ZoomSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ZoomSettings(WorkerSettings):
     type: Literal["native"] = "native"
     num_workers: int = Field(default=20, ge=1)
-    rate_limit: float = Field(default=50, gt=0)
+    rate_limit: int = Field(default=50, ge=1)
     timeout: float = Field(default=30, gt=0)
 
 
@@ -46,7 +44,7 @@ class ImageZoomInTool(BaseTool[Any]):
         except ValidationError as error:
             raise ToolConfigError(f"config of {self.name}: {from_pydantic(error)}") from None
         self.own_timeout = settings.timeout if "timeout" in self.config else None
-        self.limits = CallLimits(max_concurrency=settings.num_workers, rate_limit=settings.rate_limit)
+        self.limits = CallLimits(max_concurrency=settings.at_once)
         self._images: dict[str, Image] = {}
 
     def get_openai_tool_schema(self) -> dict[str, Any]:

@@ -49,6 +49,20 @@ class ToolLimits:
                 raise ToolConfigError(sentence)
 
 
+class WorkerSettings(BaseModel):
+    """How much verl's own tools do at once: both numbers count calls under way, and the smaller one holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_workers: int = Field(default=10, ge=1)
+    rate_limit: int = Field(default=10, ge=1)
+    enable_global_rate_limit: bool = True  # whether rate_limit counts
+
+    @property
+    def at_once(self) -> int:
+        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
+
+
 class CallLimits(BaseModel):
     """What one tool bears. None is no limit; a `timeout` of None is that of all tools."""
 

@@ -5,11 +5,12 @@
         config:
           retrieval_service_url: http://127.0.0.1:8000/retrieve    # or index_path: a folder, searched in process
           topk: 3                # passages per query
-          num_workers: 120       # requests under way at a time
-          rate_limit: 120        # requests a second
+          num_workers: 120       # requests under way at a time ...
+          rate_limit: 120        # ... of which, as verl means it, the smaller number holds
           default_timeout: 30    # seconds for a call, retries included (also spelled timeout)
 
-The limits are this tool's own: another `search` tool, to the same service or not, has its own.
+The limits are this tool's own: another `search` tool, to the same service or not, has its own. A service that bears
+only so many requests a second is spared with `limits: {rate_limit: N}` beside `config`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from rally.redact import redact
 from rally.tools.arguments import BadArguments, from_pydantic
 from rally.tools.base import BaseTool
 from rally.tools.calling import ToolTimeout
-from rally.tools.limits import CallLimits
+from rally.tools.limits import CallLimits, WorkerSettings
 from rally.tools.schema import ToolConfigError
 from rally.tools.search_sources import InProcess, SearchError, SearchSource, Service
 from rally.types import ToolResponse
@@ -37,16 +38,14 @@ BETWEEN_QUERIES = "\n---\n"
 _log = logging.getLogger(__name__)
 
 
-class SearchSettings(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class SearchSettings(WorkerSettings):
     type: Literal["native"] = "native"
     retrieval_service_url: str | None = None
     index_path: str | None = None
     device: str = "cpu"
     topk: int = Field(default=3, ge=1)
     num_workers: int = Field(default=120, ge=1)
-    rate_limit: float = Field(default=120, gt=0)
+    rate_limit: int = Field(default=120, ge=1)
     default_timeout: float = Field(default=30, gt=0, validation_alias=AliasChoices("default_timeout", "timeout"))
     token_env: str = "RALLY_RETRIEVAL_TOKEN"
 
@@ -66,7 +65,7 @@ class SearchSettings(BaseModel):
         if self.index_path is not None:
             return InProcess(self.index_path, self.device)
         assert self.retrieval_service_url is not None
-        return Service(self.retrieval_service_url, self.num_workers, self.token_env)
+        return Service(self.retrieval_service_url, self.at_once, self.token_env)
 
 
 class SearchTool(BaseTool[Any]):
@@ -81,7 +80,7 @@ class SearchTool(BaseTool[Any]):
         self._settings = SearchSettings.read(config)
         self._source = self._settings.source()
         self.own_timeout = self._settings.default_timeout if {"default_timeout", "timeout"} & config.keys() else None
-        self.limits = CallLimits(max_concurrency=self._settings.num_workers, rate_limit=self._settings.rate_limit)
+        self.limits = CallLimits(max_concurrency=self._settings.at_once)
         self._told: set[str] = set()
 
     def get_openai_tool_schema(self) -> dict[str, Any]:

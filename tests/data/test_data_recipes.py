@@ -87,11 +87,14 @@ def test_real_conversations_read_what_the_search_finds(shared: Path, tmp_path: P
 
 def test_aime_is_only_validated_on(shared: Path, tmp_path: Path) -> None:
     sizes = build.RetoolSizes(4, 2, 0)
-    write_rows([{"question": "How many?", "answer": "<<1+1=2>>2\n#### 2"}], tmp_path / "gsm8k" / "train.jsonl")
+    for split, count in (("train", 1), ("test", 3)):
+        problems = [{"question": f"How many {split} {n}?", "answer": "<<1+1=2>>2\n#### 2"} for n in range(count)]
+        write_rows(problems, tmp_path / "gsm8k" / f"{split}.jsonl")
     build.retool(tmp_path, sizes, tmp_path / "gsm8k", shared / "data" / "aime25", 0)
     sources = [[task.data_source for task in load_tasks(tmp_path / f"{s}.parquet")] for s in ("train", "test")]
     assert sources[0].count(retool.GSM8K_SOURCE) == 1 and retool.AIME_SOURCE not in sources[0]
     assert sources[1].count(retool.AIME_SOURCE) == 30
+    assert sources[1].count(retool.GSM8K_SOURCE) == 2, "as many as are generated"
 
 
 def test_the_real_questions_are_split_by_hash_and_searchable(shared: Path, tmp_path: Path) -> None:

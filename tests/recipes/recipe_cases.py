@@ -27,7 +27,7 @@ MODELS = (
         )
     ),
 )
-ADAPTERS = "runs/rally/gsm8k_tool_sft_lora/checkpoints/global_step_4/actor"
+ADAPTERS = "runs/rally/gsm8k_tool_sft_lora/checkpoints/global_step_12/actor"
 SMALL_TRAIN = (
     "actor_rollout_ref.model.path=models/tiny",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",

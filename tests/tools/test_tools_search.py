@@ -12,7 +12,7 @@ import pytest
 from search_cases import Server, free_port, write_corpus
 
 from rally.retrieval import IndexSpec, build_index
-from rally.tools import ToolBox, load_tools
+from rally.tools import CallLimits, ToolBox, load_tools
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 PARIS = 'Doc 1(Title: "Paris") Paris is the capital of France.\n'
@@ -58,6 +58,12 @@ async def service(answer: Answer) -> AsyncIterator[str]:
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/retrieve"
+
+
+@pytest.mark.parametrize(("more", "most"), [({}, 7), ({"enable_global_rate_limit": False}, 9)])
+def test_both_numbers_count_requests_under_way(index: Path, more: dict[str, Any], most: int) -> None:
+    tool = search_tool(index_path=str(index), num_workers=9, rate_limit=7, **more)
+    assert tool.limits == CallLimits(max_concurrency=most)
 
 
 async def test_in_process_one_query_or_several(index: Path) -> None:

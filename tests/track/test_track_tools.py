@@ -64,13 +64,15 @@ def test_arguments_nested_too_deeply_to_write_are_still_counted() -> None:
     assert rollout_metrics([episode(made("a", arguments={"x": deep}))])["tool/a/calls"] == 1
 
 
-def test_the_tool_that_takes_the_time_is_named() -> None:
+@pytest.mark.parametrize(("queued", "advice"), [(2.0, "make it faster"), (5.0, "its limits hold the calls back")])
+def test_the_tool_that_takes_the_time_is_named(queued: float, advice: str) -> None:
     slow = episode(
-        made("quick", seconds=0.1), made("slow", seconds=4.0, queued=2.0), timings={"generate": 1.0, "tools": 6.1}
+        made("quick", seconds=0.1), made("slow", seconds=4.0, queued=queued), timings={"generate": 1.0, "tools": 6.1}
     )
     [found] = tool_warnings([slow, slow])
     assert found.key == "slow tool slow"
-    assert "'slow': 2 calls, latency p50 4.00 s, p95 4.00 s, in the queue p50 2.00 s" in found.text
+    assert f"'slow': 2 calls, latency p50 4.00 s, p95 4.00 s, in the queue p50 {queued:.2f} s" in found.text
+    assert f"0 timeouts; {advice}" in found.text
 
 
 @pytest.mark.parametrize("timings", [{"generate": 9.0, "tools": 6.1}, {"generate": 0.01, "tools": 0.5}, {}])

@@ -30,6 +30,7 @@ Port = Annotated[
 Export = Annotated[Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")]
 Chosen = Annotated[str, typer.Option("--filter", help="Of an export: 'step=10..20&kind=val', as in the page's links.")]
 Limit = Annotated[int, typer.Option(help="Of an export: the most episodes of each run.", min=1)]
+Tokens = Annotated[str | None, typer.Option("--tokenizer", help="A folder, for runs that were trained elsewhere.")]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
 
 
@@ -41,13 +42,14 @@ def view(
     export: Export = None,
     chosen: Chosen = "",
     limit: Limit = 512,
+    tokenizer: Tokens = None,
     no_browser: NoBrowser = False,
 ) -> None:
     """Look at what agents did: curves, timelines, every episode and token; live while a run trains."""
     console = quiet_console()
     from rally.view.run import open_runs
 
-    opened = open_runs(runs)
+    opened = open_runs(runs, tokenizer)
     if export is not None:
         from rally.view.export import write_export
 

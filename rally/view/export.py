@@ -25,7 +25,8 @@ Json = dict[str, Any]
 START = "app.js"
 PAGE = 500  # rows asked for at a time
 NO_TOKENIZER = (
-    "Where this was exported there was no tokenizer; tokens are shown as numbers beside the text of their turn."
+    "Where this was exported there was no tokenizer; tokens are shown as numbers beside the text of their turn. "
+    "To export it with one, give --tokenizer."
 )
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILINE)

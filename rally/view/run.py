@@ -18,7 +18,7 @@ from rally.view.indexer import Indexer
 from rally.view.lines import JsonLines
 from rally.view.query import PAGE, Query, QueryError
 from rally.view.summary import shown
-from rally.view.tokens import Found, find_tokenizer, pieces
+from rally.view.tokens import Found, find_tokenizer, given_tokenizer, pieces
 
 Json = dict[str, Any]
 PAGING = ("after", "skip", "limit", "count")
@@ -36,8 +36,9 @@ class Picture(NamedTuple):
 class Run:
     """A run folder that is being looked at."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, tokenizer: Found | None = None) -> None:
         self.path, self.name = path, name
+        self._tokenizer = tokenizer
         self.index = Index(path)
         self.indexer = Indexer(self.index)
         self._metrics = JsonLines(path / "metrics.jsonl")
@@ -48,7 +49,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Found:
-        return find_tokenizer(self.path)
+        return self._tokenizer or find_tokenizer(self.path)
 
     def state(self) -> Json:
         """What changes while the run goes on; the page asks every second."""
@@ -172,15 +173,17 @@ def _span(start: int, rows: int, columns: int, image: Json) -> Json:
     return {"start": start, "rows": rows, "columns": columns, **named}
 
 
-def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs, each with a name of its own: the last part of its path, or more of it where these are equal."""
+def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[Run]:
+    """The runs, each with a name of its own: the last part of its path, or more of it where these are equal. A
+    `tokenizer` that is named goes before what the runs say."""
     for path in paths:
         if not path.is_dir():
             raise RallyError(f"there is no run folder at {path}; give the folder that the run was started with")
         if not any((path / name).exists() for name in ("metrics.jsonl", "episodes")):
             raise RallyError(f"{path} is no run folder: it has neither metrics.jsonl nor episodes/")
     whole = [path.resolve() for path in paths]
-    return [Run(path, _short_name(path, whole)) for path in whole]
+    found = given_tokenizer(tokenizer) if tokenizer else None
+    return [Run(path, _short_name(path, whole), found) for path in whole]
 
 
 def _short_name(path: Path, all_paths: Sequence[Path]) -> str:

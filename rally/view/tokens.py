@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rally.types import RallyError
+
 Decode = Callable[[Sequence[int]], str]
+NAME_IT = "Name its folder with --tokenizer."
 UNFINISHED = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
 
 
@@ -33,7 +36,16 @@ def find_tokenizer(run: Path) -> Found:
         if decode is not None:
             return Found(decode, "")
     where = f"at {' or '.join(named)}" if named else "because the run names no model"
-    return Found(None, f"No tokenizer was found {where}; tokens are shown as numbers beside the text of their turn.")
+    text = f"No tokenizer was found {where}; tokens are shown as numbers beside the text of their turn. {NAME_IT}"
+    return Found(None, text)
+
+
+def given_tokenizer(place: str) -> Found:
+    """The one that the user names, for runs that were trained elsewhere."""
+    decode = _load(place)
+    if decode is None:
+        raise RallyError(f"--tokenizer {place} holds no tokenizer; give a model's folder, or a name this machine has")
+    return Found(decode, "")
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:

@@ -1,6 +1,7 @@
 """Who may ask the viewer, for what, and what the browser is told it may do."""
 
 import json
+import shutil
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from view_cases import served, write_run
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.types import RallyError
 from rally.view.run import open_runs
 from rally.view.server import create_app
 from rally.view.tokens import Decode, find_tokenizer, pieces
@@ -103,6 +105,21 @@ def test_an_episode_has_the_text_and_the_advantage_of_every_token(run_path: Path
     assert segment["advantages"][0][0] == -0.71
     assert shown["seed"] == str(2**62 + 1), "a script's numbers are too short for it"
     json.dumps(shown, allow_nan=False)
+
+
+def test_a_run_from_elsewhere_is_read_with_the_tokenizer_that_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "config.yaml").write_text("actor_rollout_ref: {model: {path: /nowhere}}")
+    shutil.rmtree(path / "checkpoints", ignore_errors=True)
+    tiny_tokenizer().save_pretrained(tmp_path / "named")
+    [bare], [named] = open_runs([path]), open_runs([path], str(tmp_path / "named"))
+    bare.indexer.catch_up()
+    note = bare.episode("t000002-00001-1")["note"]
+    assert note.startswith("No tokenizer was found at /nowhere") and "--tokenizer" in note
+    [segment] = named.episode("t000002-00001-1")["segments"]
+    assert "".join(segment["response_text"]) == ChatCodec(tiny_tokenizer()).decode(segment["response_ids"])
+    with pytest.raises(RallyError, match=r"--tokenizer /nowhere holds no tokenizer; give a model's folder"):
+        open_runs([path], "/nowhere")
 
 
 @pytest.fixture(scope="module")

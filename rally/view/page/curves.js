@@ -19,7 +19,7 @@ const FIRST = [
   /^timing_s\/step$/,
 ];
 
-const COLORS = 10; // of the style sheet
+const COLORS = 12; // of the style sheet
 const colorOf = (run) => "c" + (run % COLORS);
 
 function chosenAtFirst(names) {

@@ -28,11 +28,13 @@ def token_times(metrics: Mapping[str, float], episodes: Sequence[Episode]) -> di
 
 
 def memory_used() -> dict[str, float]:
-    """The most that the device held so far, and what the whole machine uses now; what cannot be asked is left out."""
+    """The most that the device held so far, how often it was full so far, and what the whole machine uses now; what
+    cannot be asked is left out."""
     used = _machine_memory()
     if torch.cuda.is_available():
         used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
         used["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
+        used["perf/memory_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     return used
 
 

@@ -10,11 +10,13 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 ENTROPY, CALLS, CLIPPED = "actor/entropy", "tool_call_counts/mean", "response_length/clip_ratio"
+RETRIES = "perf/memory_retries"
 LIVE, HIGHEST, LOWEST = "groups/live_share", "critic/rewards/max", "critic/rewards/min"
-WATCHED = (ENTROPY, CALLS, CLIPPED, LIVE, HIGHEST, LOWEST)
+WATCHED = (ENTROPY, CALLS, CLIPPED, LIVE, HIGHEST, LOWEST, RETRIES)
 USES_TOOLS = 0.2  # calls an episode from which on a policy counts as one that uses tools
 
 Steps = Sequence[Mapping[str, float]]
@@ -130,12 +132,26 @@ def clipped_responses(steps: Steps, settings: WatchSettings) -> Finding | None:
     )
 
 
+def crowded_memory(steps: Steps, settings: WatchSettings) -> Finding | None:
+    """In each of the last steps the GPU was full, and what torch had kept was given back and asked for anew."""
+    counts = _last(steps, RETRIES, settings.patience + 1)
+    if counts is None or any(after <= before for before, after in pairwise(counts)):
+        return None
+    return Finding(
+        "crowded_memory",
+        f"in each of the last {settings.patience} steps the GPU's memory was full, and torch gave back what it kept "
+        f"and asked for it anew, {counts[-1] - counts[0]:.0f} times in all, which takes time; start the run with "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, or lower actor.ppo_max_token_len_per_gpu",
+    )
+
+
 RULES: tuple[Callable[[Steps, WatchSettings], Finding | None], ...] = (
     constant_reward,
     flat_groups,
     entropy_collapse,
     tool_collapse,
     clipped_responses,
+    crowded_memory,
 )
 
 

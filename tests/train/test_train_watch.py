@@ -10,7 +10,7 @@ from train_cases import Paper, run_config
 
 from rally.track import RunFolder
 from rally.train.run import train
-from rally.train.watch import CALLS, CLIPPED, ENTROPY, HIGHEST, LIVE, LOWEST, WatchSettings, findings, watched
+from rally.train.watch import CALLS, CLIPPED, ENTROPY, HIGHEST, LIVE, LOWEST, RETRIES, WatchSettings, findings, watched
 
 HEALTHY = {ENTROPY: 0.5, CALLS: 1.0, CLIPPED: 0.02, LIVE: 0.5, HIGHEST: 1.0, LOWEST: 0.0}
 SETTINGS = WatchSettings(patience=3)
@@ -50,6 +50,14 @@ def test_tools_that_are_no_longer_called() -> None:
     never = [0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]
     assert told(steps(7, **{CALLS: never})) == {}, "a policy that never used tools has not stopped"
     assert told([{k: v for k, v in s.items() if k != CALLS} for s in steps(9)]) == {}
+
+
+def test_memory_that_is_full_in_every_step() -> None:
+    full = [0, 0, 2, 5, 9]
+    assert told(steps(4, **{RETRIES: full})) == {}
+    assert "9 times in all" in told(steps(5, **{RETRIES: full}))["crowded_memory"]
+    for now_and_then in ([0, 2, 2, 5, 9], [4, 9, 1, 3, 5]):  # the latter was resumed, and counts anew
+        assert told(steps(5, **{RETRIES: now_and_then})) == {}
 
 
 @pytest.mark.parametrize(("lowest", "words"), [(1.0, "harder rows, or stop"), (0.0, "data.curriculum.by=success")])

@@ -84,7 +84,7 @@ def retool(
     gsm8k: Annotated[
         Path | None,
         typer.Option(
-            help="A GSM8K folder: its train split is added, and of its test split --test rows to validate on."
+            help="A GSM8K folder, or `hub`: its train split is added, and of its test split --test rows to validate on."
         ),
     ] = None,
     aime: Annotated[Path | None, typer.Option(help="A folder with AIME's test.jsonl, to validate on.")] = None,

@@ -22,6 +22,7 @@ from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 HABITS: dict[triage_data.Habit, float] = {"good": 0.2, "guess": 0.55, "prose": 0.2, "wrong_code": 0.05}
+HUB = Path("hub")  # in place of a folder: to be downloaded
 
 
 class RetoolSizes(NamedTuple):
@@ -61,11 +62,14 @@ def _write_searches(out: Path, questions: Sequence[Row], prompt: search_data.Pro
 
 def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
     """train.parquet, test.parquet and sft.parquet. GSM8K's train split joins what is trained on, and of its test split
-    as many rows as there are generated ones what is validated on; so does AIME."""
-    train = chain(retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(gsm8k, "train") if gsm8k else ())
+    as many rows as there are generated ones what is validated on; so does AIME. `gsm8k` is a folder or `HUB`."""
+    source = None if gsm8k == HUB and not HUB.exists() else gsm8k
+    train = chain(
+        retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(source, "train") if gsm8k else ()
+    )
     test = chain(
         retool_data.rows(sizes.test, seed, "test"),
-        islice(retool_data.gsm8k_rows(gsm8k, "test"), sizes.test) if gsm8k else (),
+        islice(retool_data.gsm8k_rows(source, "test"), sizes.test) if gsm8k else (),
         retool_data.aime_rows(aime) if aime else (),
     )
     written = [_write(out / "train.parquet", train), _write(out / "test.parquet", test)]

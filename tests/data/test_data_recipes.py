@@ -97,6 +97,16 @@ def test_aime_is_only_validated_on(shared: Path, tmp_path: Path) -> None:
     assert sources[1].count(retool.GSM8K_SOURCE) == 2, "as many as are generated"
 
 
+def test_gsm8k_is_downloaded_unless_a_folder_has_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[Path | None] = []
+    monkeypatch.setattr(retool, "gsm8k_rows", lambda source, split: asked.append(source) or iter(()))
+    build.retool(tmp_path / "out", build.RetoolSizes(2, 1, 0), Path("hub"), None, 0)
+    (tmp_path / "hub").mkdir()
+    build.retool(tmp_path / "out", build.RetoolSizes(2, 1, 0), Path("hub"), None, 0)
+    assert asked == [None, None, Path("hub"), Path("hub")]
+
+
 def test_the_real_questions_are_split_by_hash_and_searchable(shared: Path, tmp_path: Path) -> None:
     train, test, corpus = build.search_r1(tmp_path, shared / "data" / "hotpotqa", None)
     assert train.rows + test.rows == 300 and 40 < test.rows < 80 and corpus.rows == 4947

@@ -61,8 +61,8 @@ def _write_searches(out: Path, questions: Sequence[Row], prompt: search_data.Pro
 
 
 def retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
-    """train.parquet, test.parquet and sft.parquet. GSM8K's train split joins what is trained on, and of its test split
-    as many rows as there are generated ones what is validated on; so does AIME. `gsm8k` is a folder or `HUB`."""
+    """train.parquet, test.parquet and sft.parquet. With `gsm8k` (a folder, or `HUB`) its train split is trained on too,
+    and the first rows of its test split are validated on, as many as are generated for that. AIME is validated on."""
     source = None if gsm8k == HUB and not HUB.exists() else gsm8k
     train = chain(
         retool_data.rows(sizes.train, seed, "train"), retool_data.gsm8k_rows(source, "train") if gsm8k else ()

@@ -88,19 +88,23 @@ def slow_tool(episodes: Sequence[Episode]) -> ToolWarning | None:
     told = _of_one_tool(tools[name])
     latency = f"latency p50 {told.get('latency_s/p50', 0):.2f} s, p95 {told.get('latency_s/p95', 0):.2f} s"
     queue = f"in the queue p50 {told.get('queue_s/p50', 0):.2f} s, p95 {told.get('queue_s/p95', 0):.2f} s"
-    results = [one.result for one in tools[name]]
-    held_back = sum(result.queued for result in results) > sum(result.seconds for result in results)
-    advice = (
-        "its limits hold the calls back, so raise num_workers and rate_limit of its config (or of its limits), if the "
-        "tool bears more calls at a time"
-        if held_back
-        else "make it faster or give it a shorter timeout, or, where the same question has the same answer, set "
-        "limits.cache=true"
-    )
     return ToolWarning(
         f"slow tool {name}",
         f"episodes wait longer for tools than for the policy, most of all for {name!r}: {told['calls']:.0f} calls, "
-        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts; {advice}",
+        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts; {_way_out([one.result for one in tools[name]])}",
+    )
+
+
+def _way_out(results: Sequence[ToolResult]) -> str:
+    """What to do about a tool that episodes wait for: it is slow itself, or its calls are held back before it."""
+    if sum(result.queued for result in results) > sum(result.seconds for result in results):
+        return (
+            "its limits hold the calls back, so raise num_workers and rate_limit of its config (or of its limits), if "
+            "the tool bears more calls at a time"
+        )
+    return (
+        "make it faster or give it a shorter timeout, or, where the same question has the same answer, set "
+        "limits.cache=true"
     )
 
 

@@ -140,8 +140,8 @@ def crowded_memory(steps: Steps, settings: WatchSettings) -> Finding | None:
     return Finding(
         "crowded_memory",
         f"in each of the last {settings.patience} steps the GPU's memory was full, and torch gave back what it kept "
-        f"and asked for it anew, {counts[-1] - counts[0]:.0f} times in all, which takes time; start the run with "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, or lower actor.ppo_max_token_len_per_gpu",
+        f"and asked for it anew, {counts[-1] - counts[0]:.0f} times in all, which takes time; lower "
+        "actor.ppo_max_token_len_per_gpu, or try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
     )
 
 

@@ -17,7 +17,6 @@ import yaml
 from rally.types import RallyError
 
 Decode = Callable[[Sequence[int]], str]
-NAME_IT = "Name its folder with --tokenizer."
 UNFINISHED = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
 
 
@@ -36,8 +35,8 @@ def find_tokenizer(run: Path) -> Found:
         if decode is not None:
             return Found(decode, "")
     where = f"at {' or '.join(named)}" if named else "because the run names no model"
-    text = f"No tokenizer was found {where}; tokens are shown as numbers beside the text of their turn. {NAME_IT}"
-    return Found(None, text)
+    shown = "tokens are shown as numbers beside the text of their turn; name its folder with --tokenizer"
+    return Found(None, f"No tokenizer was found {where}: {shown}.")
 
 
 def given_tokenizer(place: str) -> Found:

@@ -23,8 +23,8 @@ from benchmarks.grpo_row import grpo_row
 from benchmarks.report import Circumstances, publish, summary
 from benchmarks.sinks_row import sinks_row
 from benchmarks.update_row import update_row
+from rally.models.load import load_model
 from rally.track import RunConsole
-from rally.train.load import load_model
 from rally.types import RallyError
 
 ROOT = Path(__file__).resolve().parent.parent

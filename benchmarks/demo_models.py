@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.data import load_tasks
-from rally.demo import DemoSettings, demo_toolbox, make_model, teach_format, write_data
+from rally.demo.demo import DemoSettings, demo_toolbox, make_model, teach_format, write_data
 from rally.track import RunConsole
 
 

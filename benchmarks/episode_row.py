@@ -18,9 +18,9 @@ from rally.chat import ChatCodec
 from rally.data import load_tasks
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.loops import Job, LoopSettings, Runner
+from rally.models.load import load_model, load_tokenizer
 from rally.tools import ToolBox, ToolResponse
-from rally.tools.calculator import Calculator
-from rally.train.load import load_model, load_tokenizer
+from rally.tools.builtin.calculator import Calculator
 from rally.types import Episode, SamplingParams
 
 EPISODES = 64

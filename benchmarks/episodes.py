@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.loops import Job, LoopSettings, Runner
+from rally.runs.train import settled_heap
 from rally.tools import CallLimits, FunctionTool, ToolBox, ToolLimits, function_tool
-from rally.train.heap import settled_heap
 from rally.types import Generation, SamplingParams, StopReason, Task
 
 OVER = 1.15

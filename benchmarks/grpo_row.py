@@ -19,9 +19,9 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels
 from benchmarks.measure import REPETITIONS, Row, Timings
 from rally.config import load_config
-from rally.demo import DemoSettings, training_config
+from rally.demo.demo import DemoSettings, training_config
+from rally.runs import train as run
 from rally.track import RunConsole, RunFolder
-from rally.train import run
 
 STEPS = 3  # a round; the first step is its warm-up
 TRL = "trl==1.16.0"

@@ -22,10 +22,10 @@ import triton.testing
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rally.kernels import paged_decode as decode
-from rally.kernels import paged_extend as extend
-from rally.kernels import reference_attention as reference
-from rally.kernels.tiles import extend_tiles
+from rally.models.kernels import paged_decode as decode
+from rally.models.kernels import paged_extend as extend
+from rally.models.kernels import reference
+from rally.models.kernels.attention_tiles import extend_tiles
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 12, 2, 128, 16
 DTYPE = torch.bfloat16

@@ -40,7 +40,7 @@ def rand(*shape: int) -> Tensor:
 def norms(tokens: int) -> Iterator[Case]:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-    from rally.kernels.norm import add_rms_norm, rms_norm
+    from rally.models.kernels.rms_norm import add_rms_norm, rms_norm
 
     module = Qwen2RMSNorm(HIDDEN, eps=EPS).to("cuda", torch.bfloat16)
     x_TC, zero_TC, residual_TC = rand(tokens, HIDDEN), torch.zeros_like(rand(tokens, HIDDEN)), rand(tokens, HIDDEN)
@@ -58,7 +58,7 @@ def rotations(tokens: int, normed: bool) -> Iterator[Case]:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    from rally.kernels.rotary import rotate_and_store
+    from rally.models.kernels.rotary import rotate_and_store
 
     module = Qwen3RMSNorm(SIZE, eps=EPS).to("cuda", torch.bfloat16)
     packed = rand(tokens, HEADS + 2 * KV_HEADS, SIZE)
@@ -88,7 +88,7 @@ def rotations(tokens: int, normed: bool) -> Iterator[Case]:
 
 
 def activations(tokens: int) -> Iterator[Case]:
-    from rally.kernels.activation import gated
+    from rally.models.kernels.activation import gated
 
     gate_TF, up_TF = rand(tokens, 2 * FFN).chunk(2, dim=1)
     yield Case("gated silu", tokens, lambda: gated(gate_TF, up_TF, "silu"), lambda: F.silu(gate_TF) * up_TF)
@@ -101,7 +101,7 @@ def activations(tokens: int) -> Iterator[Case]:
 
 
 def samplings(tokens: int) -> Iterator[Case]:
-    from rally.kernels import reference, sampling
+    from rally.models.kernels import reference, sampling
 
     logits_TV = rand(tokens, VOCABULARY).float() * 3
     temperature_T, uniform_T = torch.ones(tokens, device="cuda"), torch.rand(tokens, device="cuda").double()
@@ -115,7 +115,7 @@ def samplings(tokens: int) -> Iterator[Case]:
 
 
 def linears() -> Iterator[Case]:
-    from rally.kernels.matmul import linear
+    from rally.models.kernels.batch_invariant_matmul import linear
 
     for channels, features in LINEARS:
         weight_FC = rand(features, channels) * channels**-0.5

@@ -30,8 +30,8 @@ from rich.console import Console
 
 from benchmarks.demo_models import demo_models
 from rally.config import Config, load_config
+from rally.runs.train import train
 from rally.track import RunConsole
-from rally.train.run import train
 
 SECONDS = re.compile(r"(timing_s|timing_per_token_ms|perf)/|engine/idle_share|.*_s/p\d+$")  # differ from run to run
 SAVE_EVERY = 3

@@ -24,14 +24,14 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels, demo_models
 from benchmarks.report import Circumstances
 from rally.algos.advantages import ESTIMATORS
-from rally.algos.surrogates import SURROGATES
+from rally.algos.losses import SURROGATES
 from rally.config import Config, load_config
 from rally.config.actor import PolicyLoss
 from rally.config.algorithm import AlgorithmConfig
 from rally.config.errors import ConfigError
-from rally.demo import DemoResult, DemoSettings, before_and_after, training_config
+from rally.demo.demo import DemoResult, DemoSettings, before_and_after, training_config
+from rally.runs import train as run
 from rally.track import RunConsole
-from rally.train import run
 
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
 BY_SEQUENCE = ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",)

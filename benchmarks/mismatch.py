@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rally.chat import ChatCodec
-from rally.data.read import read_rows
+from rally.data.row_files import read_rows
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
-from rally.train.exact import exact_decoder, exact_logprobs
-from rally.train.forward import token_logprobs
-from rally.train.load import load_model, load_tokenizer, pick_device
+from rally.models.load import load_model, load_tokenizer, pick_device
+from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs
+from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
 from rally.types import Generation, RallyError, SamplingParams, Segment
 

@@ -19,8 +19,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rally.engines.board import Board
-from rally.engines.standing import RouterSettings, Standing, Ticket
+from rally.engines.router.routing_policy import Board
+from rally.engines.router.server_state import RouterSettings, Standing, Ticket
 
 STEP, STEP_PER_REQUEST = 0.008, 0.00008  # seconds of one step, and what each request in it adds
 PREFILL = 1 / 60  # of a step's share, for each prompt token that was not cached

@@ -30,10 +30,10 @@ from rally.chat import ChatCodec
 from rally.config import Config, load_config
 from rally.engines.remote import RemoteEngine, WeightHandles, WeightTransport
 from rally.engines.remote.canary import canary
+from rally.models.load import load_model, load_tokenizer, pick_device
+from rally.runs import build
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train import server_parts
-from rally.train.load import load_model, load_tokenizer, pick_device
-from rally.train.run import train
 from rally.types import Generation, RallyError, SamplingParams, Segment
 
 UPDATES = 3
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def served(spec: Spec, notes: Notes) -> None:
     """All parts over one start of the server."""
-    make = server_parts.remote_engine_of
+    make = build.remote_engine_of
 
     def measuring(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> Measuring:
         return Measuring(make(config, model, sampling), functools.partial(measure, spec, notes, model))
@@ -127,7 +127,7 @@ def served(spec: Spec, notes: Notes) -> None:
         model = load_model(str(config.model.path), device=pick_device(), dtype=str(config.model.dtype))
         asyncio.run(_up_and_down(measuring(config, model, SamplingParams(max_tokens=spec.new))))
         return
-    with mock.patch.object(server_parts, "remote_engine_of", measuring):  # the run's own engine, and no second start
+    with mock.patch.object(build, "remote_engine_of", measuring):  # the run's own engine, and no second start
         folder = train(config).folder
     rows = RunFolder(folder).read_metrics()
     notes.add("train", [{name: row.metrics[name] for name in STEP if name in row.metrics} for row in rows])
@@ -173,7 +173,7 @@ async def updates(engine: RemoteEngine, model: PreTrainedModel, spec: Spec) -> l
     own = engine.weights
     ways: dict[str, WeightTransport] = {"files": own}
     if isinstance(own, WeightHandles):
-        ways = {"ipc": own, "files": server_parts.transport_of(spec.config(BY_FILES), model)}
+        ways = {"ipc": own, "files": build.transport_of(spec.config(BY_FILES), model)}
     sleeps = [False] * UPDATES + [True] * (UPDATES if engine.settings.sleeps else 0)
     told = []
     try:

@@ -23,9 +23,9 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels
 from benchmarks.measure import REPETITIONS, Row, Timings
 from rally.config import load_config
-from rally.demo import DemoSettings, training_config
+from rally.demo.demo import DemoSettings, training_config
+from rally.runs import train as run
 from rally.track import RunConsole
-from rally.train import run
 
 STEPS = 5  # a round; the first step is its warm-up
 GOAL = 0.98  # of the speed without

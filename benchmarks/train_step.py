@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from rally.engines.embedded import attention
-from rally.train import fused
+from rally.models import attention
+from rally.models.load import pick_device, pick_dtype
+from rally.sft.training import SftSettings, sft_step
 from rally.train.batch import TrainBatch
-from rally.train.forward import token_logprobs
-from rally.train.load import pick_device, pick_dtype
+from rally.train.forward import fused_layers
+from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.sft import SftSettings, sft_step
 from rally.train.update import UpdateSettings, update_policy
 
 Step = Callable[[], object]
@@ -204,11 +204,11 @@ def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, siz
 @contextmanager
 def through_the_module() -> Iterator[None]:
     """Training without fused layers, to compare with."""
-    gains, fused._gains = fused._gains, lambda model: False
+    gains, fused_layers._gains = fused_layers._gains, lambda model: False
     try:
         yield
     finally:
-        fused._gains = gains
+        fused_layers._gains = gains
 
 
 def _fresh_step(config: PreTrainedConfig, device: torch.device, checkpointing: bool, rows: list[Row], n: int) -> Step:

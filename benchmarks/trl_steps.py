@@ -18,10 +18,10 @@ from trl.chat_template_utils import qwen3_template
 from benchmarks.demo_models import DemoModels
 from benchmarks.grpo_row import Step
 from rally.data import load_tasks
+from rally.models.load import load_model, load_tokenizer
 from rally.scoring import arithmetic
-from rally.tools.calculator import CalculatorError, calculate
+from rally.tools.builtin.calculator import CalculatorError, calculate
 from rally.tools.results import shorten
-from rally.train.load import load_model, load_tokenizer
 
 
 def calculator(expression: str) -> str:
@@ -81,7 +81,7 @@ def trl_steps(demo: DemoModels, count: int, seed: int) -> list[Step]:
 
 
 def _settings(folder: Path, steps: int, seed: int) -> GRPOConfig:
-    """What the demo trains with (rally.demo.training_config), in TRL's words."""
+    """What the demo trains with (rally.demo.demo.training_config), in TRL's words."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,

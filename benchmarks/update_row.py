@@ -21,12 +21,13 @@ from benchmarks.demo_models import DemoModels
 from benchmarks.measure import Row, alternate
 from rally.algos import losses
 from rally.config import load_config
-from rally.demo import DemoSettings, training_config
-from rally.engines.embedded import attention
+from rally.demo.demo import DemoSettings, training_config
+from rally.models import attention
+from rally.models.load import load_model
+from rally.runs import train as run
 from rally.track import RunConsole, RunFolder
-from rally.train import packing, run
+from rally.train import packing
 from rally.train.batch import TrainBatch, build_batch
-from rally.train.load import load_model
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.update import UpdateSettings, update_policy
 

@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 from benchmarks.browser import Browser, find_chromium
 from rally.track import RunFolder
-from rally.track.serialize import episode_to_json
+from rally.track.run_folder.episode_json import episode_to_json
 from rally.types import (
     Episode,
     Generation,
@@ -40,8 +40,8 @@ from rally.types import (
     ToolStatus,
     Turn,
 )
-from rally.view.index import NAME
-from rally.view.run import open_runs
+from rally.view.episode_index import NAME
+from rally.view.run_data import open_runs
 
 A_STEP = 512  # episodes, 8 of a group
 MODELS = 64  # different episodes that the others are copies of, under other names and with other rewards

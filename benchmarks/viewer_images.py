@@ -19,7 +19,7 @@ import uvicorn
 from PIL import Image
 
 from benchmarks.browser import Browser
-from rally.view.run import Run, open_runs
+from rally.view.run_data import Run, open_runs
 from rally.view.server import create_app
 
 IMAGES = Path(__file__).parents[1] / "docs/images"

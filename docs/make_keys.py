@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from rally.config import Config, SftConfig, base
 from rally.config.base import Only, Root, Section
+from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt
 from rally.config.errors import shown
-from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt
 
 HEAD = """\
 # Every key

@@ -1,5 +1,6 @@
 """Rally trains language-model agents that talk over several turns and use tools."""
 
+from rally import module_aliases
 from rally.types import (
     Episode,
     Generation,
@@ -16,6 +17,7 @@ from rally.types import (
 )
 
 __version__ = "0.1.0"
+module_aliases.install()
 
 __all__ = [
     "Episode",

@@ -8,9 +8,9 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rally.types import RallyError
-from rally.verl_names import offer_verl_names
 
 
 class ImportFailed(RallyError):
@@ -60,3 +60,16 @@ def look_in(folder: Path) -> None:
 
 def reason_of(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def offer_verl_names() -> None:
+    """Let files written for verl find the names they import. Found by name: that package stands above this one."""
+    importlib.import_module("rally.compat.verl.import_names").offer_verl_names()
+
+
+def of_installed_verl(cls: Any) -> bool:
+    """Whether a class derives from one of a verl that is installed here, which Rally knows nothing of."""
+    return isinstance(cls, type) and any(base.__module__.split(".")[0] == "verl" for base in cls.__mro__)
+
+
+INSTALLED = "derives from the verl that is installed here; use an environment without it, where its names are Rally's"

@@ -140,7 +140,7 @@ class ImageGone(RallyError):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
     """A picture, known by its content: two are equal exactly if their bytes are. The bytes are here or in a file that
-    must still hold them when somebody looks; `rally.images` makes and checks them."""
+    must still hold them when somebody looks; `rally.images.loading` makes and checks them."""
 
     hash: str
     format: Literal["png", "jpeg", "webp", "gif", "bmp"]

@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+from train_cases import home, paper  # a folder with a tiny model, rows and a reward function, made once
+
+__all__ = ["home", "paper"]
 
 # Machines are shared and slow at times: an example may take long, and that is no failure. `gate` tries the same
 # examples every time, so that what lands is not decided by luck; `fuzz` looks for new ones.

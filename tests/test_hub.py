@@ -15,10 +15,9 @@ from small_models import make_model
 
 from rally import hub
 from rally.hub import is_name, on_disk_alone, why_unreachable
-from rally.retrieval.encoder import Encoder
-from rally.retrieval.errors import RetrievalError
-from rally.retrieval.recipe import Recipe
-from rally.train.load import LoadError, load_model, load_model_config, load_tokenizer
+from rally.models.load import LoadError, load_model, load_model_config, load_tokenizer
+from rally.retrieval.encoder import Encoder, Recipe
+from rally.retrieval.hits import RetrievalError
 
 Point = Callable[[int], None]
 

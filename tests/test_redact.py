@@ -9,7 +9,7 @@ from rich.console import Console
 from track.track_episodes import make_episode
 
 from rally import redact as redact_module
-from rally.cli import main
+from rally.cli.main import main
 from rally.config import load_config
 from rally.redact import learn_environment, learn_tree, redact, redacted_json, says_secret
 from rally.tools import ToolBox, ToolLimits, load_tools

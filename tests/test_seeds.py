@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.cli import app
+from rally.cli.main import app
 from rally.config import ConfigError, load_config, load_sft_config
 from rally.data import DataError, load_tasks, write_rows
 from rally.interactions import load_interactions
 from rally.loops.registry import import_loop
+from rally.runs.build.tracking import trace_of
 from rally.tools import ToolBox, load_tools
 from rally.track import RunFolder
-from rally.train.tracking_parts import trace_of
 from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import sums
 
+from rally.demo.curriculum import Course, CourseResult, CourseSettings, run_course
 from rally.track import RunConsole
-from rally.train.course import Course, CourseResult, CourseSettings, run_course
 from rally.types import RallyError
 
 COURSE = Course(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.data import write_rows
-from rally.tools.search import told
+from rally.tools.builtin.search import told
 from rally.types import Message
 
 DATA_SOURCE = "searchR1_facts"

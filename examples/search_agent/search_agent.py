@@ -24,9 +24,9 @@ from pathlib import Path
 import facts
 import httpx
 
+from rally.demo.curriculum import Course, CourseResult, CourseSettings, run_course
 from rally.retrieval import IndexSpec, build_index
 from rally.track import RunConsole
-from rally.train.course import Course, CourseResult, CourseSettings, run_course
 from rally.types import RallyError
 
 COURSE = Course(

@@ -1,5 +1,5 @@
 """Pure tensor functions: advantages, policy losses, KL, aggregation. Imports torch and nothing else."""
 
-from rally.algos import advantages, correction, credit, losses, returns, surrogates
+from rally.algos import advantages, credit_assignment, gae, losses, off_policy_correction
 
-__all__ = ["advantages", "correction", "credit", "losses", "returns", "surrogates"]
+__all__ = ["advantages", "credit_assignment", "gae", "losses", "off_policy_correction"]

@@ -1,13 +1,15 @@
-"""Policy losses: pure tensor functions over the tokens the policy sampled, and over no others.
+"""Every policy objective by its name: each turns log-probabilities and advantages into one loss per sampled token.
 
-Observed tokens are left out before a tensor reaches this file, so no mask can be forgotten here. A researcher changes
-the objective in `clipped_policy_loss`.
+A sequence is one row: a segment of an episode, of which only the sampled tokens are here. So no objective depends on
+how rows were gathered into micro-batches. A researcher adds an objective as a function and a line in `SURROGATES`.
 
-Shapes: M sampled tokens of a batch, E its episodes.
+Shapes: M sampled tokens of R rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -75,3 +77,152 @@ def token_weights(tokens_E: Tensor, mode: Aggregation, scale: float | None = Non
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}")
     return weights.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurrogateSettings:
+    """Which objective, and the numbers it needs."""
+
+    mode: str = "vanilla"
+    low: float = 0.2
+    high: float = 0.2
+    dual: float = 3.0
+    tau_positive: float = 1.0  # sapo
+    tau_negative: float = 1.05
+    marked_share: float = 2e-4  # clip_cov and kl_cov: share of tokens that are held
+    covariance_low: float = 1.0  # clip_cov: covariances between which they are drawn
+    covariance_high: float = 5.0
+    marked_kl: float = 0.1  # kl_cov: weight of the KL on them
+
+    @property
+    def marks_tokens(self) -> bool:
+        return self.mode in ("clip_cov", "kl_cov")
+
+
+class Sampled(NamedTuple):
+    """The sampled tokens of a micro-batch. `marked_M` are those that `mark_tokens` chose in the mini-batch."""
+
+    logp_M: Tensor
+    old_logp_M: Tensor
+    advantages_M: Tensor
+    row_M: Tensor
+    rows: int
+    marked_M: Tensor | None = None
+
+    @property
+    def log_ratio_M(self) -> Tensor:
+        return (self.logp_M - self.old_logp_M).clamp(-20, 20)
+
+
+def row_mean(values_M: Tensor, row_M: Tensor, rows: int) -> Tensor:
+    """Per token: the mean over the sampled tokens of its row."""
+    sums = torch.zeros(rows, dtype=values_M.dtype, device=values_M.device).index_add(0, row_M, values_M)
+    sizes = torch.zeros_like(sums).index_add(0, row_M, torch.ones_like(values_M))
+    return (sums / sizes.clamp(min=1))[row_M]
+
+
+def vanilla(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """PPO's clip, with the dual clip."""
+    return clipped_policy_loss(
+        tokens.logp_M,
+        tokens.old_logp_M,
+        tokens.advantages_M,
+        low=settings.low,
+        high=settings.high,
+        dual=settings.dual,
+    )
+
+
+def gspo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """The ratio of a token is the geometric mean over its row; its gradient is that of its own log-probability."""
+    sequence_M = row_mean(tokens.log_ratio_M.detach(), tokens.row_M, tokens.rows)
+    ratio = torch.exp(sequence_M + tokens.logp_M - tokens.logp_M.detach())
+    free = -tokens.advantages_M * ratio
+    held = -tokens.advantages_M * ratio.clamp(1 - settings.low, 1 + settings.high)
+    return PolicyLoss(torch.maximum(free, held), held > free, torch.zeros_like(held, dtype=torch.bool))
+
+
+def geo_mean(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """GMPO: one ratio per row, the geometric mean of token ratios that are clipped each, at exp(-low) and exp(high)."""
+    sign = tokens.advantages_M.sign()
+    free = tokens.log_ratio_M
+    held = free.clamp(-settings.low, settings.high)
+    pessimistic = sign * torch.minimum(sign * free, sign * held)
+    ratio = torch.exp(row_mean(pessimistic, tokens.row_M, tokens.rows))
+    advantage = row_mean(tokens.advantages_M, tokens.row_M, tokens.rows)
+    return PolicyLoss(-advantage * ratio, sign * held < sign * free, torch.zeros_like(sign, dtype=torch.bool))
+
+
+def cispo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """REINFORCE weighted by a clipped ratio: no token's gradient is ever dropped, only bounded."""
+    ratio = torch.exp(tokens.log_ratio_M.detach())
+    held = ratio.clamp(1 - settings.low, 1 + settings.high)
+    loss = -held * tokens.advantages_M * tokens.logp_M
+    return PolicyLoss(loss, held != ratio, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def sapo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """A soft gate in place of the clip: 4/tau * sigmoid(tau * (ratio - 1)), with a tau for each sign of advantage."""
+    advantages = tokens.advantages_M
+    tau = torch.full_like(advantages, settings.tau_negative).masked_fill(advantages > 0, settings.tau_positive)
+    gate = torch.sigmoid(tau * (torch.exp(tokens.log_ratio_M) - 1)) * 4 / tau
+    nothing = torch.zeros_like(gate, dtype=torch.bool)
+    return PolicyLoss(-advantages * gate, nothing, nothing)
+
+
+def gpg(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """The plain policy gradient, without a ratio."""
+    nothing = torch.zeros_like(tokens.logp_M, dtype=torch.bool)
+    return PolicyLoss(-tokens.advantages_M * tokens.logp_M, nothing, nothing)
+
+
+def clip_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """Vanilla, but marked tokens have no gradient: they are those whose training would cost most entropy."""
+    assert tokens.marked_M is not None
+    loss = vanilla(tokens, settings)
+    return loss._replace(
+        loss_M=loss.loss_M.masked_fill(tokens.marked_M, 0.0), clipped_M=loss.clipped_M | tokens.marked_M
+    )
+
+
+def kl_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """No clip; marked tokens pay for moving away from the old policy, in either direction."""
+    assert tokens.marked_M is not None
+    moved = tokens.log_ratio_M
+    loss = -tokens.advantages_M * torch.exp(moved) + settings.marked_kl * moved.abs() * tokens.marked_M
+    return PolicyLoss(loss, tokens.marked_M, torch.zeros_like(tokens.marked_M))
+
+
+def mark_tokens(logp_M: Tensor, advantages_M: Tensor, settings: SurrogateSettings) -> Tensor:
+    """Which tokens of a whole mini-batch clip_cov or kl_cov holds: by the covariance of advantage and log-probability.
+
+    kl_cov takes the largest; clip_cov draws among those between its bounds, by torch's own generator.
+    """
+    covariance = (advantages_M - advantages_M.mean()) * (logp_M - logp_M.mean())
+    count = min(covariance.numel(), max(1, int(settings.marked_share * covariance.numel())))
+    marked = torch.zeros_like(covariance, dtype=torch.bool)
+    if settings.mode == "kl_cov":
+        marked[covariance.topk(count).indices] = True
+        return marked
+    inside = ((covariance > settings.covariance_low) & (covariance < settings.covariance_high)).nonzero()[:, 0]
+    drawn = torch.randperm(inside.numel())[:count]
+    marked[inside[drawn]] = True
+    return marked
+
+
+SURROGATES: dict[str, Callable[[Sampled, SurrogateSettings], PolicyLoss]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "geo_mean": geo_mean,
+    "gmpo": geo_mean,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+
+
+def policy_loss(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
+    """The loss of each token under the objective that `settings.mode` names."""
+    return SURROGATES[settings.mode](tokens, settings)

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rally.chat.errors import TemplateError
-from rally.chat.escape import Escaped
+from rally.chat.deltas import Turns
 from rally.chat.formats import get_format
-from rally.chat.pictures import Encoded, Pictures
-from rally.chat.probe import SanityMode, TemplateReport, compare, probe
-from rally.chat.template import Template, content_of, openai_shape
-from rally.chat.turns import Turns
-from rally.patches import Patches
+from rally.chat.image_tokens import Encoded, Pictures
+from rally.chat.template_probe import SanityMode, TemplateReport, compare, probe
+from rally.chat.templates import Escaped, Template, TemplateError, content_of, openai_shape
+from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
 MAX_FAMILY = 256  # tool lists whose codecs are kept

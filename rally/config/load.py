@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
+from rally.config.aliases import SAME_AS, SFT_SAME_AS, with_ruling_keys
 from rally.config.base import Root
-from rally.config.checks import CHECKS, SFT_CHECKS
+from rally.config.checks.consistency import CHECKS, SFT_CHECKS
+from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 from rally.config.errors import ConfigError, sentence
 from rally.config.files import Document, Notes, Tree, first_line, over, read_document
 from rally.config.schema import Config
-from rally.config.second_names import SAME_AS, SFT_SAME_AS, with_ruling_keys
 from rally.config.sft import SftConfig
-from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 from rally.redact import learn_tree
 
 C = TypeVar("C", bound=Root)

@@ -107,6 +107,16 @@ class Config(Root):
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens a prompt may have, whichever way it was spelled."""
+        return self.rollout.prompt_length or self.data.max_prompt_length
+
+    @property
+    def response_length(self) -> int:
+        """Tokens a response may have, sampled and observed together."""
+        return self.rollout.response_length or self.data.max_response_length
+
+    @property
     def needs_critic(self) -> bool:
         """Whether advantages come from values."""
         return self.algorithm.adv_estimator in ("gae", "turn_gae")

@@ -1,21 +1,22 @@
 """Rows become Tasks, recipes write rows, and samplers are pure functions of (seed, step) and a state that is saved."""
 
+from rally.data.conversations import Conversation, QuestionAnswer, load_conversations
 from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes, SolvedSometimesOptions
-from rally.data.custom import load_custom_rows
-from rally.data.read import DataError, RowSet
-from rally.data.rows import TaskSet, load_tasks
-from rally.data.sampler import batch_indices, episode_seed, steps_per_epoch, total_steps
+from rally.data.row_files import DataError, RowSet, write_rows
 from rally.data.samplers import (
     RowSampler,
     SamplerSettings,
+    batch_indices,
     draw,
     draw_further,
+    episode_seed,
     learned,
     load_sampler_class,
     restore,
+    steps_per_epoch,
+    total_steps,
 )
-from rally.data.sft import Conversation, QuestionAnswer, load_conversations
-from rally.data.write import write_rows
+from rally.data.tasks import TaskSet, load_custom_rows, load_tasks
 
 __all__ = [
     "Conversation",

@@ -1,97 +1,102 @@
-"""Conversations that teach a model to call the calculator, and the bad habits that training is to cure it of.
-
-Tool answers are exact. The habits: `good` calls and repeats the result; `guess` never calls and is wrong; `malformed`
-writes a call that cannot be parsed, is told so and guesses; `wrong_digit` calls with one digit of the expression wrong.
-"""
+"""Rows become conversations to imitate, and a row that cannot become one is named before training starts."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
-from rally.data.arithmetic import ArithmeticSpec, Problem, Split, draws, evaluate, held_out
-from rally.data.read import DataError
+from rally.data.messages import check_messages, decoded, load_images, place_images, shown
+from rally.data.row_files import DataError, Files, Place, Row, RowSet
 from rally.types import Message
 
-Habit = Literal["good", "guess", "malformed", "wrong_digit"]
 
-TOOL = "calculator"
-MALFORMED_REPLY = "Failed to decode tool call: the JSON is cut off"
+@dataclass(frozen=True)
+class Conversation:
+    """One exchange whose assistant turns are learned. None for `tools` or `enable_thinking`: the row says nothing."""
 
-
-def conversation(problem: Problem, habit: Habit, rng: random.Random) -> list[Message]:
-    """One conversation about the problem, in the OpenAI shape."""
-    user = {"role": "user", "content": problem.question}
-    match habit:
-        case "good":
-            return [user, *_called(problem.expression)]
-        case "guess":
-            return [user, _final(_wrong_number(problem.answer, rng))]
-        case "malformed":
-            # One closing brace short: no reader may complete it, or half a call could be executed.
-            text = (
-                f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{"expression": "{problem.expression}"}}\n</tool_call>'
-            )
-            reply = {"role": "tool", "content": MALFORMED_REPLY, "name": TOOL}
-            guess = _final(_wrong_number(problem.answer, rng))
-            return [user, {"role": "assistant", "content": text}, reply, guess]
-        case "wrong_digit":
-            return [user, *_called(_with_wrong_digit(problem.expression, rng))]
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    enable_thinking: bool | None = None
+    where: str = field(default="", compare=False)  # its file and row, for what is said about it
 
 
-def conversations(
-    count: int, mix: Mapping[str, float], spec: ArithmeticSpec, seed: int, split: Split = "train"
-) -> Iterator[dict[str, Any]]:
-    """`count` conversations whose habits are drawn with the weights of `mix`, as rows with messages and tools."""
-    unknown = sorted(set(mix) - set(get_args(Habit)))
-    if unknown:
-        raise DataError(f"there is no habit {', '.join(unknown)}; the habits are {', '.join(get_args(Habit))}")
-    if min(mix.values(), default=0) < 0 or not sum(mix.values()) > 0:
-        raise DataError("the mix of habits must have weights of 0 or more, at least one of them above 0")
-    return _conversations(count, mix, spec, seed, split)
+class QuestionAnswer(NamedTuple):
+    """Where a row without messages holds a question and its answer: a column, and the keys to follow inside it."""
+
+    question: tuple[str, ...]
+    answer: tuple[str, ...]
 
 
-def _conversations(
-    count: int, mix: Mapping[str, Any], spec: ArithmeticSpec, seed: int, split: Split
-) -> Iterator[dict[str, Any]]:
-    rng = random.Random(f"conversations:{seed}:{split}")
-    habits: list[Habit] = [habit for habit in get_args(Habit) if habit in mix]
-    weights = [mix[habit] for habit in habits]
-    for problem, _ in zip(draws(rng, split, spec), range(count), strict=False):
-        [habit] = rng.choices(habits, weights)
-        yield {"messages": conversation(problem, habit, rng), "tools": None}
+def load_conversations(
+    files: Files,
+    messages_key: str = "messages",
+    tools_key: str = "tools",
+    enable_thinking_key: str = "enable_thinking",
+    image_key: str = "images",
+    *,
+    pair: QuestionAnswer | None = None,
+) -> RowSet[Conversation]:
+    """The conversations of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+
+    With `pair` rows hold one question and one answer instead of messages.
+    """
+    read = partial(_pair, pair=pair) if pair else partial(_messages, field=messages_key)
+
+    def build(place: Place, row: Row) -> Conversation:
+        images = load_images(row, image_key, place.folder)
+        messages = place_images(read(row), images, place.folder, messages_key, image_key)
+        thinking = row.get(enable_thinking_key)
+        if not isinstance(thinking, bool | None):
+            raise DataError(f"{enable_thinking_key} is {shown(thinking)}; it must be true, false or absent")
+        tools = _tools(row.get(tools_key), tools_key)
+        return Conversation(tuple(messages), tools, thinking, f"{place.name}, row {place.number}")
+
+    conversations = RowSet(files, build)
+    conversations.validate()
+    return conversations
 
 
-def _called(expression: str) -> list[Message]:
-    result = str(int(evaluate(expression)))
-    call = {"type": "function", "function": {"name": TOOL, "arguments": {"expression": expression}}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": result, "name": TOOL},
-        _final(int(result)),
-    ]
+def _messages(row: Row, field: str) -> list[Message]:
+    if field not in row:
+        raise DataError(f"{field} is missing (the row has {', '.join(row)}); it must be a list of messages")
+    messages = check_messages(row[field], field)
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(f"{field} has no message from the assistant; there must be one to learn from")
+    return messages
 
 
-def _final(number: int) -> Message:
-    return {"role": "assistant", "content": f"#### {number}"}
+def _pair(row: Row, pair: QuestionAnswer) -> list[Message]:
+    """A question in words, or as the messages before the answer; the answer is always words."""
+    question, answer = _inside(row, pair.question), _inside(row, pair.answer)
+    if not isinstance(answer, str):
+        raise DataError(f"{'.'.join(pair.answer)} is {shown(answer)}; it must be a string, the answer to learn")
+    told: list[Message] = [{"role": "user", "content": question}]
+    if not isinstance(question, str):
+        told = check_messages(question, ".".join(pair.question))
+    return [*told, {"role": "assistant", "content": answer}]
 
 
-def _wrong_number(answer: int, rng: random.Random) -> int:
-    """A number of as many digits that is not the answer."""
-    top = 10 ** len(str(abs(answer)))
-    guess = rng.randrange(top // 10, top - 1)
-    guess += guess >= abs(answer)
-    return -guess if answer < 0 else guess
+def _inside(row: Row, path: tuple[str, ...]) -> Any:
+    value: Any = row
+    for depth, key in enumerate(path):
+        value = decoded(value)
+        if not isinstance(value, dict) or key not in value:
+            has = f" ({'.'.join(path[:depth]) or 'the row'} has {', '.join(value)})" if isinstance(value, dict) else ""
+            raise DataError(f"{'.'.join(path[: depth + 1])} is missing{has}; name the columns of question and answer")
+        value = value[key]
+    return value
 
 
-def _with_wrong_digit(expression: str, rng: random.Random) -> str:
-    # No zero, which could come first in its number; and nothing held out, which a train conversation must not show.
-    changed = [
-        f"{expression[:at]}{digit}{expression[at + 1 :]}"
-        for at, old in enumerate(expression)
-        if old.isdigit()
-        for digit in "123456789"
-        if digit != old
-    ]
-    return rng.choice([other for other in changed if held_out(expression) or not held_out(other)])
+def _tools(value: Any, field: str) -> tuple[dict[str, Any], ...] | None:
+    if value is None:
+        return None
+    tools = decoded(value)
+    if not isinstance(tools, list):
+        raise DataError(f"{field} is {shown(tools)}; it must be a list of tool schemas")
+    tools = [decoded(tool) for tool in tools]
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{field}[{i}] is {shown(tool)}; it must be a schema with function.name")
+    return tuple(tools)

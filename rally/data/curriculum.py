@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from rally.data.messages import shown
-from rally.data.read import DataError
-from rally.data.rows import TaskSet
-from rally.data.sampler import generator
-from rally.data.samplers import RowSampler, SamplerSettings
+from rally.data.row_files import DataError
+from rally.data.samplers import RowSampler, SamplerSettings, generator
+from rally.data.tasks import TaskSet
 from rally.types import Episode, Task
 
 _NEWEST = 0.5

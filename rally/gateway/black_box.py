@@ -11,9 +11,9 @@ from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rally.gateway.agents import Running, find_agent, held
+from rally.gateway.agent_runner import Running, find_agent, held
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
-from rally.tools.calling import Ended
+from rally.tools.invoke import Ended
 from rally.types import Segment, StopReason
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rally.gateway.agents import MODEL, AgentClient, AgentThread
+from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
 from rally.gateway.session import Session, ended
 from rally.loops import LoopError
-from rally.services.desk import Refused, unless_gone
-from rally.services.openai_answers import Json
+from rally.services.admission import Refused, unless_gone
 from rally.services.openai_api import event
+from rally.services.openai_errors import HANDLERS
 from rally.services.openai_requests import ChatRequest
-from rally.services.refusals import HANDLERS
+from rally.services.openai_responses import Json
 
 PREFIX = "rally-"
 KEEP_ALIVE = 600  # seconds; a connection closed under an agent whose tool is slow would be an error of its next request

@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from rally.gateway.messages import Conversation
-from rally.gateway.transcript import Draft, Transcript
+from rally.gateway.transcript import Conversation, Draft, Transcript
 from rally.loops import LoopContext, LoopError
-from rally.services.desk import Ask, Refused
-from rally.services.openai_answers import Answer, ChatShape, Json, Wishes
+from rally.services.admission import Ask, Refused
 from rally.services.openai_requests import ChatRequest
+from rally.services.openai_responses import Answer, ChatShape, Json, Wishes
 from rally.types import Generation, RallyError, SamplingParams, StopReason
 
 LAST_WORDS = 30.0  # seconds that an agent has left after it was told that its episode is over

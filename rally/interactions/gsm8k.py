@@ -12,7 +12,7 @@ from typing import Any
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.scoring import gsm8k
-from rally.scoring.numbers import parse_number
+from rally.scoring.answer_extraction import parse_number
 from rally.types import Message
 
 RIGHT = "Yes, that is right."

@@ -15,8 +15,7 @@ from typing import Any
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.interactions.gsm8k import Gsm8kInteraction
-from rally.tools.importing import import_class
-from rally.tools.loader import read_yaml
+from rally.tools.loader import import_class, read_yaml
 from rally.types import RallyError
 
 BUILT_IN: dict[str, type[BaseInteraction]] = {"gsm8k": Gsm8kInteraction}

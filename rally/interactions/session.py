@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.redact import redact
-from rally.tools.calling import Keywords, call, within
+from rally.tools.invoke import Keywords, call, within
 from rally.tools.results import clean, read_reward
 from rally.tools.session import describe
 from rally.types import Message, RallyError, Task

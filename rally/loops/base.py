@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
-from rally.images import read_image
+from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rally.importing import ImportFailed, import_module, look_in
+from rally.importing import INSTALLED, ImportFailed, import_module, look_in, of_installed_verl
 from rally.loops.base import AgentLoopBase, LoopError
-from rally.verl_names import INSTALLED, of_installed_verl
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, WaitsForEveryone
-from rally.images import loaded_images
+from rally.images.loading import loaded_images
 from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop

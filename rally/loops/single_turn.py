@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
-from rally.loops.exchange import Exchange
+from rally.loops.episode_builder import Exchange
 from rally.loops.registry import register
 from rally.types import StopReason
 

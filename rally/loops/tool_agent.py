@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from rally.chat import Parsed, TemplateError
-from rally.images import ImageError, read_image
+from rally.images.loading import ImageError, read_image
 from rally.interactions import Closing
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
-from rally.loops.exchange import Exchange
+from rally.loops.episode_builder import Exchange
 from rally.loops.registry import register
 from rally.types import Message, StopReason, ToolResponse, ToolResult, ToolStatus
 

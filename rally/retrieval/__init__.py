@@ -1,8 +1,8 @@
 """Guarantees: a corpus becomes a whole index, and a query becomes passages of it, best first, never invented."""
 
-from rally.retrieval.batching import Batcher, Overloaded
-from rally.retrieval.errors import RetrievalError
+from rally.retrieval.hits import RetrievalError
 from rally.retrieval.index import Built, Found, IndexSpec, Kind, SearchIndex, build_index, open_index
+from rally.retrieval.query_batching import Batcher, Overloaded
 
 __all__ = [
     "Batcher",

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rally.retrieval.errors import require
-from rally.retrieval.hits import Hit, best_first
+from rally.retrieval.hits import Hit, best_first, require
 
 FIELD, NUMBER, ANALYZER = "contents", "number", "rally"
 HEAP_BYTES = 512 * 1024 * 1024

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from rally.retrieval.encoder import Encoder
-from rally.retrieval.errors import RetrievalError, require
-from rally.retrieval.hits import Hit, best_first
+from rally.retrieval.hits import Hit, RetrievalError, best_first, require
 
 Vectors = Literal["flat", "hnsw"]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,14 +21,34 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rally.retrieval.bm25 import Bm25, Bm25Writer
-from rally.retrieval.corpus import count_passages, read_passages
+from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read_passages
 from rally.retrieval.dense import Dense, Floats, Vectors, bring_vectors, write_vectors
-from rally.retrieval.encoder import Encoder
-from rally.retrieval.errors import RetrievalError
-from rally.retrieval.hits import Ranker
-from rally.retrieval.hybrid import Hybrid
-from rally.retrieval.passages import Passages, PassageWriter
-from rally.retrieval.recipe import Recipe, recipe_for
+from rally.retrieval.encoder import Encoder, Recipe, recipe_for
+from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
+
+DAMPING = 60
+"""The usual constant: with it, being second in both rankings beats being first in only one."""
+DEPTH = 100
+"""How far down each ranking is read."""
+
+
+class Hybrid:
+    def __init__(self, *rankers: Ranker) -> None:
+        self._rankers = rankers
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        rankings = [ranker.search(queries, max(DEPTH, topk)) for ranker in self._rankers]
+        return [fuse(of_one_query)[:topk] for of_one_query in zip(*rankings, strict=True)]
+
+
+def fuse(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
+    """A passage earns 1 / (DAMPING + rank) from each ranking it is in, ranks counted from 1."""
+    scores: dict[int, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, hit in enumerate(ranking, start=1):
+            scores[hit.number] += 1 / (DAMPING + rank)
+    return best_first([Hit(number, score) for number, score in scores.items()])
+
 
 Kind = Literal["bm25", "dense", "hybrid"]
 Progress = Callable[[Iterable[Any], int | None, str], Iterable[Any]]

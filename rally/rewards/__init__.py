@@ -1,13 +1,11 @@
 """An Episode becomes numbers, in killable workers, never silently 0."""
 
 from rally.rewards.custom import load_reward_function
-from rally.rewards.episodes import solution_text
-from rally.rewards.functions import compute_score, register_reward
-from rally.rewards.metrics import reward_metrics
-from rally.rewards.result import RewardError, Score
+from rally.rewards.registry import check_source, compute_score, register_reward
+from rally.rewards.score import RewardError, Score, reward_metrics
+from rally.rewards.score_inputs import solution_text
 from rally.rewards.shaping import Overlong, Shaping, outcome
-from rally.rewards.sources import check_source
-from rally.rewards.workers import RewardSpec, Scorer
+from rally.rewards.worker_pool import RewardSpec, Scorer
 
 __all__ = [
     "Overlong",

@@ -10,16 +10,61 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rally.importing import ImportFailed, import_path
-from rally.rewards import functions, sources
-from rally.rewards.functions import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction
-from rally.rewards.result import RewardError
-from rally.rewards.trajectories import as_reward_function
+from rally.rewards import registry
+from rally.rewards.registry import ARGUMENTS, BATCH_ARGUMENTS, RewardFunction, register_reward
+from rally.rewards.score import RewardError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_scorers: dict[Callable[..., Any], RewardFunction] = {}
+
+
+class RewardManager:
+    """Where functions over trajectories are registered."""
+
+    @staticmethod
+    def register(data_source: str) -> Callable[[F], F]:
+        """Score `data_source` with the decorated function of one argument; a trailing * stands for any ending."""
+
+        def add(function: F) -> F:
+            _scorers[function] = _scorer(function)
+            register_reward(data_source)(_scorers[function])
+            return function
+
+        return add
+
+
+def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
+    """The function as one over the four usual arguments; itself unless it was registered over trajectories."""
+    return _scorers.get(function, function) if isinstance(function, Hashable) else function
+
+
+def _scorer(function: Callable[..., Any]) -> RewardFunction:
+    name = getattr(function, "__name__", "the reward function")
+
+    async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+        value = function(_data(data_source, ground_truth, extra_info or {}))
+        scores = await value if inspect.isawaitable(value) else value
+        if not isinstance(scores, Sequence) or len(scores) != 1:
+            raise RewardError(f"{name} must return a list with one score for each of data['trajectories']")
+        return scores[0]
+
+    return score  # type: ignore[return-value]
+
+
+def _data(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    said = [{"role": message["role"], "content": message["text"]} for message in extra_info.get("messages", ())]
+    return {
+        "trajectories": [said],
+        "data_sources": [data_source],
+        "ground_truths": [ground_truth],
+        "extra_infos": [extra_info],
+    }
 
 
 def load_reward_function(
@@ -31,15 +76,15 @@ def load_reward_function(
 ) -> Callable[..., Any]:
     """The function that scores a run, with `kwargs` bound; without a `path`, the router over the registered ones."""
     kwargs = dict(kwargs or {})
-    function = functions.compute_score if path is None else _custom_function(path, name)
-    routed = function is functions.compute_score
+    function = registry.compute_score if path is None else _custom_function(path, name)
+    routed = function is registry.compute_score
     if batch and routed:
         raise RewardError("reward_manager=batch needs a function of your own; set custom_reward_function.path and name")
     what = f"the reward function {name} of {path}"
-    functions.check_call(function, what, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
+    registry.check_call(function, what, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
     if routed:
-        functions.check_keywords(kwargs)
-        sources.check_equality(kwargs)
+        registry.check_keywords(kwargs)
+        registry.check_equality(kwargs)
     bound = functools.partial(function, **kwargs)
     return functools.partial(_score_batch, bound) if batch else bound
 
@@ -60,8 +105,8 @@ def _custom_function(path: str, name: str) -> RewardFunction:
     module = _import(path)
     if hasattr(module, name):
         return as_reward_function(getattr(module, name))
-    if any(entry.function.__module__ != sources.__name__ for entry in functions.registered().values()):
-        return functions.compute_score
+    if any(entry.function.__module__ != registry.__name__ for entry in registry.registered().values()):
+        return registry.compute_score
     raise RewardError(
         f"{path} has no function {name}; set custom_reward_function.name to one it has, or register it there "
         f"with @register_reward"

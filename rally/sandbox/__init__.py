@@ -1,7 +1,7 @@
 """Guarantees: code of a stranger runs behind walls that hold, within limits that hold, and leaves nothing behind."""
 
+from rally.sandbox.isolation_levels import Isolation
 from rally.sandbox.languages import LANGUAGES, installed
-from rally.sandbox.levels import Isolation
 from rally.sandbox.program import CommandResult, Limits, Outcome, Program, SandboxError
 from rally.sandbox.sandbox import Sandbox, SandboxSettings, Session, shared_sandbox
 

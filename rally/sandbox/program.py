@@ -1,4 +1,4 @@
-"""Guarantees: what is run, under which limits, and what came of it are frozen values that any process can hold."""
+"""Guarantees: programs and outcomes cross the isolation as plain messages, and come out as they went in."""
 
 from __future__ import annotations
 

@@ -12,21 +12,121 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
-from rally.sandbox.connection import Connection
-from rally.sandbox.gate import Gate
+from rally.sandbox import json_socket
+from rally.sandbox.fork_server import Jail
 from rally.sandbox.inside.confine import LevelName
-from rally.sandbox.jail import Jail
+from rally.sandbox.isolation_levels import Isolation, strongest
 from rally.sandbox.languages import plan
-from rally.sandbox.levels import Isolation, strongest
-from rally.sandbox.orders import order, outcome, scratch_folder
-from rally.sandbox.program import Limits, Outcome, Program
+from rally.sandbox.messages import order, outcome, scratch_folder
+from rally.sandbox.program import Limits, Outcome, Program, SandboxError
+
+
+class Gate:
+    """Use as `async with gate.open():`."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def open(self) -> asyncio.Semaphore:
+        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
+
+
+END_SECONDS = 5.0  # for a supervisor without a namespace to take its tree down by itself
+
+
+class Connection:
+    """The host's end of one execution. Use `end` in a finally."""
+
+    def __init__(self, stream: socket.socket, handle: int, own_namespace: bool) -> None:
+        self._stream = stream
+        self._handle = handle
+        self._own_namespace = own_namespace
+
+    @classmethod
+    async def open(cls, jail: Jail) -> Connection:
+        try:
+            stream = jail.connect()
+        except OSError as error:
+            raise SandboxError(f"the sandbox's fork server cannot be reached ({error}); try again") from None
+        stream.setblocking(False)
+        try:
+            await _readable(stream.fileno())
+            word, handles, _, _ = socket.recv_fds(stream, 1024, 1)
+            if not handles:
+                said = word[1:].decode("utf-8", "replace") or "its fork server is gone"
+                raise SandboxError(f"the sandbox could not start an execution: {said}")
+        except BaseException:
+            stream.close()
+            raise
+        return cls(stream, handles[0], jail.level == "bubblewrap")
+
+    async def send(self, message: json_socket.Message) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._stream, json_socket.pack(message))
+
+    async def receive(self, seconds: float) -> json_socket.Message:
+        """The answer; SandboxError when there is none within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                header = await self._exactly(json_socket.LENGTH.size)
+                message = json_socket.unpack(await self._exactly(json_socket.length_of(header)))
+        except TimeoutError:
+            raise SandboxError(f"the sandbox did not answer within {seconds:g} seconds; run fewer at once") from None
+        except ConnectionError as error:
+            raise SandboxError(f"the sandbox ended without an answer ({error}); was it out of memory?") from None
+        if "failed" in message:
+            raise SandboxError(f"the sandbox could not be set up: {message['failed']}")
+        return message
+
+    async def end(self) -> None:
+        """End whatever still runs. Safe at any time, also while being cancelled."""
+        self._stream.close()
+        try:
+            if not self._own_namespace:
+                async with asyncio.timeout(END_SECONDS):
+                    await _readable(self._handle)
+        except TimeoutError:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
+
+    async def _exactly(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        parts = bytearray()
+        while len(parts) < size:
+            part = await loop.sock_recv(self._stream, min(size - len(parts), 1 << 20))
+            if not part:
+                raise json_socket.WireClosed("the other side is gone")
+            parts += part
+        return bytes(parts)
+
+
+async def _readable(end: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[Any] = loop.create_future()
+
+    def settle() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(end, settle)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(end)
+
 
 GRACE_SECONDS = 15.0  # over a program's own deadlines: to be forked, to hand over files, on a busy machine
 

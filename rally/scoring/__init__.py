@@ -1,5 +1,5 @@
-"""Guarantees: a text and a truth become a number; pure functions that import nothing of ours but each other."""
+"""Pure functions that score a text against a ground truth."""
 
-from rally.scoring import arithmetic, geo3k, gsm8k, mathematics, search
+from rally.scoring import arithmetic, exact_match, gsm8k, math_answers
 
-__all__ = ["arithmetic", "geo3k", "gsm8k", "mathematics", "search"]
+__all__ = ["arithmetic", "exact_match", "gsm8k", "math_answers"]

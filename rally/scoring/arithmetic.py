@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rally.scoring.numbers import same_number
+from rally.scoring.answer_extraction import same_number
 
 # Two branches, so that each place can be read in one way only and a line of a million digits takes no million squared.
 _ALONE = re.compile(r"-?\$?(?:[0-9,]*\.[0-9]+|[0-9,]*[0-9])\.?")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from rally.scoring.numbers import same_number
+from rally.scoring.answer_extraction import same_number
 
 Method = Literal["strict", "flexible"]
 

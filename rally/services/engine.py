@@ -1,6 +1,6 @@
 """An embedded engine over HTTP: our token protocol for other Rally processes, OpenAI's for everybody else.
 
-    POST /generate, GET /health                              as told in rally/engines/token_protocol.py
+    POST /generate, GET /health                              as told in rally/engines/remote/server_api.py
     POST /v1/completions, /v1/chat/completions, GET /v1/models     as OpenAI's
     POST /load_weights {"folder", "version", "in_flight"}    other weights of the same model, where that is allowed
     GET  /metrics                                            as Prometheus reads it
@@ -12,26 +12,66 @@ whose client has gone is cancelled; every refusal has OpenAI's shape. With a tok
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
 
-from rally.engines.exposition import CONTENT_TYPE, exposition
-from rally.engines.token_protocol import generation_to_wire
-from rally.services.desk import Ask, Desk, Refused, Served, unless_gone
+from rally.engines.embedded.engine import EmbeddedEngine
+from rally.engines.prometheus import CONTENT_TYPE, exposition
+from rally.engines.remote.server_api import generation_to_wire
+from rally.services.admission import Ask, Desk, Refused, Served, unless_gone
+from rally.services.http_server import carries
 from rally.services.openai_api import OpenAI
-from rally.services.refusals import HANDLERS, refuse
-from rally.services.serving import carries
-from rally.services.weights import LoadRequest, load_weights
+from rally.services.openai_errors import HANDLERS, refuse
 from rally.types import SamplingParams
+
+
+class LoadRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    folder: Path
+    version: int = Field(ge=0)
+    in_flight: Literal["abort", "keep", "recompute"]
+
+
+def load_weights(engine: EmbeddedEngine, asked: LoadRequest) -> None:
+    """Between two steps of the engine; requests in flight are treated as its settings say."""
+    settled = engine.core.settings.in_flight
+    if asked.in_flight != settled:
+        raise Refused(
+            400, f"requests in flight follow {settled!r} here, not {asked.in_flight!r}; set rollout.in_flight to it"
+        )
+    found: dict[str, Tensor] = {}
+    for file in sorted(asked.folder.glob("*.safetensors")):
+        found |= load_file(file)
+    ours = engine.core.model.state_dict()
+    if problem := next(_misfits(ours, found), None):
+        raise Refused(400, f"the weights in {asked.folder} are not this model's: {problem}; start it from the same one")
+    with torch.no_grad(), engine.updating(asked.version):
+        for name, weight in found.items():
+            ours[name].copy_(weight)
+
+
+def _misfits(ours: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[str]:
+    """What does not fit. Of names that share a memory one is enough."""
+    given = {ours[name].data_ptr() for name in found if name in ours}
+    yield from (f"it has no {name}" for name in found if name not in ours)
+    yield from (f"{name} is missing" for name, weight in ours.items() if weight.data_ptr() not in given)
+    for name, weight in found.items():
+        if weight.shape != ours[name].shape:
+            yield f"{name} is {tuple(weight.shape)} there and {tuple(ours[name].shape)} here"
 
 
 class GenerateRequest(BaseModel):

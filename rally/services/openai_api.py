@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rally.chat import ChatCodec
-from rally.engines.embedded.slots import Sampled
-from rally.services.desk import Ask, Desk, News, Refused, unless_gone
-from rally.services.openai_answers import Answer, ChatShape, CompletionShape, Json, Shape, Wishes
+from rally.engines.embedded.request_slots import Sampled
+from rally.services.admission import Ask, Desk, News, Refused, unless_gone
+from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
-from rally.services.refusals import error_body
+from rally.services.openai_responses import Answer, ChatShape, CompletionShape, Json, Shape, Wishes
 from rally.types import Generation, RallyError
 
 TOOL_LISTS = 64  # whose codecs are kept

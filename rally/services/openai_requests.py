@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rally.services.desk import Refused
+from rally.services.admission import Refused
 from rally.types import Message, SamplingParams
 
 MAX_CHOICES = 128

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rally.retrieval import Batcher, Found, Overloaded, SearchIndex
-from rally.services.serving import carries
+from rally.services.http_server import carries
 
 MAX_TOPK = 1000
 

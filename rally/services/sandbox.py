@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError
-from rally.services.serving import carries
+from rally.services.http_server import carries
 from rally.types import RallyError
 
 MAX_TIMEOUT = 3600.0

@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from rally.tools.gate import Gate
 from rally.tools.limits import CallLimits
+from rally.tools.rate_limit import Gate
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
 from rally.types import ToolResponse
 

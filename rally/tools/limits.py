@@ -18,9 +18,8 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rally.tools.arguments import from_pydantic
 from rally.tools.results import TruncateSide
-from rally.tools.schema import ToolConfigError
+from rally.tools.schema import ToolConfigError, from_pydantic
 
 
 @dataclass(frozen=True, kw_only=True)

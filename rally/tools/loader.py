@@ -14,28 +14,80 @@ and parameters may be overridden; the name alone will do. An entry of `type: mcp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rally.importing import INSTALLED, ImportFailed, import_file, import_module, look_in, of_installed_verl
 from rally.redact import learn_tree
 from rally.tools.base import BaseTool
-from rally.tools.calculator import Calculator
-from rally.tools.code_interpreter import CodeInterpreter
-from rally.tools.function import FunctionTool
-from rally.tools.geo3k import Geo3kTool
-from rally.tools.gsm8k import Gsm8kTool
-from rally.tools.image_zoom import ImageZoomInTool
-from rally.tools.importing import import_class, import_tool_file
-from rally.tools.mcp_config import is_mcp
-from rally.tools.plain import PlainTool
+from rally.tools.builtin.answer_check import Geo3kTool, Gsm8kTool
+from rally.tools.builtin.calculator import Calculator
+from rally.tools.builtin.code_interpreter import CodeInterpreter
+from rally.tools.builtin.image_zoom import ImageZoomInTool
+from rally.tools.builtin.search import SearchTool
+from rally.tools.duck_typed import PlainTool
+from rally.tools.function_tool import FunctionTool
+from rally.tools.mcp.config import is_mcp
 from rally.tools.schema import ToolConfigError
-from rally.tools.search import SearchTool
 from rally.types import RallyError
+
+
+def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
+    """What `package.module.Name` names, looked for on the import path, then below each of `folders`."""
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name:
+        raise ToolConfigError(f"{where}: class_name {dotted!r} must be written as package.module.Class")
+    module = _import_module(module_name, folders, where)
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        raise ToolConfigError(f"{where}: module {module_name} has no {name!r}") from None
+    if of_installed_verl(found):
+        raise ToolConfigError(f"{where}: {dotted} {INSTALLED}")
+    return found
+
+
+def import_tool_file(path: Path) -> ModuleType:
+    """The module in the file `path`, which may import its neighbours."""
+    if not path.is_file():
+        raise ToolConfigError(f"the tool file {path} does not exist")
+    if path.suffix != ".py":
+        raise ToolConfigError(f"the tool file {path} is not a Python file")
+    try:
+        return import_file(path, "tools_of")
+    except ImportFailed as failed:
+        raise _broken(f"the tool file {path}", failed) from failed
+
+
+def _import_module(name: str, folders: Iterable[Path], where: str) -> ModuleType:
+    candidates = [Path(folder).resolve() for folder in folders]
+    relative = Path(*name.split("."))
+    for folder in candidates:
+        if (folder / relative.with_suffix(".py")).is_file() or (folder / relative / "__init__.py").is_file():
+            look_in(folder)
+    try:
+        return import_module(name)
+    except ImportFailed as failed:
+        cause = failed.__cause__
+        absent = isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}.")
+        if not absent:
+            raise _broken(f"{where}: module {name}", failed) from failed
+        looked = ", ".join(dict.fromkeys(map(str, candidates)))
+        raise ToolConfigError(f"{where}: there is no module {name!r}, neither installed nor below {looked}") from None
+
+
+def _broken(what: str, failed: ImportFailed) -> ToolConfigError:
+    advice, cause = "", failed.__cause__
+    if isinstance(cause, ImportError) and (cause.name or "").split(".")[0] == "verl":
+        advice = "; the names of verl that Rally stands in for are listed in docs/from_verl.md"
+    return ToolConfigError(f"{what} cannot be imported: {failed}{advice}")
+
 
 BUILT_IN: dict[str, type[BaseTool[Any]]] = {
     "calculator": Calculator,
@@ -117,7 +169,7 @@ def _tools(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
     if not isinstance(entry, Mapping) or not is_mcp(entry):
         return [_tool(entry, folder, where)]
     try:
-        from rally.tools.mcp import mcp_tools
+        from rally.tools.mcp.tools import mcp_tools
     except ModuleNotFoundError as error:
         advice = f"tools from MCP servers need the package {error.name}; run: pip install 'rally-rl[mcp]'"
         raise ToolConfigError(f"{where}: {advice}") from None

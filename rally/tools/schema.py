@@ -1,12 +1,20 @@
-"""Guarantees: a tool schema, in either shape users write, becomes the OpenAI shape, kept whole, or one clear error."""
+"""Guarantees: arguments that do not fit a tool's JSON schema are answered with one sentence the model can act on.
+
+Checked: required, type, enum, const, items, properties, additionalProperties, anyOf, oneOf, allOf and $ref. Models
+write numbers as strings and the reverse, so a value whose type is off but whose meaning is plain is converted: "3" to
+3, 3 to "3", 3.0 to 3, "true" to true, and JSON text to the array or object it spells. Ranges, lengths and patterns are
+left to the tool.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from rally.types import RallyError
 
@@ -54,3 +62,173 @@ def _part(key: str, value: Any) -> Any:
     if key in ("properties", "$defs"):  # so may the names of properties
         return {name: without_titles(part) for name, part in value.items()}
     return without_titles(value)
+
+
+MAX_DEPTH = 32
+
+
+class BadArguments(RallyError):
+    """The arguments of a call do not fit; a tool may raise it too. The text is told to the model."""
+
+
+def fit(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments`, converted where that is plain; BadArguments says what is wrong."""
+    required = _required(parameters)
+    # A null for something optional is how models write "not given".
+    given = {name: value for name, value in arguments.items() if value is not None or name in required}
+    fitted: dict[str, Any] = _Fitter(parameters).fit({**parameters, "type": "object"}, given, "")
+    return fitted
+
+
+def from_pydantic(error: ValidationError, path: str = "") -> BadArguments:
+    """What Pydantic found wrong first, as a sentence for the model."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    for part in first["loc"]:
+        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
+    return BadArguments(f"{_called(path)}: {first['msg']}")
+
+
+def usage(parameters: Mapping[str, Any]) -> str:
+    """What the tool takes, in one sentence."""
+    required = _required(parameters)
+    parts = [
+        f"{name} ({_type_name(schema)}{'' if name in required else ', optional'})"
+        for name, schema in (parameters.get("properties") or {}).items()
+    ]
+    return f"The arguments are: {', '.join(parts)}." if parts else "It takes no arguments."
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    """Hand-written schemas also put `required: true` on a property, which is no list of names."""
+    names = schema.get("required")
+    return names if isinstance(names, list) else []
+
+
+def _type_name(schema: Any) -> str:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind or "any")
+
+
+class _Converted(NamedTuple):
+    fits: bool
+    value: Any = None
+
+
+class _Fitter:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.definitions: Mapping[str, Any] = root.get("$defs") or root.get("definitions") or {}
+
+    def fit(self, schema: Any, value: Any, path: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise BadArguments(f"{_called(path)} is nested too deeply")
+        schema = self.resolve(schema)
+        for part in schema.get("allOf") or ():
+            value = self.fit(part, value, path, depth + 1)
+        if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+            value = self.fit_any(alternatives, value, path, depth)
+        value = self.fit_type(schema, value, path)
+        allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if allowed is not None and value not in allowed:
+            raise BadArguments(f"{_called(path)} must be one of {_shown(allowed)}, not {_shown(value)}")
+        if isinstance(value, dict):
+            return self.fit_object(schema, value, path, depth)
+        if isinstance(value, list) and "items" in schema:
+            return [self.fit(schema["items"], v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return value
+
+    def resolve(self, schema: Any) -> Mapping[str, Any]:
+        for _ in range(MAX_DEPTH):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            if not isinstance(reference, str):
+                break
+            schema = self.definitions.get(reference.rpartition("/")[2])
+        return schema if isinstance(schema, Mapping) else {}
+
+    def fit_any(self, alternatives: list[Any], value: Any, path: str, depth: int) -> Any:
+        """The first alternative that takes the value as it is, else the first that takes it converted."""
+        fitted, problem = [], BadArguments(f"{_called(path)} fits none of its alternatives")
+        for alternative in alternatives:
+            try:
+                fitted.append(self.fit(alternative, value, path, depth + 1))
+            except BadArguments as error:
+                problem = error
+        if not fitted:
+            raise problem
+        return next((f for f in fitted if type(f) is type(value) and f == value), fitted[0])
+
+    def fit_type(self, schema: Mapping[str, Any], value: Any, path: str) -> Any:
+        wanted = schema.get("type")
+        types = wanted if isinstance(wanted, list) else [wanted]
+        if any(_is(kind, value) for kind in types):
+            return value
+        for kind in types:
+            converted = _convert(kind, value)
+            if converted.fits:
+                return converted.value
+        raise BadArguments(f"{_called(path)} must be {' or '.join(map(str, types))}, not {_shown(value)}")
+
+    def fit_object(self, schema: Mapping[str, Any], value: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+        properties = schema.get("properties") or {}
+        missing = [name for name in _required(schema) if name not in value]
+        if missing:
+            raise BadArguments(f"{_called(_join(path, missing[0]))} is required but missing")
+        others = schema.get("additionalProperties", True)
+        fitted = {}
+        for name, part in value.items():
+            if name not in properties and others is False:
+                raise BadArguments(f"{_called(_join(path, name))} is not an argument of this tool")
+            fitted[name] = self.fit(properties.get(name, others), part, _join(path, name), depth + 1)
+        return fitted
+
+
+_PYTHON_TYPES: dict[Any, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """A kind this file does not know is no reason to refuse; a boolean is not a number."""
+    if isinstance(value, bool) and kind in ("integer", "number"):
+        return False
+    return isinstance(value, _PYTHON_TYPES.get(kind, (object,)))
+
+
+def _convert(kind: Any, value: Any) -> _Converted:
+    if kind == "string" and isinstance(value, (int, float)):
+        return _Converted(True, json.dumps(value))
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        return _Converted(True, int(value))
+    if isinstance(value, str) and kind in ("integer", "number", "boolean", "array", "object"):
+        return _from_text(kind, value)
+    return _Converted(False)
+
+
+def _from_text(kind: str, text: str) -> _Converted:
+    try:
+        value = json.loads(text.strip().lower() if kind == "boolean" else text)
+    except (ValueError, RecursionError):
+        return _Converted(False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _Converted(False)
+    if _is(kind, value):
+        return _Converted(True, value)
+    return _Converted(False) if isinstance(value, str) else _convert(kind, value)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _called(path: str) -> str:
+    return f"{path!r}" if path else "the arguments"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,17 +18,14 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rally.images import loaded_images
+from rally.images.loading import loaded_images
 from rally.redact import learn_environment, redact
-from rally.tools.arguments import BadArguments, fit, usage
 from rally.tools.base import BaseTool
-from rally.tools.cache import call_key
-from rally.tools.caller import ToolCaller
-from rally.tools.calling import Ended, ToolTimeout, on_abandoned, settled, within
-from rally.tools.gate import QueueFull
+from rally.tools.invoke import Ended, ToolCaller, ToolTimeout, call_key, on_abandoned, settled, within
 from rally.tools.limits import ToolLimits
+from rally.tools.rate_limit import QueueFull
 from rally.tools.results import Answer, clean, shorten
-from rally.tools.schema import Schema, ToolConfigError
+from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, usage
 from rally.types import TOOL_TROUBLE, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
 

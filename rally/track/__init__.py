@@ -1,17 +1,17 @@
 """Everything that happens is written once, as it happens, to the run folder; all that is shown is read from there."""
 
 from rally.track.console import Phase, RunConsole
-from rally.track.conversation import conversation_text
-from rally.track.curve import CurveFiles, write_curve
+from rally.track.curve_page import CurveFiles, write_curve
+from rally.track.display_text import conversation_text
 from rally.track.export import ExportSettings, TraceSettings
-from rally.track.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder
-from rally.track.metrics import rollout_metrics
-from rally.track.serialize import Opaque, episode_from_json, episode_to_json
-from rally.track.sinks import MetricSink, Sinks, build_sinks
-from rally.track.summary import run_summary
-from rally.track.tools import tool_warnings
-from rally.track.validation import validation_metrics
-from rally.track.writing import sole_writer
+from rally.track.metric_loggers import MetricSink, Sinks, build_sinks
+from rally.track.metrics.episode_metrics import rollout_metrics
+from rally.track.metrics.tool_metrics import tool_warnings
+from rally.track.metrics.validation_metrics import validation_metrics
+from rally.track.run_folder.episode_json import Opaque, episode_from_json, episode_to_json
+from rally.track.run_folder.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder
+from rally.track.run_folder.run_lock import sole_writer
+from rally.track.run_summary import run_summary
 
 __all__ = [
     "AdvantageSpan",

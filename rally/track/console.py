@@ -26,8 +26,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from rally.track.metrics import NUM_TURNS, REWARD, TOOL_SUCCESS, VALIDATION, validation_series
-from rally.track.text import one_line, visible
+from rally.track.display_text import one_line, visible
+from rally.track.metrics.episode_metrics import NUM_TURNS, REWARD, TOOL_SUCCESS, VALIDATION, validation_series
 
 _SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, what users call it, format: fixed, so that columns line up
     (REWARD, "reward_mean", "{:.3f}"),

@@ -3,7 +3,7 @@
 Its values give the advantages of the whole step before it is updated, so the policy is judged by the critic that has
 not seen these episodes' rewards. The loss of a mini-batch is the same number however it is cut into micro-batches.
 
-Shapes: N episodes, D decisions of all of them in order (tokens or turns, see rally/algos/values.py), M sampled tokens.
+Shapes: N episodes, D decisions of all of them in order (tokens or turns, see rally/algos/gae.py), M sampled tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rally.algos.credit import CreditSettings
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.gae import decisions, explained_variance, judged, value_loss
 from rally.algos.losses import Aggregation, token_weights
-from rally.algos.values import decisions, explained_variance, judged, value_loss
+from rally.models.parallel import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
-from rally.train.cuts import Cut
-from rally.train.guards import Tried
+from rally.train.checkpoint.snapshot import Part, state_part
+from rally.train.divergence import Tried
+from rally.train.loss_inputs import over_rows
+from rally.train.messages import AskValues, GatherCritic, TeachCritic
+from rally.train.micro_batches import Cut, Share, cut_for, share_of
 from rally.train.packing import Row, pack
 from rally.train.policy import Policy
-from rally.train.ranks import AskValues, GatherCritic, Ranks, Share, TeachCritic, cut_for, share_of
-from rally.train.rows import over_rows
-from rally.train.snapshot import Part, state_part
 from rally.train.update import take_step, visit_order
 from rally.train.value_model import token_values, value_model_part
 from rally.types import Episode

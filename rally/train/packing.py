@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rally.engines.embedded.vision import rope_of
+from rally.models.vision import rope_of
 from rally.types import Image, ImageSpan, Segment
 
 KEYS_PER_TOKEN = 8  # a budget of tokens bounds the copied keys too: many short answers to one long prompt have many

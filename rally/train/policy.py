@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
-from rally.train.guards import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
-from rally.train.ranks import Ranks, ranks_of
-from rally.train.sharded import spread_like
+from rally.models.parallel import Ranks, ranks_of, spread_like
+from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,20 +13,33 @@ import torch
 from torch import Tensor
 
 from rally.algos import losses
-from rally.algos.correction import CorrectionSettings
-from rally.algos.surrogates import Sampled, SurrogateSettings, policy_loss
-from rally.train.agreement import probability_agreement
+from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
+from rally.algos.off_policy_correction import CorrectionSettings
+from rally.models.parallel import Ranks
+from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
-from rally.train.clock import Timed, untimed
-from rally.train.cuts import Cut
-from rally.train.exact import exact_decoder, exact_logprobs, with_value
-from rally.train.forward import TokenLogprobs, token_logprobs
-from rally.train.guards import DivergedError, Tried
+from rally.train.divergence import DivergedError, Tried
+from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
+from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
+from rally.train.loss_inputs import corrected_rows, marked_rows, over_rows
+from rally.train.messages import AskReference, Update
+from rally.train.micro_batches import Cut, cut_for, in_order, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
-from rally.train.ranks import AskReference, Ranks, Update, cut_for, in_order, share_of
 from rally.train.reference import Reference
-from rally.train.rows import corrected_rows, marked_rows, over_rows
+
+
+def probability_agreement(trained: Sequence[Tensor], recorded: Sequence[Tensor]) -> dict[str, float]:
+    """The difference of the two probabilities, and their correlation, which is left out where either does not vary."""
+    p_M, q_M = (torch.cat(list(parts)).double().exp() for parts in (trained, recorded))
+    apart_M = (p_M - q_M).abs()
+    told = {
+        "training/rollout_probs_diff_mean": float(apart_M.mean()),
+        "training/rollout_probs_diff_max": float(apart_M.max()),
+        "training/rollout_probs_diff_std": float(apart_M.std(correction=0)),
+    }
+    correlation = float(torch.corrcoef(torch.stack([p_M, q_M]))[0, 1]) if len(p_M) > 1 else float("nan")
+    return told | ({"training/rollout_actor_probs_pearson_corr": correlation} if correlation == correlation else {})
 
 
 @dataclass(frozen=True, kw_only=True)

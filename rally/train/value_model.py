@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from rally.engines.embedded import attention
-from rally.train.fused import hidden_states
-from rally.train.load import load_model
-from rally.train.lora import plain_twin
+from rally.models import attention
+from rally.models.load import load_model
+from rally.models.lora import plain_twin
+from rally.models.parallel import model_state, ranks_of
+from rally.train.checkpoint.snapshot import copied
+from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
-from rally.train.ranks import ranks_of
-from rally.train.sharded import model_state
-from rally.train.snapshot import copied
 
 HEAD = "value_head"
 HEAD_FILE = f"{HEAD}.safetensors"

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rally.redact import redacted_json
 from rally.types import RallyError
 from rally.view.page import INDEX, MIME, page_files
-from rally.view.run import Missing, Run
+from rally.view.run_data import Missing, Run
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.demo_models import DemoModels
 from benchmarks.learn import Learned, Method, configured, lines, methods
 from rally.algos.advantages import ESTIMATORS
-from rally.algos.surrogates import SURROGATES
-from rally.demo import DemoResult
+from rally.algos.losses import SURROGATES
+from rally.demo.demo import DemoResult
 
 
 @pytest.fixture

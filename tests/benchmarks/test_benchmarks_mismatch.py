@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import mismatch
 from rally.chat import tiny_tokenizer
-from rally.demo import make_model
+from rally.demo.demo import make_model
 from rally.engines.embedded import EngineSettings
-from rally.train.load import load_model
+from rally.models.load import load_model
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 death."""
 
 from benchmarks.router import Simulation, make_episodes, settings
-from rally.engines.board import Board
+from rally.engines.router.routing_policy import Board
 
 
 def test_load_is_even_prefixes_are_found_and_a_death_costs_only_what_was_in_flight() -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import dataclasses
 import json
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from fake_server import FakeServer
+from remote_cases import SETTINGS
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import served, servers
@@ -16,16 +17,12 @@ from benchmarks.report import Circumstances
 from benchmarks.rollout_workloads import Workload
 from rally.chat import tiny_tokenizer
 from rally.engines.base import EngineError
-from rally.engines.embedded import attention
 from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, WeightFiles, WeightHandles
-from rally.train import server_parts
-from rally.train.load import load_model
-from rally.train.server_parts import client_settings_of, oracle_of
+from rally.models import attention
+from rally.models.load import load_model
+from rally.runs import build
+from rally.runs.build.engines import client_settings_of, oracle_of
 from rally.types import RallyError, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from fake_server import FakeServer
-from test_engines_remote import SETTINGS
 
 WORKLOAD = Workload(name="try", conversations=3, prompt=6, new=4, turns=2, observed=2, tool_seconds=0.0)
 
@@ -102,9 +99,7 @@ async def test_updates_are_measured_by_handles_and_by_files(
     async with FakeServer("sglang", load_model(str(folder)), handles="refused") as fake:
         engine = engine_of(fake, model, spec, tmp_path)
         own = engine.weights = Counted(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
-        monkeypatch.setattr(
-            server_parts, "transport_of", lambda *_: WeightFiles(model.save_pretrained, tmp_path / "other")
-        )
+        monkeypatch.setattr(build, "transport_of", lambda *_: WeightFiles(model.save_pretrained, tmp_path / "other"))
         (tmp_path / "other").mkdir()
         await engine.start()
         told = await served.updates(engine, model, spec)

@@ -296,12 +296,12 @@ def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
     ],
 )
 def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, words: str) -> None:
-    monkeypatch.setattr("rally.config.checks.count_gpus", lambda: gpus)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: gpus)
     assert words in told(line)
 
 
 def test_one_gpu_is_the_cpu_on_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.config.checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rally.config import Config, ConfigError, SftConfig, load_config
 from rally.config.base import Only, Root, Section, look_up
-from rally.config.unbuilt import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
+from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 KNOWN = sorted(Config.keys())

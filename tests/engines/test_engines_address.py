@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from rally.doctor.rollout_logprobs import reached
 from rally.engines import EngineError
 from rally.engines.remote import RallyReplica, ServerReplica, Vllm
-from rally.engines.remote.address import Address
-from rally.engines.remote.wire import Call
-from rally.train.doctor_policy import reached
+from rally.engines.remote.client import Address
+from rally.engines.remote.server_api import Call
 
 WHO, HEADER = "ada:s%40fe%2Fword", "Basic YWRhOnNAZmUvd29yZA=="
 

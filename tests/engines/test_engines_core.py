@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rally.engines import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
-from rally.engines.embedded.prefixes import token_bytes
+from rally.engines.embedded.radix_cache import token_bytes
 from rally.types import SamplingParams
 
 TOLERANCE = 1e-5
@@ -57,7 +57,7 @@ def test_logprobs_equal_full_forward_with_chunked_prefill(family, budget):
 
 
 def test_long_histories_use_views_and_agree(model, monkeypatch):
-    monkeypatch.setattr("rally.engines.embedded.paged.SHORT_HISTORY_BYTES", 0)
+    monkeypatch.setattr("rally.engines.embedded.attention_torch.SHORT_HISTORY_BYTES", 0)
     core = EngineCore(model, num_pages=400)
     requests = [core.add(p, SamplingParams(max_tokens=20, seed=i)) for i, p in enumerate(prompts(6, 5, 200))]
     drain(core)

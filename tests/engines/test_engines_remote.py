@@ -1,7 +1,6 @@
 """The engine over servers: weights reach them all, a canary hears it when they do not, and the dead are replaced."""
 
 import asyncio
-import math
 import os
 import signal
 import socket
@@ -16,52 +15,36 @@ from pathlib import Path
 
 import fake_server
 import pytest
-import torch
-from fake_server import RULE_LOGPROB, FakeServer, rule
+from fake_server import FakeServer
+from remote_cases import SETTINGS, change, oracle_of, ruled
 from small_models import VOCABULARY, full_logprobs, make_model
 from transformers import PreTrainedModel
 
 from rally.engines import Engine, EngineError
+from rally.engines.base import ReplicaGone
 from rally.engines.remote import (
     CanaryError,
     ClientSettings,
     Oracle,
     OwnServer,
     RemoteEngine,
-    RemoteSettings,
     ServerReplica,
     Sglang,
     Vllm,
     WeightFiles,
-    ports,
-    process,
+    launched_server,
     sweep,
 )
-from rally.engines.remote.ports import reserve_port
-from rally.engines.remote.process import ServerProcess
-from rally.engines.replica import ReplicaGone
+from rally.engines.remote.launched_server import reserve_port
 from rally.types import SamplingParams
+from rally.util import subprocesses
+from rally.util.subprocesses import ServerProcess
 
 PARAMS = SamplingParams(max_tokens=8, seed=5, temperature=0.8)
-SETTINGS = RemoteSettings(max_model_len=64, sampling=PARAMS, restart_delay=0.0, max_restarts=2)
-
-
-def oracle_of(model: PreTrainedModel) -> Oracle:
-    @torch.no_grad()
-    def forward(ids: Sequence[int]) -> torch.Tensor:
-        return model(input_ids=torch.tensor([list(ids)])).logits[0]
-
-    return Oracle(forward=forward, vocabulary=VOCABULARY, tolerance=1e-3)
 
 
 def engine_over(servers: Sequence[ServerReplica], model: PreTrainedModel, room: Path) -> RemoteEngine:
     return RemoteEngine(servers, WeightFiles(model.save_pretrained, room), oracle_of(model), SETTINGS)
-
-
-def change(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
 
 
 async def test_every_server_follows_the_trainer(tmp_path: Path) -> None:
@@ -169,14 +152,6 @@ async def test_a_server_that_refuses_the_weights_is_left_out_and_a_busy_one_is_a
         await engine.close()
 
 
-def ruled(ids: Sequence[int]) -> torch.Tensor:
-    """What a fake server without a model does, as logits."""
-    probability = math.exp(RULE_LOGPROB)
-    logits_TV = torch.full((len(ids), VOCABULARY), math.log((1 - probability) / (VOCABULARY - 1)))
-    logits_TV[range(len(ids)), [rule(token) for token in ids]] = RULE_LOGPROB
-    return logits_TV
-
-
 def own_server(tmp_path: Path, folders: list[str]) -> OwnServer:
     def command(folder: str, port: int) -> list[str]:
         folders.append(folder)
@@ -227,6 +202,7 @@ import importlib.util, sys, time
 from pathlib import Path
 spec = importlib.util.spec_from_file_location("process", sys.argv[2])  # alone: its package needs torch
 process = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = process
 spec.loader.exec_module(process)
 child = process.ServerProcess(["sh", "-c", "sleep 1000 & sleep 1000"], {}, Path(sys.argv[1]))
 print(child.pid, flush=True)
@@ -236,7 +212,7 @@ time.sleep(1000)
 
 def test_a_server_dies_with_its_parent_even_by_kill_9(tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "log"), process.__file__], stdout=subprocess.PIPE
+        [sys.executable, "-c", PARENT, str(tmp_path / "log"), subprocesses.__file__], stdout=subprocess.PIPE
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
@@ -263,7 +239,7 @@ def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest
     assert again.number == first.number
     with socket.create_server(("127.0.0.1", 0)) as open_already:
         number = open_already.getsockname()[1]
-        monkeypatch.setattr(ports, "PORTS", 1)
+        monkeypatch.setattr(launched_server, "PORTS", 1)
         with pytest.raises(EngineError, match=f"port_start={number}"):
             reserve_port(number)
     for port in (again, second):
@@ -274,7 +250,7 @@ def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest
 def test_no_two_servers_get_the_same_port_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = iter([40001, 40001, 40002])
-    monkeypatch.setattr(ports, "_bound", lambda port: port or next(given))
+    monkeypatch.setattr(launched_server, "_bound", lambda port: port or next(given))
     reserved = [reserve_port(None) for _ in range(2)]
     assert [port.number for port in reserved] == [40001, 40002]
     for port in reserved:

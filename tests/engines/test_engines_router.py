@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from rally.engines import Engine, EngineError, WaitsForEveryone
-from rally.engines.replica import ReplicaBusy, ReplicaGone
-from rally.engines.router import Router
-from rally.engines.standing import RouterSettings
+from rally.engines.base import ReplicaBusy, ReplicaGone
+from rally.engines.router.router import Router
+from rally.engines.router.server_state import RouterSettings
 from rally.types import Generation, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=2)

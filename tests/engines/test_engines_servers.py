@@ -12,10 +12,10 @@ import pytest
 from fake_server import FakeServer
 
 from rally.engines import EngineError
+from rally.engines.base import ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.remote import ClientSettings, Dialect, Launch, ServerReplica, Sglang, Vllm
-from rally.engines.remote.interpreter import ask
-from rally.engines.replica import ReplicaBusy, ReplicaGone, SampleVoid
-from rally.engines.router import Router
+from rally.engines.remote.launched_server import ask
+from rally.engines.router.router import Router
 from rally.types import SamplingParams, WeightSpan
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
@@ -321,7 +321,7 @@ async def test_cached_prefixes_belong_to_one_load_of_weights(fake: FakeServer) -
 
 
 def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("vllm", "sglang"):
+    for module in ("vllm_api", "sglang_api"):
         monkeypatch.setattr(f"rally.engines.remote.{module}.ask", lambda *_: "True")
     plan = {
         "python": "py",
@@ -372,7 +372,7 @@ def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
         Vllm().command(plan)
     import sys
 
-    from rally.engines.remote.interpreter import ask
+    from rally.engines.remote.launched_server import ask
 
     with pytest.raises(EngineError, match=r"has no surely_absent; install it .*rollout\.server\.python=DIR"):
         ask(sys.executable, "surely_absent")
@@ -384,7 +384,7 @@ def test_a_server_that_cannot_give_back_memory_is_told_so_before_it_starts(monke
             raise EngineError("it is not there")
         return ""
 
-    monkeypatch.setattr("rally.engines.remote.sglang.ask", ask)
+    monkeypatch.setattr("rally.engines.remote.sglang_api.ask", ask)
     plan = {"python": "py", "folder": "", "port": 1, "dtype": "float32", "max_model_len": 1, "max_num_seqs": 1}
     with pytest.raises(EngineError, match=r"which py lacks; install it .* or set rollout\.free_cache_engine"):
         Sglang().command(Launch(**plan, max_num_batched_tokens=1, memory_share=0.5, sleeps=True, extra={}))

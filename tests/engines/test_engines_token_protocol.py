@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from rally.engines import EngineError
-from rally.engines.remote.rally import Rally
-from rally.engines.remote.wire import Asked
-from rally.engines.replica import ReplicaGone
-from rally.engines.token_protocol import generation_to_wire, sampling_to_wire
+from rally.engines.base import ReplicaGone
+from rally.engines.remote.rally_api import Rally
+from rally.engines.remote.server_api import Asked, generation_to_wire, sampling_to_wire
 from rally.types import Generation, SamplingParams, WeightSpan
 
 GENERATION = Generation(

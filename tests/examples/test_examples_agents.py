@@ -13,10 +13,10 @@ from rich.console import Console
 
 from rally.chat import tiny_tokenizer
 from rally.data import load_tasks
+from rally.demo.curriculum import CourseResult
 from rally.retrieval import IndexSpec, build_index
 from rally.tools import ToolBox, load_tools
 from rally.track import RunConsole, RunFolder
-from rally.train.course import CourseResult
 from rally.types import Message, Task, ToolCall, ToolStatus
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -13,12 +13,12 @@ from gateway_cases import black_box, held_by, row_of
 from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once, check_tiling, hold, said, tiny_codec
 
 from rally.gateway import BlackBoxAgentLoop, session
-from rally.gateway.agents import AgentThread, Running
+from rally.gateway.agent_runner import AgentThread, Running
 from rally.gateway.black_box import returned_by
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError
-from rally.tools.calling import Ended
+from rally.tools.invoke import Ended
 from rally.types import Generation, RallyError, StopReason
 
 CODEC = tiny_codec()

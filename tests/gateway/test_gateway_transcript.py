@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_cases import calculator, check_tiling, said, tiny_codec
 
-from rally.gateway.messages import Conversation, MessageError
-from rally.gateway.transcript import Draft, Transcript
-from rally.services.desk import Ask
-from rally.services.openai_answers import Answer, ChatShape, Wishes
+from rally.gateway.transcript import Conversation, Draft, MessageError, Transcript
+from rally.services.admission import Ask
+from rally.services.openai_responses import Answer, ChatShape, Wishes
 from rally.types import Episode, Generation, SamplingParams, Segment, StopReason, WeightSpan
 
 CODEC = tiny_codec([calculator])

@@ -7,12 +7,12 @@ from loop_cases import Reply, hold, make_runner, make_task, said
 from PIL import Image as PILImage
 from vision_cases import PAD, make_codec, make_image
 
-from rally.images import read_image
+from rally.compat.verl.agent_loops import BroughtLoop
+from rally.images.loading import read_image
 from rally.loops import AgentLoopBase, AgentLoopOutput
-from rally.loops.brought import BroughtLoop
 from rally.loops.registry import LoopSpec
 from rally.tools import BaseTool, ToolBox, load_tools
-from rally.track.metrics import rollout_metrics
+from rally.track.metrics.episode_metrics import rollout_metrics
 from rally.types import StopReason, ToolResponse, ToolStatus
 
 IMAGE = make_image(1, 60, 60)

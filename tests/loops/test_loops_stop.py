@@ -24,7 +24,7 @@ from loop_cases import (
 from rally.chat import ChatCodec
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopSpec
 from rally.tools import BaseTool, ToolLimits, function_tool
-from rally.tools.gsm8k import Gsm8kTool
+from rally.tools.builtin.answer_check import Gsm8kTool
 from rally.types import StopReason, ToolResponse, ToolStatus
 
 

@@ -7,11 +7,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from vision_cases import write_vision_model
 
 from rally.chat import tiny_tokenizer
-from rally.data import triage, write_rows
-from rally.data.commands import write_gsm8k, write_gsm8k_sft
-from rally.recipes import build
+from rally.data import write_rows
+from rally.models.lora import LoraSettings, adapter_weights, add_adapters, save_adapters
+from rally.recipes.geometry.data import GeometrySizes, write_geometry
+from rally.recipes.gsm8k_tool.data import write_gsm8k, write_gsm8k_sft
+from rally.recipes.retool.data import RetoolSizes, write_retool
+from rally.recipes.search_r1.data import write_search_r1
+from rally.recipes.triage import data as triage
+from rally.recipes.triage.data import TriageSizes, write_triage
 from rally.retrieval import IndexSpec, build_index
-from rally.train.lora import LoraSettings, adapter_weights, add_adapters, save_adapters
 
 R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 MODELS = (
@@ -101,10 +105,10 @@ def write_home(home: Path) -> Path:
     write_gsm8k(home / "data" / "gsm8k", home / "source", "agent_loop", passing, "calculator")
     write_gsm8k_sft(home / "data" / "gsm8k", home / "source", passing)
     write_gsm8k(home / "data" / "gsm8k_interaction", home / "source", "interaction", passing)
-    build.triage(home / "data" / "triage", build.TriageSizes(8, 2, 8, 8), 0)
-    build.retool(home / "data" / "retool", build.RetoolSizes(8, 2, 8), None, None, 0)
+    write_triage(home / "data" / "triage", TriageSizes(8, 2, 8, 8), 0)
+    write_retool(home / "data" / "retool", RetoolSizes(8, 2, 8), None, None, 0)
     _write_search(home)
-    build.geometry(home / "data" / "geometry", build.GeometrySizes(4, 1), (1, 2, 3), None, 0)
+    write_geometry(home / "data" / "geometry", GeometrySizes(4, 1), (1, 2, 3), None, 0)
     write_vision_model(home / "models" / "tiny_vision")
     return home
 
@@ -123,5 +127,5 @@ def _write_search(home: Path) -> None:
     write_rows(questions, home / "hotpotqa" / "train.jsonl")
     write_rows(passages, home / "hotpotqa" / "corpus.jsonl")
     out = home / "data" / "search_r1"
-    build.search_r1(out, home / "hotpotqa", None, sft=True)
+    write_search_r1(out, home / "hotpotqa", None, sft=True)
     build_index(out / "corpus.jsonl", out / "index", IndexSpec())

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rally.chat import tiny_tokenizer
-from rally.cli import app
+from rally.cli.main import app
+from rally.models.load import LoadError, load_tokenizer
 from rally.recipes import list_recipes
-from rally.train.load import LoadError, load_tokenizer
 from rally.types import RallyError
 
 

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 from recipes.recipe_cases import SMALL_SFT, SMALL_TRAIN
-from train.train_cases import Paper
+from train_cases import Paper
 
 from rally.config import load_config, load_sft_config
 from rally.recipes import Recipe, RecipeError, find_recipe, list_recipes
 from rally.recipes.catalog import FOLDER
+from rally.runs import dry_run
+from rally.runs import sft as sft_run
+from rally.runs import train as run
 from rally.track import RunFolder
-from rally.train import dry_run, run, sft_run
 
 TRAIN = [recipe for recipe in list_recipes() if recipe.command == "train"]
 SFT = [recipe for recipe in list_recipes() if recipe.command == "sft"]

@@ -17,11 +17,11 @@ from loop_cases import (
     tiny_codec,
 )
 
-from rally.data import triage
-from rally.recipes import build
+from rally.recipes.triage import data as triage
+from rally.recipes.triage.data import TriageSizes, write_triage
 from rally.recipes.triage.kb_lookup import KBLookup
 from rally.recipes.triage.reward import compute_score
-from rally.rewards.episodes import request_of
+from rally.rewards.score_inputs import request_of
 from rally.tools import ToolConfigError
 from rally.types import StopReason
 
@@ -34,7 +34,7 @@ Said = tuple[str, *tuple[Any, ...]]
 @pytest.fixture(scope="module")
 def articles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("triage")
-    build.triage(folder, build.TriageSizes(4, 2, 0, 0), 0)
+    write_triage(folder, TriageSizes(4, 2, 0, 0), 0)
     return folder / "articles.jsonl"
 
 

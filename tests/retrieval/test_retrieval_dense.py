@@ -14,8 +14,7 @@ from search_cases import CORPUS, save_encoder, write_corpus
 from transformers import AutoModel, AutoTokenizer
 
 from rally.retrieval import IndexSpec, RetrievalError, build_index, dense, open_index
-from rally.retrieval.encoder import Encoder, pool
-from rally.retrieval.recipe import Recipe, recipe_for
+from rally.retrieval.encoder import Encoder, Recipe, pool, recipe_for
 
 TEXTS = [row.get("contents") or f'"{row["title"]}"\n{row["text"]}' for row in CORPUS]
 WORDS = " ".join(["query:", "passage:", "represent this sentence for searching relevant passages:", "doc:", *TEXTS])

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from search_cases import CORPUS, write_corpus
 from typer.testing import CliRunner
 
-from rally.cli import app
+from rally.cli.main import app
 from rally.retrieval import IndexSpec, RetrievalError, SearchIndex, build_index, open_index
 from rally.retrieval.hits import Hit
-from rally.retrieval.hybrid import fuse
+from rally.retrieval.index import fuse
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rally.rewards import RewardError, compute_score, functions, load_reward_function
+from rally.rewards import RewardError, compute_score, load_reward_function, registry
 
 GOOD = """
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
@@ -18,7 +18,7 @@ GOOD = """
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_registry", dict(functions.registered()))
+    monkeypatch.setattr(registry, "_registry", dict(registry.registered()))
     monkeypatch.setattr("sys.path", list(sys.path))
 
 

@@ -111,6 +111,8 @@ def test_workers_end_when_the_parent_is_killed(write_reward: Any) -> None:
 
 
 def test_a_worker_imports_nothing_heavy() -> None:
-    code = "import sys, rally.rewards.worker; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, rally.rewards.worker_process; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

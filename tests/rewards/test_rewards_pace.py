@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from rally.rewards import RewardSpec, Scorer
-from rally.rewards.pace import Pace
+from rally.rewards.worker_pool import Pace
 
 
 async def test_calls_begin_evenly_spaced_in_their_order() -> None:

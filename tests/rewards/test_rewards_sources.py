@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rally.rewards import RewardError, RewardSpec, Scorer, compute_score, reward_metrics
-from rally.scoring import symbolic
+from rally.scoring import math_answers
 from rally.types import Turn
 
 BOXED, LINE = r"so \boxed{\frac12}", "so\nAnswer: 0.5"
@@ -81,14 +81,14 @@ def test_an_unknown_equality_is_refused_before_training() -> None:
 
 
 async def test_without_the_package_symbolic_equality_says_what_to_install() -> None:
-    if symbolic.installed():
+    if math_answers.installed():
         pytest.skip("math-verify is installed")
     with pytest.raises(RewardError, match=r"needs the package math-verify; run pip install 'rally-rl\[math\]'"):
         await Scorer(RewardSpec(kwargs={"equality": "symbolic"}), 1, 20).start()
 
 
 async def test_symbolic_equality_runs_in_a_worker_that_a_runaway_formula_cannot_hold(make_episode: Any) -> None:
-    if not symbolic.installed():
+    if not math_answers.installed():
         pytest.skip("math-verify is not installed")
     async with Scorer(RewardSpec(kwargs={"equality": "symbolic"}), 1, 5.0) as scorer:
         algebra = make_episode(r"\boxed{2(x+1)}", source="lighteval/MATH", truth="2x+2")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rally.rewards import RewardError, RewardSpec, Scorer, functions, load_reward_function
+from rally.rewards import RewardError, RewardSpec, Scorer, load_reward_function, registry
 from rally.types import Episode, Segment, StopReason, Task, Turn
 
 SHAPER = """
@@ -26,7 +26,7 @@ SHAPER = """
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_registry", dict(functions.registered()))
+    monkeypatch.setattr(registry, "_registry", dict(registry.registered()))
     monkeypatch.setattr("sys.path", list(sys.path))
 
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.engines import EngineError
+from rally.engines.base import ReplicaGone
 from rally.engines.remote import RallyReplica
-from rally.engines.replica import ReplicaGone
-from rally.engines.router import Router
-from rally.engines.standing import RouterSettings
+from rally.engines.router.router import Router
+from rally.engines.router.server_state import RouterSettings
 from rally.types import SamplingParams
 
 PROMPT = list(range(20, 60))

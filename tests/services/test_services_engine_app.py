@@ -12,8 +12,8 @@ from small_models import make_model
 from rally.chat import tiny_tokenizer
 from rally.engines import EmbeddedEngine, EngineSettings
 from rally.engines.remote import Rally
-from rally.engines.remote.wire import Asked
-from rally.services.desk import Served
+from rally.engines.remote.server_api import Asked
+from rally.services.admission import Served
 from rally.services.engine import create_app
 from rally.types import SamplingParams
 

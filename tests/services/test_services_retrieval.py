@@ -11,7 +11,7 @@ import pytest
 from search_cases import CORPUS, Server, write_corpus
 
 from rally.retrieval import Batcher, Found, IndexSpec, Overloaded, RetrievalError, SearchIndex, build_index, open_index
-from rally.retrieval import batching as batching_module
+from rally.retrieval import query_batching as batching_module
 from rally.services.retrieval import create_app
 
 

@@ -10,9 +10,9 @@ from small_models import make_model
 from typer.testing import CliRunner
 
 from rally.chat import tiny_tokenizer
+from rally.cli.serve import app
 from rally.engines import EmbeddedEngine, EngineError, EngineSettings
-from rally.engines.embedded.words import Words
-from rally.serve_cli import app
+from rally.engines.embedded.settings import Words
 from rally.types import RallyError, SamplingParams
 
 KEY = re.compile(r"\b(rollout|trainer|model|data|actor_rollout_ref)\.\w+")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from rally.services.text_stream import TextStream, before_stop
-from rally.train.load import load_tokenizer
+from rally.models.load import load_tokenizer
+from rally.services.openai_responses import TextStream, before_stop
 
 BITS = ["a", "é", "東京", "🧑‍🚀", " ", "\n", "the end", "<|", "stop", "sto"]
 TEXTS = st.lists(st.sampled_from(BITS), max_size=12).map("".join)

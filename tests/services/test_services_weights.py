@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from small_models import full_logprobs, make_model
 
 from rally.engines import EmbeddedEngine, EngineSettings
-from rally.services.desk import Refused
-from rally.services.weights import LoadRequest, load_weights
+from rally.services.admission import Refused
+from rally.services.engine import LoadRequest, load_weights
 from rally.types import SamplingParams
 
 PROMPT = list(range(1, 40))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rally.tools.calculator import CalculatorError, calculate
+from rally.tools.builtin.calculator import CalculatorError, calculate
 
 
 @pytest.mark.parametrize(

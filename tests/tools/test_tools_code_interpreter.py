@@ -10,8 +10,7 @@ import pytest
 from rally.sandbox import SandboxSettings, shared_sandbox
 from rally.services.sandbox import create_app
 from rally.tools import ToolBox, ToolConfigError, ToolLimits, ToolSession, load_tools
-from rally.tools.code_interpreter import CodeInterpreter
-from rally.tools.code_server import CodeServer, with_echo
+from rally.tools.builtin.code_interpreter import CodeInterpreter, CodeServer, with_echo
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 
@@ -122,7 +121,7 @@ async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
         return httpx.Response(answers.pop(0), json=good)
 
     monkeypatch.setattr(httpx, "AsyncClient", lambda **o: real(transport=httpx.MockTransport(answer), **o))
-    monkeypatch.setattr("rally.tools.code_server._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("rally.tools.builtin.code_interpreter._PAUSE_SECONDS", 0.01)
     opened = session(sandbox_url="http://sandbox")
     assert (await ask(opened, "print(1)")).response.text == "1"
     refused = await ask(opened, "print(1)")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from PIL import Image as PILImage
 from vision_cases import make_image
 
-from rally.images import decoded, read_image
+from rally.images.loading import decoded, read_image
 from rally.tools import ToolBox, load_tools
-from rally.tools.image_zoom import MIN_SIDE, usable_box
+from rally.tools.builtin.image_zoom import MIN_SIDE, usable_box
 from rally.tools.schema import ToolConfigError
 from rally.types import Image, Task, ToolCall, ToolResult, ToolStatus
 

@@ -21,7 +21,7 @@ from rally.tools import (
     load_tools,
     run_process,
 )
-from rally.tools.gate import Gate
+from rally.tools.rate_limit import Gate
 from rally.types import Task, ToolCall, ToolResponse, ToolStatus
 
 TASK = Task(id="t", data_source="test", prompt=({"role": "user", "content": "hi"},))

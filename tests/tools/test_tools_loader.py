@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rally.tools import ToolBox, ToolConfigError, load_function_tools, load_tools
-from rally.tools.calculator import Calculator
-from rally.tools.gsm8k import Gsm8kTool
-from rally.tools.plain import snake_case
+from rally.tools.builtin.answer_check import Gsm8kTool
+from rally.tools.builtin.calculator import Calculator
+from rally.tools.duck_typed import snake_case
 from rally.types import Task, ToolCall
 
 
@@ -200,7 +200,7 @@ tools:
     [
         ("verl.tools.gsm8k_tool.Gsm8kTool", Gsm8kTool),
         ("verl.tools.calculator_tool.CalculatorTool", Calculator),
-        ("rally.tools.calculator.Calculator", Calculator),
+        ("rally.tools.builtin.calculator.Calculator", Calculator),
     ],
 )
 def test_known_class_names(class_name: str, kind: type) -> None:

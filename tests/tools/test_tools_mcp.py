@@ -25,8 +25,8 @@ from mcp_types import CallToolResult
 from PIL import Image as PILImage
 
 from rally.tools import ToolBox, ToolConfigError, ToolLimits, load_tools
-from rally.tools import mcp_line as line_module
-from rally.tools.mcp_content import read_content
+from rally.tools.mcp import client as line_module
+from rally.tools.mcp.tools import read_content
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 SCRIPT = Path(drill.__file__)
@@ -459,7 +459,7 @@ def test_every_mistake_has_its_sentence(entry: dict[str, Any], file: dict[str, A
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "rally.tools.mcp")
+    monkeypatch.delitem(sys.modules, "rally.tools.mcp.tools")
     monkeypatch.setitem(sys.modules, "mcp_types", None)
     with pytest.raises(ToolConfigError, match=r"need the package mcp_types; run: pip install 'rally-rl\[mcp\]'"):
         load_tools({"tools": [{"type": "mcp"}]})

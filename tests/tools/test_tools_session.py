@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from rally.tools import BaseTool, ToolBox, ToolConfigError, ToolLimits, ToolSession, function_tool
-from rally.tools.calculator import Calculator
-from rally.tools.gsm8k import Gsm8kTool
+from rally.tools.builtin.answer_check import Gsm8kTool
+from rally.tools.builtin.calculator import Calculator
 from rally.types import Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
 

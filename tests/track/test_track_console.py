@@ -13,7 +13,7 @@ from track_episodes import NASTY, make_episode
 
 from rally.track import RunConsole, build_sinks, conversation_text
 from rally.track.console import LastingConsole
-from rally.track.folder import RunFolder
+from rally.track.run_folder.folder import RunFolder
 from rally.types import RallyError, StopReason, ToolCall, ToolResponse, ToolResult, ToolStatus, Turn
 
 METRICS = {

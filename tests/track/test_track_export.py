@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.chosen import chosen
-from rally.track.export.ledger import Ledger
-from rally.track.export.lock import alone
-from rally.track.export.place import flat
-from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
-from rally.track.export.spans import trace_of
-from rally.track.export.stream import Stream, words
-from rally.track.folder import RunFolder
+from rally.track.export.delivery import EpisodeFiles, Found, Ledger, MetricsTail, Stream, words
+from rally.track.export.episode_spans import trace_of
+from rally.track.export.export_lock import alone
+from rally.track.export.settings import flat
+from rally.track.export.traces import chosen
+from rally.track.run_folder.folder import RunFolder
 from rally.types import Episode, RallyError
 
 

@@ -28,15 +28,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from track_episodes import NASTY, make_episode
 from tracker_cases import NAMES, ledger_of, make_place, row, send
 
-from rally.track.export.event_files import EventFiles
-from rally.track.export.mlflow_runs import MlflowRun, connect, experiment_of, how_to_look, metric_name
-from rally.track.export.mlflow_traces import MlflowTraces
+from rally.track.export.delivery import EpisodeFile, Found
+from rally.track.export.episode_spans import trace_of
+from rally.track.export.mlflow_tracker import MlflowRun, MlflowTraces, connect, experiment_of, how_to_look, metric_name
 from rally.track.export.otel_traces import OtelTraces
-from rally.track.export.place import Place
-from rally.track.export.sources import EpisodeFile, Found
-from rally.track.export.spans import trace_of
+from rally.track.export.settings import Place
+from rally.track.export.tensorboard_tracker import EventFiles
 from rally.track.export.traces import Traces
-from rally.track.folder import RunFolder
+from rally.track.run_folder.folder import RunFolder
 from rally.types import Episode, RallyError, ToolCall, ToolResponse, ToolResult, ToolStatus
 
 HOSTILE = NASTY + "\x00 end"
@@ -146,7 +145,7 @@ def test_every_name_is_one_that_mlflow_takes(name: str) -> None:
 def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
     place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rally.track.export.mlflow_runs.metric_name", lambda name: name)
+    monkeypatch.setattr("rally.track.export.mlflow_tracker.metric_name", lambda name: name)
     tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
     tracker.send(Found(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
     assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
@@ -203,7 +202,7 @@ def test_a_local_database_lies_in_the_run_folder(place: Place, monkeypatch: pyte
             seen["files"] = str(artifact_location)
             return "1"
 
-    monkeypatch.setattr("rally.track.export.mlflow_runs.MlflowClient", Client)
+    monkeypatch.setattr("rally.track.export.mlflow_tracker.MlflowClient", Client)
     client = connect(place.folder)
     assert experiment_of(client, "p", place.folder) == "1"
     database = place.folder / "mlflow.db"

@@ -15,7 +15,7 @@ pytest.importorskip("wandb")
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rally.track.export.wandb_runs import WandbRun
+from rally.track.export.wandb_tracker import WandbRun
 
 HEADER, BLOCK, CHUNK = 7, 32768, struct.Struct("<IHB")
 

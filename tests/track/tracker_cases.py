@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rally.redact import learn_tree
-from rally.track.export.ledger import Ledger
-from rally.track.export.place import Place
-from rally.track.export.sources import Found
-from rally.track.folder import RunFolder
+from rally.track.export.delivery import Found, Ledger
+from rally.track.export.settings import Place
+from rally.track.run_folder.folder import RunFolder
 
 NAMES = ("critic/rewards/mean", "val-core/rally/arithmetic/reward/mean@4", "val-core/数据 #1/acc/best@2/mean")
 

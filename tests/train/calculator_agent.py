@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from rally.demo import demo_toolbox
-from rally.tools.calculator import calculate
+from rally.demo.demo import demo_toolbox
+from rally.tools.builtin.calculator import calculate
 
 TOOLS = demo_toolbox().schemas()
 

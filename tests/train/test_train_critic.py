@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import FAMILIES, make_model
-from test_train_fit import NO_VALIDATION, actor, metrics_of
+from test_train_trainer import NO_VALIDATION, actor, metrics_of
 from train_cases import (
     Gradients,
     KeepingPolicy,
@@ -27,16 +27,17 @@ from train_cases import (
 )
 from transformers import AutoModel, PreTrainedModel
 
-from rally.algos.credit import CreditSettings
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.gae import value_loss
 from rally.algos.losses import token_weights
-from rally.algos.values import value_loss
+from rally.models.load import load_model
+from rally.runs.evaluate import evaluate
+from rally.runs.train import train
 from rally.train.batch import TrainBatch, rows_of
-from rally.train.checkpoint import CheckpointError
+from rally.train.checkpoint.store import CheckpointError
 from rally.train.critic import Critic, CriticSettings
-from rally.train.kl_control import KlControl
-from rally.train.load import load_model
 from rally.train.packing import pack
-from rally.train.run import evaluate, train
+from rally.train.reference import KlControl
 from rally.train.value_model import load_value_model, token_values, value_model_part, with_value_head
 
 CPU = torch.device("cpu")
@@ -275,7 +276,7 @@ def test_a_run_over_turns(home: Path, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_loads_no_critic(ppo: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.train.critic_parts.load_value_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("rally.runs.build.policies.load_value_model", lambda *_: pytest.fail("loaded"))
     config = run_config(home, tmp_path, *PPO[:2], f"actor_rollout_ref.model.path={ppo}/checkpoints/global_step_3/actor")
     assert evaluate(config, Paper().console).metrics
 

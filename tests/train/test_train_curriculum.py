@@ -9,11 +9,12 @@ from train_cases import EASY, Paper, run_config, small_policy
 from transformers import AutoModelForCausalLM
 
 from rally.chat import tiny_tokenizer
-from rally.data import DataError, arithmetic, write_rows
+from rally.data import DataError, write_rows
+from rally.recipes.arithmetic import data as arithmetic
+from rally.runs.dry_run import dry_run
+from rally.runs.train import train
 from rally.track import MetricsRow, RunFolder
-from rally.train.checkpoint import CheckpointError, CheckpointStore
-from rally.train.dry_run import dry_run
-from rally.train.run import train
+from rally.train.checkpoint.store import CheckpointError, CheckpointStore
 
 BY_SUCCESS = ("data.curriculum.by=success", "data.val_files=null", "trainer.val_before_train=false")
 

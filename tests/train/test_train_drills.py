@@ -21,8 +21,8 @@ from train_cases import Paper, run_config
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.engines.embedded import EmbeddedEngine
 from rally.retrieval import IndexSpec, build_index
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.run import train
 from rally.types import Episode, Generation, SamplingParams, WeightSpan
 
 EPISODES = 12  # three prompts, four samples of each
@@ -141,7 +141,7 @@ FAULTS = """
             await asyncio.sleep(600)
 
         async def block(self):
-            from rally.tools.calling import call
+            from rally.tools.invoke import call
             await call(time.sleep, 12)
 
         async def crash(self):

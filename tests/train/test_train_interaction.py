@@ -13,18 +13,18 @@ import pytest
 from train_cases import Paper, run_config
 from transformers import PreTrainedModel
 
-from rally import demo
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import Config, load_config
 from rally.data import write_rows
-from rally.engines.embedded import attention
+from rally.demo import demo
 from rally.interactions import InteractionError
 from rally.interactions.gsm8k import WRONG
+from rally.models import attention
+from rally.runs.dry_run import dry_run
+from rally.runs.train import train
+from rally.sft.training import SftSettings, conversation_row, sft_step
 from rally.track import RunFolder
-from rally.train.dry_run import dry_run
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.run import train
-from rally.train.sft import SftSettings, conversation_row, sft_step
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from train_cases import run_tree
 
-from rally.cli import main
+from rally.cli.main import main
 from rally.track import RunFolder
 from rally.train.interrupt import EXIT_CODE, Interrupt, resume_command
 

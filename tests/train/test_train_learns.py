@@ -16,18 +16,20 @@ import pytest
 from train_cases import EASY, Paper
 from transformers import PreTrainedModel
 
-from rally import demo
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import load_config
-from rally.data import arithmetic, load_tasks, write_rows
-from rally.data.conversations import Habit, conversation
-from rally.engines.embedded import EmbeddedEngine, EngineSettings, attention
+from rally.data import load_tasks, write_rows
+from rally.demo import demo
+from rally.engines.embedded import EmbeddedEngine, EngineSettings
+from rally.models import attention
+from rally.recipes.arithmetic import data as arithmetic
+from rally.recipes.arithmetic.data import Habit, conversation
+from rally.runs.train import train
+from rally.sft.training import SftSettings, conversation_row, sft_step
 from rally.track import RunFolder
-from rally.train import fit
+from rally.train import trainer
 from rally.train.batch import TrainBatch, build_batch
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.run import train
-from rally.train.sft import SftSettings, conversation_row, sft_step
 from rally.types import Episode
 
 pytestmark = pytest.mark.slow
@@ -144,5 +146,5 @@ def shuffled_batch(episodes: Sequence[Episode], *options: Any) -> TrainBatch:
 def test_shuffled_rewards_teach_nothing(
     pupil: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "build_batch", shuffled_batch)
+    monkeypatch.setattr(trainer, "build_batch", shuffled_batch)
     assert rise(pupil, tmp_path, seed) < 0.12

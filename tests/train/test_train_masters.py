@@ -9,9 +9,9 @@ from train_cases import same, small_policy, uneven_episodes, weights
 from transformers import PreTrainedModel
 
 from rally.chat import tiny_tokenizer
+from rally.models.load import load_model, pick_dtype
 from rally.train.batch import build_batch
-from rally.train.checkpoint import CheckpointStore, open_checkpoint
-from rally.train.load import load_model, pick_dtype
+from rally.train.checkpoint.store import CheckpointStore, open_checkpoint
 from rally.train.policy import Policy
 from rally.train.update import UpdateSettings, update_policy
 

@@ -9,8 +9,8 @@ import mcp_server as drill
 import pytest
 from train_cases import Paper, run_config
 
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.run import train
 
 LOOP = """
 from rally.loops.tool_agent import ToolAgentLoop

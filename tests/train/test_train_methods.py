@@ -23,19 +23,19 @@ from train_cases import (
 )
 from transformers import PreTrainedModel
 
-from rally.algos import credit, losses, surrogates
-from rally.algos.correction import CorrectionSettings
-from rally.algos.credit import CreditSettings
-from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, policy_loss
-from rally.engines.embedded import attention
+from rally.algos import credit_assignment, losses
+from rally.algos import losses as surrogates
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.losses import SURROGATES, Sampled, SurrogateSettings, policy_loss
+from rally.algos.off_policy_correction import CorrectionSettings
+from rally.models import attention
 from rally.rewards.shaping import ON_TURNS
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.batch import TrainBatch, batch_of, build_batch, rows_of, scored_of
-from rally.train.cuts import Cut
-from rally.train.forward import token_logprobs
-from rally.train.rows import corrected_rows, kl_rewards, marked_rows, over_rows
-from rally.train.run import train
-from rally.train.turns import TurnRewardError, turns_of_episodes
+from rally.train.batch import TrainBatch, TurnRewardError, batch_of, build_batch, rows_of, scored_of, turns_of_episodes
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.loss_inputs import corrected_rows, kl_rewards, marked_rows, over_rows
+from rally.train.micro_batches import Cut
 from rally.train.update import UpdateSettings, update_policy
 
 CREDITS = [
@@ -137,8 +137,8 @@ def test_tool_rewards_land_on_the_turn_that_called() -> None:
     assert turns.episode_K.tolist() == [0, 0, 1, 1, 1] and turns.tokens_K.tolist() == [2, 1, 1, 1, 2]
     assert turns.rewards_K.tolist() == [0.5, 0, 0, 1, 0]
     assert turns.states_K.tolist() == [0, 1, 0, 1, 2]
-    credit = CreditSettings(turn_rewards="returns", gamma=0.5, by_std=False)
-    rows = build_batch(episodes, credit).rows
+    credit_assignment = CreditSettings(turn_rewards="returns", gamma=0.5, by_std=False)
+    rows = build_batch(episodes, credit_assignment).rows
     assert rows[0].advantages == pytest.approx([0.3, 0.3, 0.3])
     assert rows[1].advantages == pytest.approx([-0.2, 0.3, -0.7, -0.7])
     assert (
@@ -270,7 +270,7 @@ class LookedUp(dict[str, Any]):
 
 def test_a_step_looks_its_method_up_and_goes_through_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the time of an update cannot grow with the number of methods."""
-    monkeypatch.setattr(credit, "ESTIMATORS", LookedUp(credit.ESTIMATORS))
+    monkeypatch.setattr(credit_assignment, "ESTIMATORS", LookedUp(credit_assignment.ESTIMATORS))
     monkeypatch.setattr(surrogates, "SURROGATES", LookedUp(surrogates.SURROGATES))
     with pytest.raises(AssertionError, match="went through all methods"):
         list(surrogates.SURROGATES)

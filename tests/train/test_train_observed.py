@@ -16,11 +16,12 @@ from train_cases import KeepingPolicy, calm_model, observed_otherwise, segment, 
 from transformers import PreTrainedModel
 
 from rally.algos.advantages import ESTIMATORS
-from rally.algos.credit import CreditSettings
-from rally.algos.surrogates import SURROGATES, SurrogateSettings
-from rally.train import forward, update
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.losses import SURROGATES, SurrogateSettings
+from rally.train import update
 from rally.train.batch import TrainBatch, build_batch
-from rally.train.forward import TokenLogprobs, token_logprobs
+from rally.train.forward import logprobs as forward
+from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
 from rally.train.packing import PackedRows, Row
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import Episode

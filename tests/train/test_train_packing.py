@@ -13,9 +13,9 @@ from small_models import VOCABULARY, make_model
 from train_cases import Gradients, difference, size
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from rally.engines.embedded import attention
-from rally.train import packed as packed_module
-from rally.train.forward import token_logprobs
+from rally.models import attention
+from rally.train.forward import fused_layers as packed_module
+from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import KEYS_PER_TOKEN, PackedRows, Row, micro_batches, pack
 
 CPU = torch.device("cpu")

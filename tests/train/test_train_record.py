@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import Paper, episode, run_config, segment, uneven_episodes
 
-from rally.algos.credit import CreditSettings
+from rally.algos.credit_assignment import CreditSettings
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.advantages import advantage_spans
-from rally.train.batch import build_batch, rows_of
-from rally.train.clock import PhaseClock
+from rally.track.timing import PhaseClock
+from rally.train.batch import advantage_spans, build_batch, rows_of
 from rally.train.packing import Row
-from rally.train.recorder import Recorder
-from rally.train.run import train
 from rally.types import Episode
+from rally.util.threads import Recorder
 
 BATCHED = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
@@ -184,7 +183,7 @@ def test_episodes_elsewhere_go_back_with_the_run_and_what_others_keep_there_stay
         raise Stopped
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr("rally.train.run._trainer", stop)
+        patch.setattr("rally.runs.build.trainer_of", stop)
         train(run_config(home, out, *again, "trainer.resume_mode=resume_path"), Paper().console)
     assert seen == [[1]] and RunFolder(rollouts / "rewound-1").episode_steps() == [2]
     assert all(path.exists() for path in foreign)

@@ -14,10 +14,10 @@ from train_cases import TASK, Paper, episode, run_config, segment
 from rally.config import load_config
 from rally.loops import Job
 from rally.rewards import Overlong, Score, Shaping
+from rally.runs import build
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train import parts
-from rally.train.rollout import FailurePolicy, Rollout
-from rally.train.run import train
+from rally.train.rollout.rollout import FailurePolicy, Rollout
 from rally.types import Episode, SamplingParams, StopReason
 
 
@@ -91,19 +91,19 @@ def test_the_keys_of_shaping_arrive() -> None:
         ]
     )
     weights = {"tool_call_success": 0.1, "max_turns_exceeded": -0.5, "tool_format_reward": 0.05}
-    assert parts.shaping_of(config) == Shaping(weights=weights)
+    assert build.shaping_of(config) == Shaping(weights=weights)
     off = load_config(overrides=["reward_shaping.enable=false", "reward_shaping.tool_format_reward=0.05"])
-    assert parts.shaping_of(off) == Shaping() == parts.shaping_of(load_config(overrides=[]))
+    assert build.shaping_of(off) == Shaping() == build.shaping_of(load_config(overrides=[]))
 
 
 def test_the_keys_of_the_managers_arrive(tmp_path: Path) -> None:
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg"
     lines = ["reward_model.reward_manager=dapo", f"{buffer}.enable=true", f"{buffer}.len=64", f"{buffer}.log=true"]
     expected = Overlong(longest=512, buffer=64, penalty_factor=1.0, log=True)
-    assert parts.shaping_of(load_config(overrides=lines)).overlong == expected
+    assert build.shaping_of(load_config(overrides=lines)).overlong == expected
     (tmp_path / "mine.py").touch()
     config = load_config(overrides=["reward_manager.name=batch", f"custom_reward_function.path={tmp_path}/mine.py"])
-    assert parts.reward_spec_of(config).batch and not parts.reward_spec_of(load_config(overrides=lines)).batch
+    assert build.reward_spec_of(config).batch and not build.reward_spec_of(load_config(overrides=lines)).batch
 
 
 def test_a_run_scores_in_batches_and_tells_each_component(home: Path, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from vision_cases import FAMILIES, full_logits, make_codec, make_image, make_vision_model
 
-from rally.engines.embedded import attention
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.settings import EngineSettings
-from rally.train import forward
+from rally.models import attention
+from rally.train.forward import logprobs as forward
 from rally.train.packing import Row, micro_batches, pack
 from rally.types import SamplingParams, Segment
 

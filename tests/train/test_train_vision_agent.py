@@ -7,15 +7,15 @@ import torch
 from vision_cases import full_logprobs, make_codec, make_image, make_vision_model
 
 from rally.engines import EmbeddedEngine
-from rally.engines.embedded import attention
 from rally.engines.embedded.settings import EngineSettings
-from rally.images import decoded, read_image
+from rally.images.loading import decoded, read_image
 from rally.loops import Job, LoopSettings, Runner
+from rally.models import attention
+from rally.sft.training import SftSettings, conversation_row, sft_step
 from rally.tools import ToolBox, load_tools
-from rally.train import forward
+from rally.train.forward import logprobs
 from rally.train.packing import Row, pack
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.sft import SftSettings, conversation_row, sft_step
 from rally.types import Episode, SamplingParams, StopReason, Task
 
 TOOLS = ToolBox(load_tools({"tools": [{"name": "image_zoom_in_tool"}]}))
@@ -63,5 +63,5 @@ def test_it_looks_closer() -> None:
     expected = torch.tensor(full_logprobs(model, segment.ids, len(segment.prompt_ids), segment.images, 0.7))
     sampled = torch.tensor(segment.response_mask) == 1
     assert float((torch.tensor(segment.response_logprobs) - expected)[sampled].abs().max()) < 1e-5
-    trained = forward.token_logprobs(model, pack([Row.of(segment, 0)], model.device), 0.7).logp_M.detach()
+    trained = logprobs.token_logprobs(model, pack([Row.of(segment, 0)], model.device), 0.7).logp_M.detach()
     assert float((trained - expected[sampled]).abs().max()) < 1e-5

@@ -7,12 +7,13 @@ from train_cases import Paper, episode, run_config, write_reward
 from vision_cases import make_codec, make_image, write_vision_model
 
 from rally.config import load_config
-from rally.data import geometry, write_rows
+from rally.data import write_rows
+from rally.recipes.geometry import data as geometry
+from rally.replay.replay import Verdict, departure, replay
+from rally.runs.build.inputs import RunError
+from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.compare import departure
-from rally.train.replay import Verdict, replay
-from rally.train.run import RunError, train
-from rally.train.turns import turns_of_episodes
+from rally.train.batch import turns_of_episodes
 from rally.types import Generation, Segment
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -12,15 +12,15 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from train.train_cases import run_tree, write_model, write_reward, write_tasks
+from train_cases import run_tree, write_model, write_reward, write_tasks
 from view_cases import NASTY, make_episode, nasty_episode, served, write_run, write_step
 
 from benchmarks.browser import Browser
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import AdvantageSpan, RunFolder
 from rally.types import StopReason
-from rally.view.export import write_export
-from rally.view.run import open_runs
+from rally.view.page_export import write_export
+from rally.view.run_data import open_runs
 
 PATIENCE = 8.0  # seconds more than promised, for a machine that does other things as well
 ROWS = "[...document.querySelectorAll('.rows .tr')].map(r => r.querySelector('.id').innerText)"

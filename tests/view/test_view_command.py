@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rally import view_cli
-from rally.cli import app
-from rally.view_cli import TOKEN
+from rally.cli import view
+from rally.cli.main import app
+from rally.cli.view import TOKEN
 
 
 def run(*words: object) -> str:
@@ -47,15 +47,15 @@ def test_a_mistake_is_one_sentence(
 def test_the_usual_port_is_taken_unless_somebody_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        monkeypatch.setattr(view_cli, "PORT", port)
-        assert view_cli._free_port("127.0.0.1") != port
+        monkeypatch.setattr(view, "PORT", port)
+        assert view._free_port("127.0.0.1") != port
         with socket.create_connection(("127.0.0.1", port)) as client:
             other.accept()[0].close()  # the side that ends first is remembered for a while
             client.recv(1)
-    assert view_cli._free_port("127.0.0.1") == port
+    assert view._free_port("127.0.0.1") == port
 
 
 def test_a_printed_link_carries_any_token(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "a+b/c=")
-    monkeypatch.setattr("rally.services.serving.serve", lambda *_: None)
+    monkeypatch.setattr("rally.services.http_server.serve", lambda *_: None)
     assert "/?token=a%2Bb%2Fc%3D" in "".join(run(run_path, "--no-browser", "--port", 9).split())

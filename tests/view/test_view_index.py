@@ -21,14 +21,14 @@ from view_cases import make_episode, write_run, write_step
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.track import RunFolder
-from rally.track.serialize import episode_to_json
+from rally.track.run_folder.episode_json import episode_to_json
 from rally.types import Episode, RallyError, Turn
-from rally.view import index as index_module
-from rally.view import indexer as indexer_module
-from rally.view.index import EpisodeFile, Index, list_files
-from rally.view.query import Beside, Query
-from rally.view.run import Run, open_runs
-from rally.view.summary import searched, shown, summarize
+from rally.view import episode_index as index_module
+from rally.view import episode_index as indexer_module
+from rally.view.episode_index import EpisodeFile, Index, list_files
+from rally.view.episode_query import Beside, Query
+from rally.view.episode_rows import searched, shown, summarize
+from rally.view.run_data import Run, open_runs
 
 
 @pytest.fixture(scope="module")

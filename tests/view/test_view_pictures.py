@@ -12,8 +12,8 @@ from vision_cases import make_image, make_tokenizer, picture
 
 from benchmarks.browser import Browser
 from rally.track import RunFolder
-from rally.view.export import write_export
-from rally.view.run import open_runs
+from rally.view.page_export import write_export
+from rally.view.run_data import open_runs
 
 
 @pytest.fixture(scope="module")

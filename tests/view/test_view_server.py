@@ -15,9 +15,9 @@ from view_cases import served, write_run
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.types import RallyError
-from rally.view.run import open_runs
+from rally.view.run_data import open_runs
 from rally.view.server import create_app
-from rally.view.tokens import Decode, find_tokenizer, pieces
+from rally.view.token_text import Decode, find_tokenizer, pieces
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rally.types import (
     Turn,
     WeightSpan,
 )
-from rally.view.run import Run, open_runs
+from rally.view.run_data import Run, open_runs
 from rally.view.server import create_app
 
 BEGAN = 1_763_200_000.0

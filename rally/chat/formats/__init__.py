@@ -3,7 +3,7 @@
 from rally.chat.formats.base import FormatResult, Found, ToolFormat, schemas_of
 from rally.chat.formats.hermes import HERMES
 from rally.chat.formats.llama3_json import LLAMA3_JSON
-from rally.chat.formats.plain import PLAIN
+from rally.chat.formats.plain_call import PLAIN
 from rally.chat.formats.qwen3_coder import QWEN3_CODER
 from rally.types import RallyError
 

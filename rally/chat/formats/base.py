@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rally.chat.tolerant_json import read_whole
+from rally.chat.formats.tolerant_json import read_whole
 from rally.types import ToolCall
 
 Schemas = Mapping[str, Mapping[str, Any]]

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rally.chat.formats.base import Found, Schemas, ToolFormat, call_of, malformed
-from rally.chat.formats.plain import find_plain
-from rally.chat.tolerant_json import read_json
+from rally.chat.formats.plain_call import find_plain
+from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

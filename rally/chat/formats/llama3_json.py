@@ -10,7 +10,7 @@ import re
 from typing import Any, NamedTuple
 
 from rally.chat.formats.base import Found, Schemas, ToolFormat, call_of, malformed
-from rally.chat.tolerant_json import read_json
+from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
 
 SHAPE = '{"name": "tool name", "parameters": {"parameter": "value"}}'

@@ -16,21 +16,19 @@ import torch
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.engines.embedded import attention
-from rally.engines.embedded.families import FAMILIES
-from rally.engines.embedded.fast_runner import FastRunner
-from rally.engines.embedded.fused import fusable
-from rally.engines.embedded.kernels import has_triton
-from rally.engines.embedded.memory import kv_shape, plan_memory
-from rally.engines.embedded.pages import KVStore, PagePool
-from rally.engines.embedded.prefixes import PrefixIndex
-from rally.engines.embedded.request import Request
+from rally.engines.embedded.cuda_runner import FastRunner
+from rally.engines.embedded.kv_cache import KVStore, PagePool
+from rally.engines.embedded.memory_plan import plan_memory
+from rally.engines.embedded.radix_cache import PrefixIndex
+from rally.engines.embedded.request_slots import Ints, Request, Slots
 from rally.engines.embedded.runner import ModelRunner, Pending, Runner
 from rally.engines.embedded.scheduler import Plan, Scheduler
-from rally.engines.embedded.settings import EngineSettings
-from rally.engines.embedded.slots import Ints, Slots
-from rally.engines.embedded.support import refuse_unsupported
-from rally.engines.embedded.vision import Names, check_images
+from rally.engines.embedded.settings import EngineSettings, Words
+from rally.models import attention
+from rally.models.families import FAMILIES, kv_shape, power_of_two, unsupported_attention, unsupported_by_kernels
+from rally.models.fused_layers import fusable
+from rally.models.kernels.dispatch import has_triton
+from rally.models.vision import ImageInputError, Names, check_images
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
 PATIENCE = 2  # steps
@@ -163,7 +161,10 @@ class EngineCore:
         seed = params.seed if params.seed is not None else next(self._seeds)
         arrived = time.perf_counter() if arrived is None else arrived
         if images:
-            check_images(self.model, images, len(prompt_ids))
+            try:
+                check_images(self.model, images, len(prompt_ids))
+            except ImageInputError as problem:
+                raise EngineError(str(problem)) from problem
             prompt_ids = self._names.named(prompt_ids, images)
         request = Request.new(prompt_ids, params, seed % 2**64, arrived, images)  # the sampler hashes 64 bits
         self.scheduler.add(request)
@@ -295,3 +296,19 @@ class _Launched(NamedTuple):
     samplers: Ints
     serials: Ints
     pending: Pending
+
+
+NOT_AT_ALL = "use another model, or a server engine"
+
+
+def refuse_unsupported(model: PreTrainedModel, words: Words, *, paged: bool) -> None:
+    """Raise for attention that the backend does not compute."""
+    name, cure = type(model).__name__, f"{words.plain} runs it in plain torch"
+    if what := unsupported_attention(model):
+        raise EngineError(f"{name} uses {what}, which the embedded engine does not know; {NOT_AT_ALL}")
+    if not paged:
+        return
+    if what := unsupported_by_kernels(model):
+        raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {cure}")
+    if not power_of_two(size := kv_shape(model).size):
+        raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {cure}")

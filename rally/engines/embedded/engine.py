@@ -21,12 +21,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from rally.engines.base import EngineError
-from rally.engines.busy import BusyClock
+from rally.engines.base import BusyClock, EngineError
 from rally.engines.embedded.core import EngineCore
-from rally.engines.embedded.request import Request
+from rally.engines.embedded.request_slots import Request, Sampled
 from rally.engines.embedded.settings import EngineSettings
-from rally.engines.embedded.slots import Sampled
 from rally.types import Generation, ImageSpan, SamplingParams
 
 SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.slots import Floats, Ints, Slots
-from rally.kernels.filters import filtered_logprobs
+from rally.engines.embedded.request_slots import Floats, Ints, Slots
+from rally.models.kernels.sampling_filters import filtered_logprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.pages import PagePool
-from rally.engines.embedded.prefixes import WIDTH, Match, PrefixIndex, token_bytes
-from rally.engines.embedded.request import Request
-from rally.engines.embedded.slots import Ints, Slots
+from rally.engines.embedded.kv_cache import PagePool
+from rally.engines.embedded.radix_cache import WIDTH, Match, PrefixIndex, token_bytes
+from rally.engines.embedded.request_slots import Ints, Request, Slots
 
 BUSY = 64  # decodes of a step that is worth keeping free of chunks
 ENOUGH = 4  # requests that share such a step's extra cost

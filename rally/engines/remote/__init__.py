@@ -3,13 +3,12 @@
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
-from rally.engines.remote.handles import WeightHandles
-from rally.engines.remote.own_server import OwnServer
-from rally.engines.remote.rally import Rally, RallyReplica
-from rally.engines.remote.sglang import Sglang
-from rally.engines.remote.vllm import Vllm
-from rally.engines.remote.weights import WeightFiles, WeightTransport, roomy, sweep
-from rally.engines.remote.wire import Dialect, Launch
+from rally.engines.remote.launched_server import OwnServer
+from rally.engines.remote.rally_api import Rally, RallyReplica
+from rally.engines.remote.server_api import Dialect, Launch
+from rally.engines.remote.sglang_api import Sglang
+from rally.engines.remote.vllm_api import Vllm
+from rally.engines.remote.weight_updates import WeightFiles, WeightHandles, WeightTransport, roomy, sweep
 
 __all__ = [
     "CanaryError",

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rally.engines.base import EngineError
+from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import HEALTH_SECONDS, ServerReplica, patiently
-from rally.engines.replica import ReplicaGone
 from rally.types import Generation, SamplingParams
 
 PROMPT_TOKENS = 16

@@ -13,6 +13,7 @@ process is being started again, it takes no requests.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import json
 import time
@@ -22,13 +23,29 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
 
-from rally.engines.base import EngineError
-from rally.engines.remote.address import Address
-from rally.engines.remote.wire import Asked, Call, Dialect, InFlight, Source
-from rally.engines.replica import ReplicaBusy, ReplicaGone
-from rally.engines.token_protocol import TOKEN_VARIABLE
+from rally.engines.base import EngineError, ReplicaBusy, ReplicaGone
+from rally.engines.remote.server_api import TOKEN_VARIABLE, Asked, Call, Dialect, InFlight, Source
 from rally.types import Generation, SamplingParams
+
+
+class Address(NamedTuple):
+    """Where a server is, and who asks it."""
+
+    url: str
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, written: str) -> Address:
+        """`http://user:password@host:8000/` as http://host:8000 and basic authentication."""
+        parts = urlsplit(written)
+        who, at, where = parts.netloc.rpartition("@")
+        url = urlunsplit(parts._replace(netloc=where)).rstrip("/")
+        user, _, password = who.partition(":")
+        credentials = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+        return cls(url, {"Authorization": f"Basic {credentials}"} if at else {})
+
 
 if TYPE_CHECKING:
     import aiohttp

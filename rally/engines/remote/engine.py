@@ -18,17 +18,16 @@ from typing import TypeVar
 
 import torch
 
-from rally.engines.base import EngineError
-from rally.engines.busy import BusyClock
+from rally.engines.base import BusyClock, EngineError
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import ServerReplica
-from rally.engines.remote.own_server import OwnServer
-from rally.engines.remote.process import POLL_SECONDS
-from rally.engines.remote.weights import WeightTransport
-from rally.engines.remote.wire import InFlight
-from rally.engines.router import Router
-from rally.engines.standing import Duty, RouterSettings
+from rally.engines.remote.launched_server import OwnServer
+from rally.engines.remote.server_api import InFlight
+from rally.engines.remote.weight_updates import WeightTransport
+from rally.engines.router.router import Router
+from rally.engines.router.server_state import Duty, RouterSettings
 from rally.types import Generation, ImageSpan, SamplingParams
+from rally.util.subprocesses import POLL_SECONDS
 
 Told = TypeVar("Told")
 

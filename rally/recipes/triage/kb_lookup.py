@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from rally.data.triage import NOTHING, TOOL
+from rally.recipes.triage.data import NOTHING, TOOL
 from rally.tools import BaseTool, ToolConfigError
 
 _WORD = re.compile(r"\w+")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rally.data.triage import LOOP, ROUND_2
 from rally.loops import ToolAgentLoop, register
+from rally.recipes.triage.data import LOOP, ROUND_2
 from rally.types import StopReason
 
 INTO_ROUND_2 = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_USER_TURNS)

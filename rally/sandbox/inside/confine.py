@@ -15,8 +15,8 @@ import signal
 import sys
 from typing import Literal
 
-from rally.sandbox.inside import calls, kernel, landlock
-from rally.sandbox.inside.order import Order
+from rally.sandbox.inside import landlock, seccomp, syscalls
+from rally.sandbox.inside.request import Order
 
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 
@@ -28,51 +28,51 @@ _LIMIT_SLACK = 2  # the supervisor and the process that places files
 
 
 def namespaces_of(level: LevelName) -> int:
-    return kernel.NEW_ALL if level == "bubblewrap" else 0
+    return syscalls.NEW_ALL if level == "bubblewrap" else 0
 
 
 def prepare(level: LevelName) -> None:
     """Called once by the fork server: what all executions share is computed before there is one."""
     if level in _SOCKETS:
-        calls.assembled(*_SOCKETS[level])
+        seccomp.assembled(*_SOCKETS[level])
 
 
 def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
     """Called once by the supervisor of an execution, before anything of the program exists."""
     if level != "bubblewrap":
         os.setsid()
-        kernel.become_subreaper()
+        syscalls.become_subreaper()
         return
     _map_ids(*outer_ids)
     covered = [(folder, os.open(folder, os.O_PATH | os.O_DIRECTORY)) for folder in _python_below("/tmp", "/mnt")]
     # One tmpfs under all three, so that one size caps them together.
-    kernel.mount_tmpfs("/tmp", order.caps.disk, order.caps.files)
+    syscalls.mount_tmpfs("/tmp", order.caps.disk, order.caps.files)
     for name in ("tmp", "mnt", "shm"):
         os.mkdir(f"/tmp/{name}", 0o700)
-    kernel.bind("/tmp/mnt", "/mnt")
-    kernel.bind("/tmp/shm", "/dev/shm")
-    kernel.bind("/tmp/tmp", "/tmp")
+    syscalls.bind("/tmp/mnt", "/mnt")
+    syscalls.bind("/tmp/shm", "/dev/shm")
+    syscalls.bind("/tmp/tmp", "/tmp")
     for folder, descriptor in covered:
         os.makedirs(folder)
         os.fchdir(descriptor)
-        kernel.bind(".", folder)
+        syscalls.bind(".", folder)
         os.close(descriptor)
     os.chdir("/")
-    kernel.mount_proc()
-    kernel.drop_capabilities()
-    kernel.set_dumpable(False)
+    syscalls.mount_proc()
+    syscalls.drop_capabilities()
+    syscalls.set_dumpable(False)
 
 
 def confine(level: LevelName, order: Order, seconds: float | None) -> None:
     """Called by every process that does something on the program's behalf; `seconds` of CPU time each at most."""
     # The program may look at itself; the supervisor, which it was forked from, it may not.
-    kernel.set_dumpable(True)
+    syscalls.set_dumpable(True)
     _mark_as_first_to_go()
     _set_limits(level, order, seconds)
     if level == "landlock":
         landlock.restrict(order.readable, (order.folder,))
     if level in _SOCKETS:
-        calls.refuse_dangerous_calls(*_SOCKETS[level])
+        seccomp.refuse_dangerous_calls(*_SOCKETS[level])
 
 
 def _python_below(*private: str) -> list[str]:

@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-from rally.sandbox.inside import kernel
+from rally.sandbox.inside import syscalls
 
 NEEDED_ABI = 6
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -30,22 +30,22 @@ class _PathRule(ctypes.Structure):
 def abi() -> int:
     """The version the kernel speaks; 0 when it has none."""
     try:
-        return kernel.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+        return syscalls.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     except OSError:
         return 0
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
     wanted = _Ruleset(files=_ALL, network=3, scoped=3)
-    ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(ctypes.sizeof(wanted)), 0)
+    ruleset = syscalls.syscall(_CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(ctypes.sizeof(wanted)), 0)
     for path in readable:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in _DEVICES:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
     for path in writable:
         _allow(ruleset, path, _ALL)
-    kernel.no_new_privileges()
-    kernel.syscall(_RESTRICT_SELF, ruleset, 0)
+    syscalls.no_new_privileges()
+    syscalls.syscall(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
@@ -56,5 +56,5 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     if not os.path.isdir(path):
         access &= _FOR_FILES
     rule = _PathRule(access=access, parent=parent)
-    kernel.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+    syscalls.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     os.close(parent)

@@ -18,11 +18,11 @@ import sys
 from contextlib import suppress
 from typing import NoReturn, cast
 
-from rally.sandbox import wire
-from rally.sandbox.inside import confine, kernel
+from rally.sandbox import json_socket
+from rally.sandbox.inside import confine, syscalls
 from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
-from rally.sandbox.inside.order import Order
-from rally.sandbox.inside.supervise import Supervisor
+from rally.sandbox.inside.request import Order
+from rally.sandbox.inside.supervisor import Supervisor
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def serve(level: LevelName, control: socket.socket) -> None:
         if not fds:
             return
         try:
-            pid = kernel.clone(confine.namespaces_of(level))
+            pid = syscalls.clone(confine.namespaces_of(level))
         except OSError as error:
             with socket.socket(fileno=fds[0]) as connection, suppress(ConnectionError):
                 connection.send(f"!{error}".encode())
@@ -64,11 +64,11 @@ def _execution(level: LevelName, host: socket.socket, path: list[str], ids: tupl
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler is the one way for a program to disturb process 1
     try:
-        order = Order.of(wire.receive(host))
+        order = Order.of(json_socket.receive(host))
         confine.enter(level, order, ids)
         Supervisor(level, order, host, path).run()
     except OSError as error:
-        wire.send(host, {"failed": str(error)})
+        json_socket.send(host, {"failed": str(error)})
     finally:
         os._exit(0)
 
@@ -88,11 +88,11 @@ def _drop_root(level: str) -> None:
         return
     if level == "bubblewrap":
         # bubblewrap covers parts of /proc for root, and over a covered one executions could not mount their own.
-        kernel.mount_proc()
+        syscalls.mount_proc()
     os.setgroups([])
     os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
     os.setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
-    kernel.set_dumpable(True)  # or executions could not map their user
+    syscalls.set_dumpable(True)  # or executions could not map their user
 
 
 def _load(name: str) -> None:

@@ -4,7 +4,7 @@ It reads what the run wrote, so the training process pays for none of it, nothin
 that was away gets what it lacks when it is back.
 """
 
-from rally.track.export.exporter import Exporter
+from rally.track.export.process import Exporter
 from rally.track.export.settings import TRACKERS, ExportSettings, TraceSettings, require_packages
 
 __all__ = ["TRACKERS", "ExportSettings", "Exporter", "TraceSettings", "require_packages"]

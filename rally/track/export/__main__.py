@@ -17,15 +17,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from rally.track.export.ledger import Ledger
-from rally.track.export.lock import StillSending, alone
-from rally.track.export.place import Place
-from rally.track.export.settings import ExportSettings, TraceSettings
-from rally.track.export.sources import EpisodeFiles, Found, MetricsTail
-from rally.track.export.spans import Decode
-from rally.track.export.stream import AnyStream, Destination, Stream
+from rally.track.export.delivery import AnyStream, Destination, EpisodeFiles, Found, Ledger, MetricsTail, Stream
+from rally.track.export.episode_spans import Decode
+from rally.track.export.export_lock import StillSending, alone
+from rally.track.export.settings import ExportSettings, Place, TraceSettings
 from rally.track.export.traces import TraceBackend, Traces
-from rally.track.folder import RunFolder
+from rally.track.run_folder.folder import RunFolder
 
 Tell = Callable[[str, str, str], None]
 POLL_SECONDS = 5.0  # to try again what failed; news are told
@@ -86,15 +83,15 @@ def _tracker(name: str, place: Place, ledger: Ledger) -> Destination[Found]:
     """Each library is imported only where it is asked for."""
     match name:
         case "tensorboard":
-            from rally.track.export.event_files import EventFiles
+            from rally.track.export.tensorboard_tracker import EventFiles
 
             return EventFiles(place, ledger)
         case "mlflow":
-            from rally.track.export.mlflow_runs import MlflowRun
+            from rally.track.export.mlflow_tracker import MlflowRun
 
             return MlflowRun(place, ledger)
         case _:
-            from rally.track.export.wandb_runs import WandbRun
+            from rally.track.export.wandb_tracker import WandbRun
 
             return WandbRun(place, ledger)
 
@@ -107,7 +104,7 @@ def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, l
 
 
 def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
-    from rally.track.export.mlflow_traces import MlflowTraces
+    from rally.track.export.mlflow_tracker import MlflowTraces
 
     run = Ledger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
     backend = MlflowTraces(Path(settings.folder), trace.project, trace.experiment, run)

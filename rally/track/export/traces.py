@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from rally.track.export.chosen import chosen
-from rally.track.export.sources import EpisodeFile
-from rally.track.export.spans import Decode, Trace, trace_of
-from rally.track.folder import RunFolder
+from rally.track.export.delivery import EpisodeFile
+from rally.track.export.episode_spans import Decode, Trace, trace_of
+from rally.track.run_folder.folder import RunFolder
+from rally.types import Episode
+
+
+class Chosen(NamedTuple):
+    """An episode and its number among those of its group."""
+
+    episode: Episode
+    sample: int
+
+
+def chosen(episodes: Sequence[Episode], most: int | None) -> Iterator[Chosen]:
+    """The episodes of at most `most` groups, whole groups, drawn by a hash so that no part of the data is favoured."""
+    kept = _drawn({e.group for e in episodes}, most)
+    count: Counter[str] = Counter()
+    for episode in episodes:
+        if episode.group in kept:
+            yield Chosen(episode, count[episode.group])
+        count[episode.group] += 1
+
+
+def _drawn(groups: Iterable[str], most: int | None) -> set[str]:
+    ordered = sorted(groups, key=lambda group: hashlib.blake2b(group.encode("utf-8", "surrogatepass")).digest())
+    return set(ordered[:most])
+
 
 TOGETHER = 16  # traces of one request: episodes may be long
 

@@ -1,0 +1,186 @@
+"""Credit: the rewards of a batch of episodes become one advantage per sampled token. Pure tensor functions.
+
+What is compared with what is chosen apart from how: whole episodes, turns, turns of one number or turns in one state
+are the samples, and any group-relative estimator turns their rewards into advantages.
+
+Shapes: N episodes, K assistant turns of all of them in order, M sampled tokens in the same order, C components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rally.algos.advantages import ESTIMATORS, discounted, group_sum, grpo, whiten
+
+TurnRewards = Literal["trajectory", "returns", "turn_baseline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditSettings:
+    """Which estimator, and whether turns are judged by rewards of their own."""
+
+    estimator: str = "grpo"
+    by_std: bool = True
+    turn_rewards: TurnRewards = "trajectory"
+    gamma: float = 1.0
+    lam: float = 1.0
+    step_weight: float = 1.0  # of GiGPO's step advantage beside that of the episode
+    components: tuple[str, ...] = ()  # of the reward, which GDPO compares one by one
+
+    @property
+    def needs_greedy(self) -> bool:
+        return self.estimator == "remax"
+
+    @property
+    def needs_turns(self) -> bool:
+        return self.turn_rewards != "trajectory" or self.estimator in ("gigpo", "turn_gae")
+
+
+class Turns(NamedTuple):
+    """Every assistant turn: whose it is, its sampled tokens, what it earned, and a number for what it answered."""
+
+    episode_K: Tensor
+    tokens_K: Tensor
+    rewards_K: Tensor
+    states_K: Tensor
+
+    @property
+    def number_K(self) -> Tensor:
+        """0 for the first turn of an episode, 1 for the second."""
+        earlier = torch.cumsum(torch.ones_like(self.episode_K), 0) - 1
+        return earlier - torch.searchsorted(self.episode_K, self.episode_K)
+
+
+class Scored(NamedTuple):
+    """Episodes in numbers: the reward of each whole episode, and rewards of single tokens (a KL penalty) beside it;
+    what a greedy episode earned on the same prompt, and the components of the reward, for those that compare them."""
+
+    rewards_N: Tensor
+    groups_N: Tensor
+    tokens_N: Tensor
+    token_rewards_M: Tensor | None = None
+    turns: Turns | None = None
+    baselines_N: Tensor | None = None
+    components_NC: Tensor | None = None
+
+
+def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
+    """The advantage of each sampled token, episode by episode."""
+    if settings.estimator == "reinforce_plus_plus":
+        return whiten(discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma))
+    if settings.estimator == "gigpo":
+        return _gigpo(scored, settings)
+    if settings.estimator == "remax":
+        return _remax(scored, settings)
+    if settings.estimator == "gdpo":
+        return _gdpo(scored, settings)
+    if settings.turn_rewards == "trajectory":
+        found_N = _estimate(settings, _episode_rewards(scored), scored.groups_N, scored.tokens_N)
+        found_M = found_N.repeat_interleave(scored.tokens_N)
+    else:
+        found_M = _by_turn(scored, settings)
+    return whiten(found_M) if settings.estimator == "reinforce_plus_plus_baseline" else found_M
+
+
+def turn_returns(scored: Scored, settings: CreditSettings) -> Tensor:
+    """Discounted over turns: what a turn earned, and gamma times the return of the next; the last turn of an episode
+    also earns the episode's reward."""
+    turns = _turns(scored)
+    rewards_K = torch.zeros(turns.episode_K.numel(), dtype=torch.float64)
+    if settings.turn_rewards != "trajectory":
+        rewards_K += turns.rewards_K
+    if scored.token_rewards_M is not None:
+        turn_M = torch.arange(turns.tokens_K.numel()).repeat_interleave(turns.tokens_K)
+        rewards_K.index_add_(0, turn_M, scored.token_rewards_M.double())
+    counts_N = torch.bincount(turns.episode_K, minlength=scored.rewards_N.numel())
+    spoke = counts_N > 0
+    rewards_K[(torch.cumsum(counts_N, 0) - 1)[spoke]] += scored.rewards_N.double()[spoke]
+    return discounted(rewards_K, counts_N, settings.gamma)
+
+
+def _by_turn(scored: Scored, settings: CreditSettings) -> Tensor:
+    """`returns` compares all turns of a group, `turn_baseline` each turn with those of the same number."""
+    turns, returns_K = _turns(scored), turn_returns(scored, settings)
+    groups_K = scored.groups_N[turns.episode_K]
+    if settings.turn_rewards == "returns":
+        found_K = _estimate(settings, returns_K, groups_K, turns.tokens_K)
+    else:
+        peers_K = _joined(groups_K, turns.number_K)
+        found_K = _with_peers(_estimate(settings, returns_K, peers_K, turns.tokens_K), peers_K)
+    return found_K.repeat_interleave(turns.tokens_K)
+
+
+def _gigpo(scored: Scored, settings: CreditSettings) -> Tensor:
+    """The episode's advantage plus that of each turn among those of its group that answered the same observation."""
+    turns = _turns(scored)
+    whole_N = grpo(_episode_rewards(scored, settings), scored.groups_N, by_std=settings.by_std)
+    peers_K = _joined(scored.groups_N[turns.episode_K], turns.states_K)
+    step_K = _with_peers(grpo(turn_returns(scored, settings), peers_K, by_std=settings.by_std), peers_K)
+    found_K = whole_N[turns.episode_K] + settings.step_weight * step_K
+    return found_K.repeat_interleave(turns.tokens_K)
+
+
+def _remax(scored: Scored, settings: CreditSettings) -> Tensor:
+    """What comes from the token on, less what the greedy episode of the same prompt earned in all."""
+    assert scored.baselines_N is not None, "ReMax needs greedy episodes"
+    returns_M = discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma)
+    return (returns_M - scored.baselines_N.repeat_interleave(scored.tokens_N)).float()
+
+
+def _gdpo(scored: Scored, settings: CreditSettings) -> Tensor:
+    """The GRPO advantage of each component of the reward, added up and brought to one scale over the batch's tokens."""
+    assert scored.components_NC is not None, "GDPO needs components"
+    columns = scored.components_NC.unbind(1)
+    total_N = torch.stack([grpo(c_N, scored.groups_N, by_std=settings.by_std) for c_N in columns]).sum(0)
+    return whiten(total_N.repeat_interleave(scored.tokens_N))
+
+
+def _estimate(settings: CreditSettings, rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
+    return ESTIMATORS[settings.estimator](rewards_N, groups_N, tokens_N, settings.by_std)
+
+
+def _with_peers(found_K: Tensor, peers_K: Tensor) -> Tensor:
+    """A turn that no other can be compared with teaches nothing."""
+    return torch.where(group_sum(torch.ones_like(found_K), peers_K) > 1, found_K, torch.zeros_like(found_K))
+
+
+def _joined(groups_K: Tensor, kinds_K: Tensor) -> Tensor:
+    """Group numbers of (group, kind) pairs."""
+    pairs_2K = torch.stack([groups_K, kinds_K])
+    _, numbers_K = torch.unique(pairs_2K, dim=1, return_inverse=True)
+    assert isinstance(numbers_K, Tensor)
+    return numbers_K
+
+
+def _episode_rewards(scored: Scored, settings: CreditSettings | None = None) -> Tensor:
+    """What an episode earned in all; its turns' own rewards count where the settings say so."""
+    total_N = scored.rewards_N.double().clone()
+    if scored.token_rewards_M is not None:
+        episode_M = torch.arange(total_N.numel()).repeat_interleave(scored.tokens_N)
+        total_N.index_add_(0, episode_M, scored.token_rewards_M.double())
+    if settings is not None and settings.turn_rewards != "trajectory":
+        total_N.index_add_(0, _turns(scored).episode_K, _turns(scored).rewards_K.double())
+    return total_N
+
+
+def token_rewards(scored: Scored, settings: CreditSettings) -> Tensor:
+    """Rewards at the tokens that end an episode or, where turns count, a turn."""
+    rewards_M = torch.zeros(int(scored.tokens_N.sum()), dtype=torch.float64)
+    if scored.token_rewards_M is not None:
+        rewards_M += scored.token_rewards_M
+    pairs = [(scored.tokens_N, scored.rewards_N)]
+    if settings.turn_rewards != "trajectory":
+        pairs.append((_turns(scored).tokens_K, _turns(scored).rewards_K))
+    for lengths, earned in pairs:
+        ends = torch.cumsum(lengths, 0) - 1
+        rewards_M.index_add_(0, ends[lengths > 0], earned.double()[lengths > 0])
+    return rewards_M
+
+
+def _turns(scored: Scored) -> Turns:
+    assert scored.turns is not None, "these settings need turns"
+    return scored.turns

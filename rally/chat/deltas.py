@@ -1,0 +1,148 @@
+"""What stands between two sampled turns is exactly what the template would have put there.
+
+The text after a turn is found by rendering a stand-in turn with the new messages behind it and taking what follows
+its end-of-turn token; where the template copies message text as it is, that rendering is kept as a frame, and later
+messages of the same shape are spliced into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from rally.chat.templates import QUESTION, SENTINEL, Template, TemplateError
+from rally.types import Message
+
+# A template that trims, quotes or escapes what it copies would change something in this text, and get no frame.
+WITNESS = " \n\t\"<b>'&amp;\\n {{%d}} é\u2028 %% \n "
+MAX_FRAMES = 1024
+_FRAMED = {"role", "content", "name", "tool_call_id"}
+Shape = tuple[tuple[str, str, str], ...]
+
+
+class EndOfTurn(NamedTuple):
+    """The special token that ends an assistant turn."""
+
+    id: int
+    text: str
+
+
+class Turns:
+    """The pieces of a conversation as text: the prompt, a reply, and what follows a reply."""
+
+    def __init__(self, template: Template) -> None:
+        self.template = template
+        self._frames: dict[Shape, tuple[str, ...] | None] = {}
+
+    @cached_property
+    def end(self) -> EndOfTurn:
+        text = self.template.text([QUESTION, {"role": "assistant", "content": SENTINEL}], False)
+        _, found, tail = text.rpartition(SENTINEL)
+        if not found:
+            raise TemplateError("the chat template does not print what the assistant said; use another template")
+        tokenizer = self.template.tokenizer
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        for token_id in self.template.tokens(tail):
+            if token_id in special or token_id in tokenizer.all_special_ids:
+                return EndOfTurn(token_id, str(tokenizer.convert_ids_to_tokens(token_id)))
+        raise TemplateError("the chat template ends an assistant turn with no special token; use one that does")
+
+    @cached_property
+    def opening(self) -> str:
+        """The generation prompt: what the template puts before an assistant turn."""
+        before, after = self.template.text([QUESTION], False), self._asked
+        if not after.startswith(before):
+            raise TemplateError(
+                "the chat template's generation prompt changes the text before it; use another template"
+            )
+        return after[len(before) :]
+
+    @cached_property
+    def _asked(self) -> str:
+        return self.template.text([QUESTION], True)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        return self.template.text(messages, True)
+
+    def reply(self, message: Message) -> str:
+        """The turn as the policy would have sampled it, end-of-turn token included."""
+        start = self._asked
+        whole = self.template.text([QUESTION, message], False)
+        body, end, _ = whole[len(start) :].rpartition(self.end.text)
+        if not whole.startswith(start) or not end:
+            raise TemplateError(
+                f"the chat template opens a reply with {self.opening!r} but renders a finished one differently, "
+                "so no reply can be taught; use a template that keeps it"
+            )
+        return body + end
+
+    def delta(self, messages: Sequence[Message]) -> str:
+        """What follows an end-of-turn token when `messages` come next, generation prompt included."""
+        normal = [self.template.normal(m) for m in messages]
+        shape = _shape(normal)
+        if shape is None:
+            return self._rendered(normal)
+        if shape not in self._frames:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            self._frames[shape] = self._frame(normal)
+        frame = self._frames[shape]
+        if frame is None:
+            return self._rendered(normal)
+        spliced = [part for m, before in zip(normal, frame, strict=False) for part in (before, m["content"])]
+        return "".join(spliced) + frame[-1]
+
+    def slow_delta(self, messages: Sequence[Message]) -> str:
+        """The same by a full rendering: the spec that `delta` is tested against."""
+        return self._rendered([self.template.normal(m) for m in messages])
+
+    def _frame(self, normal: Sequence[Message]) -> tuple[str, ...] | None:
+        """The text around the messages' contents, or None where the template does not copy them untouched."""
+        marks = [WITNESS % i for i in range(len(normal))]
+        rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
+        pieces = []
+        for mark in marks:
+            if rest.count(mark) != 1:
+                return None
+            before, _, rest = rest.partition(mark)
+            pieces.append(before)
+        return (*pieces, rest)
+
+    def _rendered(self, normal: Sequence[Message]) -> str:
+        for stand_in in _stand_ins(normal):
+            try:
+                text = self.template.raw_text([QUESTION, stand_in, *normal], True)
+            except TemplateError:
+                if "tool_calls" not in stand_in:
+                    raise
+                continue
+            # The first sentinel is the stand-in's own, whatever a tool may have printed.
+            _, found, tail = text.partition(SENTINEL)
+            _, end, delta = tail.partition(self.end.text)
+            if found and end:
+                return delta
+        roles = ", ".join(str(m["role"]) for m in normal)
+        raise TemplateError(
+            f"the chat template does not end an assistant turn with {self.end.text} when {roles} follows, "
+            "so nothing can be appended to it; set multi_turn.history=rerender"
+        )
+
+
+def _stand_ins(normal: Sequence[Message]) -> list[Message]:
+    """Turns to render before the messages: before a tool's answer a call, unless the template knows no calls."""
+    said: Message = {"role": "assistant", "content": SENTINEL}
+    if not normal or normal[0]["role"] != "tool":
+        return [said]
+    function = {"name": normal[0].get("name", "tool"), "arguments": {"value": SENTINEL}}
+    call = {"id": normal[0].get("tool_call_id", "call_0"), "type": "function", "function": function}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, said]
+
+
+def _shape(normal: Sequence[Message]) -> Shape | None:
+    """What a frame depends on; None where a message must be rendered for itself."""
+    for m in normal:
+        # A template may treat "nothing" in its own way.
+        if not isinstance(m["content"], str) or not m["content"].strip() or m.keys() - _FRAMED:
+            return None
+    return tuple((m["role"], m.get("name", ""), m.get("tool_call_id", "")) for m in normal)

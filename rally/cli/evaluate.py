@@ -1,0 +1,26 @@
+"""`rally eval`"""
+
+from __future__ import annotations
+
+import typer
+
+from rally.cli.config_args import LOOSE, RecipeName, Words, recipe_path, split_words
+from rally.cli.console import quiet_console
+
+app = typer.Typer()
+
+
+@app.command("eval", context_settings=LOOSE)
+def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
+    """Validate a model on data.val_files, without training."""
+    from rally.config import load_config
+
+    path, overrides = split_words(words)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
+    console = quiet_console()
+    from rally.runs.evaluate import evaluate as run
+
+    outcome = run(config, console)
+    rows = [[name, f"{value:.4f}"] for name, value in sorted(outcome.metrics.items()) if name.startswith("val-")]
+    console.table("validation", rows)
+    console.note(f"episodes and metrics are in {outcome.folder}")

@@ -1,0 +1,73 @@
+"""The command line: parse, load the configuration, call one function. A mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rally import __version__
+from rally.cli import data, demo, doctor, evaluate, merge, recipes, replay, serve, sft, train, view
+from rally.cli.console import quiet_console
+from rally.cli.os_errors import system_sentence
+from rally.redact import redact
+from rally.types import RallyError
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer(
+    name="rally",
+    help="Train language-model agents that use tools over several turns, with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+for command in (demo, train, sft, evaluate, merge, recipes, replay, doctor, view):
+    app.add_typer(command.app)
+app.add_typer(data.app, name="data")
+app.add_typer(serve.app, name="serve")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    quiet_console().note(f"rally {__version__}")
+
+
+def _version_wanted(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version_wanted, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before a command; its help is the application's."""
+
+
+def main() -> None:
+    """Entry point: turns a user's mistake into one sentence."""
+    try:
+        app(prog_name="rally")
+    except RallyError as mistake:
+        sys.stderr.write(f"rally: {redact(str(mistake))}\n")
+        sys.exit(2)
+    except OSError as refusal:
+        said = system_sentence(refusal)
+        if said is None:
+            raise
+        sys.stderr.write(f"rally: {redact(said)}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`rally recipes`, `rally toy-model` and the data of recipes: thin commands, each of which calls one function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rally.cli.console import quiet_console
+
+app = typer.Typer()
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes: how each is run, what it is, its hardware, and what makes its data."""
+    from rally.recipes import list_recipes
+
+    for recipe in list_recipes():
+        typer.echo("\n".join(recipe.told()))  # not the console, which would break commands at its width
+
+
+@app.command("toy-model")
+def toy_model(
+    out: Out,
+    words: Annotated[
+        Path | None, typer.Option(help="A text file; each of its lines becomes one token.", exists=True, dir_okay=False)
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Make the demo's small model with random weights, for recipes that train on a CPU from nothing."""
+    console = quiet_console()
+    from rally.chat import tiny_tokenizer
+    from rally.demo.curriculum import small_model
+
+    tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
+    small_model(tokenizer, seed).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    console.note(f"a model with random weights is in {out}")
+
+
+Out = Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")]
+
+
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]

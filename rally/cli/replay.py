@@ -1,0 +1,41 @@
+"""`rally replay`: a thin command that looks at what a run recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rally.cli.console import quiet_console
+
+app = typer.Typer()
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="The run folder.")],
+    episode: Annotated[str, typer.Option(help="Its id, such as t000003-00001-2; ids are in episodes/ of the folder.")],
+    config: Annotated[Path | None, typer.Option(help="Instead of the run's own config.yaml.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="The weights to sample with, if not those kept.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides, such as another reward function.", metavar="[KEY=VALUE]...", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Render, score and sample a recorded episode again: 0 if all is the same, 1 if not, 2 if that cannot be done."""
+    console = quiet_console()
+    from rally.config import load_config
+    from rally.replay.replay import replay as run_again
+
+    found = run_again(run, episode, load_config(config or run / "config.yaml", words or []), checkpoint)
+    console.note(found.title)
+    for finding in found.findings:
+        console.note(f"{finding.part}: {finding.verdict}: {finding.words}")
+        if finding.details:
+            console.table("", [["", "recorded", "now"], *map(list, finding.details)])
+    if found.changed:
+        console.note(f"since the run was made: {', '.join(found.changed)}")
+    raise typer.Exit(found.exit_code)

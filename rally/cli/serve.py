@@ -1,0 +1,164 @@
+"""`rally serve ...`: the servers that tools, rewards and routers ask, each a thin command that runs until stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rally.cli.console import quiet_console
+from rally.sandbox import Isolation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rally.engines import EngineSettings
+    from rally.engines.embedded.settings import Words
+    from rally.services.admission import Served
+
+app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
+
+InFlight = Literal["keep", "recompute", "abort"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
+
+
+@app.command()
+def retrieval(
+    index: Annotated[Path, typer.Argument(help="A folder written by `rally data index`.")],
+    host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_RETRIEVAL_TOKEN set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8000,
+    topk: Annotated[int, typer.Option(help="Hits per query when the client names no number.", min=1)] = 3,
+    device: Annotated[str, typer.Option(help="Where a dense index is searched: cpu, cuda, cuda:1.")] = "cpu",
+) -> None:
+    """Answer searches over HTTP, in the protocol of Search-R1 (POST /retrieve)."""
+    from rally.retrieval import open_index
+    from rally.services.http_server import check_exposure, check_free, serve
+    from rally.track import RunConsole
+
+    token = check_exposure(host, "RALLY_RETRIEVAL_TOKEN")
+    check_free(host, port)
+    opened = open_index(index, device)
+
+    def create() -> object:
+        from rally.services.retrieval import create_app
+
+        return create_app(opened, topk, token)
+
+    RunConsole().note(f"{len(opened):,} passages ({opened.kind}) at http://{host}:{port}/retrieve")
+    serve(create, host, port)
+
+
+@app.command()
+def sandbox(
+    host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_SANDBOX_TOKEN set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8080,
+    isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
+    memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
+    max_concurrent: Annotated[int | None, typer.Option(help="At once; default twice the cores.", min=1)] = None,
+) -> None:
+    """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
+    from rally.sandbox import Limits, Sandbox, SandboxSettings
+    from rally.services.http_server import check_exposure, check_free, serve
+
+    token = check_exposure(host, "RALLY_SANDBOX_TOKEN")
+    check_free(host, port)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
+
+    running = Sandbox(settings)
+    running.start_now()  # what cannot be isolated here is told before anything listens
+
+    def create() -> object:
+        from rally.services.sandbox import create_app
+
+        return create_app(running, token)
+
+    serve(create, host, port, log_level="info")
+
+
+@app.command()
+def engine(
+    model: Annotated[str, typer.Argument(help="A folder, a name on the hub, or a .gguf file.")],
+    host: Annotated[str, typer.Option(help="Beyond this machine only with RALLY_ENGINE_TOKEN set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where clients ask.", min=0, max=65535)] = 8100,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default MODEL.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU that has it.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a whole history; default the model's limit, at most 4096.", min=2)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 64,
+    max_requests: Annotated[int, typer.Option(help="Running and waiting; more are told to come later.", min=1)] = 1024,
+    memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
+    tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
+    accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
+    in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
+) -> None:
+    """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
+    console = quiet_console()
+    from rally.chat import get_format
+    from rally.engines import EngineSettings
+    from rally.models.load import load_model, pick_device
+    from rally.services.http_server import check_exposure, check_free, serve
+
+    get_format(tool_format)  # a name that does not exist is told now, and not to the first client
+    token = check_exposure(host, "RALLY_ENGINE_TOKEN")
+    check_free(host, port)
+    module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, called="MODEL")
+    limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
+    settings = EngineSettings(
+        max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        memory_share=memory,
+        in_flight=in_flight,
+        seed=seed,
+        words=_options(),
+    )
+
+    def create() -> object:
+        from rally.services.engine import create_app
+
+        served = _served(module, tokenizer or model, settings, name or model, tool_format, max_requests)
+        console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
+        return create_app(served, token, accepts_weights=accept_weights)
+
+    serve(create, host, port)
+
+
+def _options() -> Words:
+    """What the user of `rally serve engine` calls the settings of its engine."""
+    from rally.engines.embedded.settings import Words
+
+    length = "--max-model-len"
+    return Words(max_model_len=length, lengths=length, memory="--memory", plain="--dtype=float32")
+
+
+def _served(
+    module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
+) -> Served:
+    from rally.engines import EmbeddedEngine
+    from rally.models.load import load_tokenizer
+    from rally.services.admission import Served
+
+    tokenizer = load_tokenizer(path, called="--tokenizer")
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    ends = getattr(module.generation_config, "eos_token_id", None) or tokenizer.eos_token_id
+    return Served(
+        engine=EmbeddedEngine(module, settings, decode=decode),
+        tokenizer=tokenizer,
+        name=name,
+        tool_format=tool_format,
+        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+        max_requests=max_requests,
+    )

@@ -1,0 +1,43 @@
+"""`rally train`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rally.cli.config_args import LOOSE, ConfigName, ConfigPath, RecipeName, Words, recipe_path, split_words
+from rally.cli.console import quiet_console
+
+app = typer.Typer()
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run, and stop.")]
+
+
+@app.command(context_settings=LOOSE)
+def train(
+    words: Words = None,
+    recipe: RecipeName = None,
+    dry_run: DryRun = False,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
+    """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
+    from rally.config import load_config
+
+    path, overrides = split_words(words, config_path, config_name)
+    config = load_config(recipe_path(recipe, path, "train"), overrides)
+    config.require_training()
+    console = quiet_console()
+    if dry_run:
+        from rally.runs.dry_run import dry_run as show
+
+        show(config, console)
+        return
+    from rally.distributed import train as run
+    from rally.track import run_summary, write_curve
+
+    outcome = run(config, console)
+    console.show(run_summary(outcome.folder))
+    console.note(f"curve: {write_curve(outcome.folder).html}, every episode: rally view {outcome.folder}")

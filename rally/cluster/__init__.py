@@ -1,5 +1,0 @@
-"""The same run over several processes, each with its part of the weights."""
-
-from rally.cluster.run import sft, train
-
-__all__ = ["sft", "train"]

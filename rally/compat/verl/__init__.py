@@ -1,0 +1,1 @@
+"""What code and configurations written for verl need."""

@@ -1,0 +1,95 @@
+"""A file written for verl finds the names it imports: each is the one of Rally that does the same.
+
+Where verl is not installed, `from verl.tools.base_tool import BaseTool` gives `rally.tools.BaseTool`, and so on down
+the table, so that tools, users, rewards and agent loops can be brought along as they are. A name or module that is not
+in the table cannot be imported, as ever. An installed verl goes before all of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+TOOL = {"BaseTool": "rally.tools.BaseTool", "ToolResponse": "rally.tools.ToolResponse"}
+SCHEMAS = {
+    name: f"rally.compat.verl.tool_schemas.{name}"
+    for name in (
+        *("OpenAIFunctionToolSchema", "OpenAIFunctionSchema"),
+        *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema"),
+    )
+}
+LOOP = {
+    "AgentLoopBase": "rally.compat.verl.agent_loops.BroughtLoop",
+    "AgentLoopOutput": "rally.loops.AgentLoopOutput",
+    "AgentLoopMetrics": "rally.compat.verl.agent_loops.AgentLoopMetrics",
+    "AsyncLLMServerManager": "rally.compat.verl.agent_loops.ServerManager",
+    "SingleTurnAgentLoop": "rally.loops.SingleTurnAgentLoop",
+    "ToolAgentLoop": "rally.loops.ToolAgentLoop",
+    "register": "rally.loops.register",
+}
+DATA = {"DataProto": "rally.compat.verl.agent_loops.DataProto"}
+SCORES = "verl.utils.reward_score"
+
+NAMES: dict[str, dict[str, str]] = {
+    "verl": DATA,
+    "verl.protocol": DATA,
+    "verl.tools.base_tool": TOOL | SCHEMAS,
+    "verl.tools.schemas": {"ToolResponse": TOOL["ToolResponse"]} | SCHEMAS,
+    "verl.tools.gsm8k_tool": {"Gsm8kTool": "rally.tools.builtin.answer_check.Gsm8kTool"},
+    "verl.tools.search_tool": {"SearchTool": "rally.tools.builtin.search.SearchTool"},
+    "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": "rally.tools.builtin.code_interpreter.CodeInterpreter"},
+    "verl.interactions.base": {"BaseInteraction": "rally.interactions.BaseInteraction"},
+    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": "rally.interactions.gsm8k.Gsm8kInteraction"},
+    "verl.experimental.agent_loop": LOOP,
+    "verl.experimental.agent_loop.agent_loop": LOOP,
+    "verl.experimental.agent_loop.tool_agent_loop": LOOP,
+    "verl.experimental.agent_loop.single_turn_agent_loop": LOOP,
+    "verl.workers.rollout.replica": {"TokenOutput": "rally.compat.verl.agent_loops.TokenOutput"},
+    "verl.workers.rollout.sglang_rollout.agent_loop.base": {
+        "AgentLoopBase": "rally.compat.verl.agent_loops.MessageLoop",
+        "AgentLoopOutput": "rally.loops.AgentLoopOutput",
+    },
+    "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom.RewardManager"},
+    SCORES: {
+        "default_compute_score": "rally.rewards.compute_score",
+        "_default_compute_score": "rally.rewards.compute_score",
+    },
+    f"{SCORES}.gsm8k": {"compute_score": "rally.compat.verl.reward_scores.gsm8k"},
+    f"{SCORES}.math_dapo": {"compute_score": "rally.compat.verl.reward_scores.math_dapo"},
+    f"{SCORES}.search_r1_like_qa_em": {"compute_score": "rally.compat.verl.reward_scores.search_r1"},
+    "verl.utils.dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
+    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
+    "verl.utils.profiler": {"simple_timer": "rally.compat.verl.agent_loops.simple_timer"},
+    "verl.utils.rollout_trace": {"rollout_trace_op": "rally.compat.verl.agent_loops.rollout_trace_op"},
+}
+"""Module, name, and the dotted path of what stands in for it; looked up when the name is."""
+
+PACKAGES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds the modules of the table; last on the path, so that what is installed is found first."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in PACKAGES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = NAMES.get(module.__name__, {})
+
+        def found(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"Rally has nothing that stands in for {module.__name__}.{name}")
+            where, _, what = names[name].rpartition(".")
+            return getattr(importlib.import_module(where), what)
+
+        module.__getattr__ = found  # type: ignore[method-assign]
+
+
+def offer_verl_names() -> None:
+    """From now on, files written for verl can be imported in this process."""
+    if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
+        sys.meta_path.append(StandIns())

@@ -1,0 +1,1 @@
+"""Checks over a whole configuration, run after every key has been validated on its own."""

@@ -1,0 +1,1 @@
+"""`rally demo` and the curriculum that makes its agent."""

@@ -1,0 +1,50 @@
+"""`rally train` and `rally sft` over several GPUs of this machine, or processes on its CPU: the same run, in parts."""
+
+from __future__ import annotations
+
+from rally.config import Config, SftConfig
+from rally.config.actor import FsdpConfig
+from rally.config.checks.multi_gpu import served
+from rally.config.trainer import RunConfig
+from rally.distributed.controller import Captain, CaptainSettings
+from rally.models.load import pick_device
+from rally.runs import sft as sft_run
+from rally.runs import train as run
+from rally.runs.build.inputs import Outcome
+from rally.track import RunConsole
+
+SFT_SECONDS = 600.0
+
+
+def train(config: Config, console: RunConsole | None = None) -> Outcome:
+    """Train as configured, over trainer.n_gpus_per_node processes of which this is one."""
+    console = console or RunConsole()
+    if config.trainer.n_gpus_per_node == 1:
+        return run.train(config, console)
+    asked, config = config.rollout.name, served(config)
+    if config.rollout.name != asked:
+        console.note(
+            f"the policy lies on {config.trainer.n_gpus_per_node} ranks, so rollouts are sampled by servers of Rally's "
+            f"own (rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
+        )
+    seconds = float(config.actor_rollout_ref.nccl_timeout)
+    with Captain(_settings(config.trainer, config.actor.fsdp_config, seconds)) as captain:
+        return run.train(config, console, captain)
+
+
+def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
+    """Fine-tune as configured, over trainer.n_gpus_per_node processes of which this is one."""
+    if config.trainer.n_gpus_per_node == 1:
+        return sft_run.sft(config, console)
+    with Captain(_settings(config.trainer, config.model.fsdp_config, SFT_SECONDS)) as captain:
+        return sft_run.sft(config, console, captain)
+
+
+def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float) -> CaptainSettings:
+    return CaptainSettings(
+        count=trainer.n_gpus_per_node,
+        device=pick_device(trainer.device).type,
+        logs=trainer.run_dir / "ranks",
+        order_seconds=seconds,
+        reshard=fsdp.reshard_after_forward,
+    )

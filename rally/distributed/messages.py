@@ -1,0 +1,127 @@
+"""What rank 0 orders arrives as it was: plain numbers and text, and nothing in them is ever run.
+
+A message is the length of its head (8 bytes), the head (JSON), and tensors (safetensors).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rally.config import Config, SftConfig
+from rally.models.parallel import Message
+from rally.runs.build.models import Plan
+from rally.train.batch import TrainBatch
+from rally.train.messages import (
+    AskLogits,
+    AskLoss,
+    AskReference,
+    AskValues,
+    GatherCritic,
+    GatherState,
+    GatherWeights,
+    Leave,
+    Supervise,
+    TeachCritic,
+    Update,
+)
+from rally.train.packing import Row
+
+PER_ROW = {
+    "ids": torch.int64,
+    "sampled": torch.int64,
+    "logprobs": torch.float64,
+    "advantages": torch.float64,
+    "weights": torch.float64,
+    "marked": torch.bool,
+    "values": torch.float64,
+    "returns": torch.float64,
+}
+SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
+BATCHES: dict[str, type[Update | TeachCritic]] = {"Update": Update, "TeachCritic": TeachCritic}
+ASKING: dict[str, type[AskReference | AskValues | AskLoss]] = {
+    kind.__name__: kind for kind in (AskReference, AskValues, AskLoss)
+}
+BARE: dict[str, type[GatherWeights | GatherCritic | Leave]] = {
+    kind.__name__: kind for kind in (GatherWeights, GatherCritic, Leave)
+}
+
+
+def encode(message: Message) -> bytes:
+    head: dict[str, Any] = {"kind": type(message).__name__}
+    tensors: dict[str, Tensor] = {}
+    match message:
+        case Plan(config, checkpoint, steps):
+            place = None if checkpoint is None else str(checkpoint)
+            head |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
+            head["schema"] = type(config).__name__
+        case Update(batch, step, seed) | TeachCritic(batch, step, seed):
+            head |= {"step": step, "seed": seed}
+            tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
+        case Supervise(rows, seed):
+            head["seed"] = seed
+            tensors = rows_to_tensors(rows)
+        case AskReference(rows) | AskValues(rows) | AskLoss(rows):
+            tensors = rows_to_tensors(rows)
+        case AskLogits(ids):
+            head["ids"] = list(ids)
+        case GatherState(merged):
+            head["merged"] = merged
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "big") + text + save(tensors)
+
+
+def decode(content: bytes) -> Message:
+    end = 8 + int.from_bytes(content[:8], "big")
+    head, tensors = json.loads(content[8:end]), load(content[end:])
+    kind = head["kind"]
+    if kind == "Plan":
+        place = head["checkpoint"]
+        config = SCHEMAS[head["schema"]].model_validate(head["config"])
+        return Plan(config, None if place is None else Path(place), head["steps"])
+    if kind in BATCHES:
+        return BATCHES[kind](_batch(tensors), head["step"], head["seed"])
+    if kind == "Supervise":
+        return Supervise(rows_of_tensors(tensors), head["seed"])
+    if kind in ASKING:
+        return ASKING[kind](rows_of_tensors(tensors))
+    if kind == "AskLogits":
+        return AskLogits(head["ids"])
+    return GatherState(head["merged"]) if kind == "GatherState" else BARE[kind]()
+
+
+def _per_episode(batch: TrainBatch) -> dict[str, Tensor]:
+    return {"rewards_N": batch.rewards_N, "groups_N": batch.groups_N, "tokens_N": batch.tokens_N}
+
+
+def _batch(tensors: dict[str, Tensor]) -> TrainBatch:
+    rest = {name: tensors[name] for name in ("rewards_N", "groups_N", "tokens_N")}
+    return TrainBatch(rows=rows_of_tensors(tensors), **rest)
+
+
+def rows_to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Each field of all rows one after the other, and how much of it is which row's."""
+    assert not any(row.images for row in rows), "images are not for several ranks"
+    found = {"episode": torch.tensor([row.episode for row in rows], dtype=torch.int64)}
+    for name, dtype in PER_ROW.items():
+        parts = [getattr(row, name) for row in rows]
+        found[name] = torch.tensor(list(itertools.chain.from_iterable(parts)), dtype=dtype)
+        found[f"{name}/lengths"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return found
+
+
+def rows_of_tensors(tensors: dict[str, Tensor]) -> list[Row]:
+    fields = {name: _split(tensors[name], tensors[f"{name}/lengths"]) for name in PER_ROW}
+    episodes = tensors["episode"].tolist()
+    return [Row(episode=e, **{name: parts[i] for name, parts in fields.items()}) for i, e in enumerate(episodes)]
+
+
+def _split(numbers: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:
+    return [tuple(part.tolist()) for part in numbers.split(lengths.tolist())]

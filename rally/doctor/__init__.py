@@ -1,0 +1,1 @@
+"""`rally doctor`: checks a run before it starts."""

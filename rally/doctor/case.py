@@ -1,0 +1,164 @@
+"""What the doctor's checks share: a case, whose parts are made once, and findings, one line each.
+
+A part that could not be made is reported by the check that first asked for it; those that need it later say that they
+had to be left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import Config
+from rally.data import TaskSet
+from rally.interactions import Interactions
+from rally.models.load import load_model_config
+from rally.runs import build
+from rally.runs.cost_estimate import Size, size_from
+from rally.tools import ToolBox
+from rally.types import Task
+
+T = TypeVar("T")
+Status = Literal["ok", "warning", "error"]
+LOOKED_AT = 512
+TRAINING, VALIDATION = "the training rows", "the validation rows"
+STAND_IN = Task(id="stand-in", data_source="none", prompt=({"role": "user", "content": "What is 6*7?"},))
+
+
+class Piece(NamedTuple):
+    """Text to show below a finding: a note, or a stretch of tokens by how a run would treat them."""
+
+    kind: Literal["note", "prompt", "sampled", "observed"]
+    text: str
+
+
+class Finding(NamedTuple):
+    """One line of the report: what was found, in a sentence, and what to do about it."""
+
+    check: str
+    status: Status
+    text: str
+    shown: tuple[Piece, ...] = ()
+
+
+class Missing(Exception):
+    """A part that an earlier line of the report speaks of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user asked the doctor for: the policy check with the real model, and an answer that must earn a reward."""
+
+    model_check: bool = False
+    answer: str | None = None
+
+
+class Case:
+    """One configuration under examination."""
+
+    def __init__(self, config: Config, wishes: Wishes | None = None) -> None:
+        self.config = config
+        self.wishes = wishes or Wishes()
+        self._made: dict[str, Any] = {}
+        self._failed: set[str] = set()
+
+    def _part(self, name: str, make: Callable[[], T]) -> T:
+        if name in self._failed:
+            raise Missing(name)
+        if name not in self._made:
+            self._failed.add(name)  # until it is made: whatever is raised on the way leaves the mark
+            self._made[name] = make()
+            self._failed.discard(name)
+        made: T = self._made[name]
+        return made
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._part("the tokenizer", lambda: build.tokenizer_of(self.config))
+
+    @property
+    def toolbox(self) -> ToolBox:
+        return self._part("the tools", lambda: build.toolbox_of(self.config))
+
+    @property
+    def users(self) -> Interactions:
+        return self._part("the simulated users", lambda: build.interactions_of(self.config))
+
+    @property
+    def codec(self) -> ChatCodec:
+        tokenizer, toolbox = self.tokenizer, self.toolbox
+        return self._part("the chat template", lambda: build.codec_of(self.config, tokenizer, toolbox))
+
+    @property
+    def train_rows(self) -> TaskSet | None:
+        return self._part(TRAINING, lambda: self._rows(self.config.data.train_files, False))
+
+    @property
+    def val_rows(self) -> TaskSet | None:
+        return self._part(VALIDATION, lambda: self._rows(self.config.data.val_files, True))
+
+    def _rows(self, files: Sequence[str], validate: bool) -> TaskSet | None:
+        return build.tasks_of(self.config, files, validate=validate) if files else None
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        model = self.config.model
+        return self._part(
+            "the model's configuration",
+            lambda: load_model_config(
+                str(model.path), trust_remote_code=model.trust_remote_code, overrides=dict(model.override_config)
+            ),
+        )
+
+    @property
+    def size(self) -> Size:
+        """Of the model, and of the adapters that would be trained."""
+        model, described = self.config.model, self.model_config
+        return self._part(
+            "the model's size",
+            lambda: size_from(
+                described,
+                build.lora_of(model, 0),
+                trust=model.trust_remote_code,
+                tower_frozen=self.config.actor.freeze_vision_tower,
+            ),
+        )
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Some rows, spread over the files, for checks that want real ones; none where they cannot be read."""
+        return self._part("some rows", lambda: some(self._any_rows()))
+
+    def _any_rows(self) -> Sequence[Task]:
+        if TRAINING not in self._failed and self.train_rows:
+            return self.train_rows
+        return [] if VALIDATION in self._failed else self.val_rows or []
+
+    @property
+    def first_task(self) -> Task:
+        return next(iter(self.tasks), STAND_IN)
+
+    def close(self) -> None:
+        if "the tools" in self._made:
+            self.toolbox.close()
+
+
+def some(rows: Sequence[T], most: int = LOOKED_AT) -> list[T]:
+    """At most so many rows, evenly spread."""
+    return [rows[i] for i in spread(len(rows), most)]
+
+
+def spread(count: int, most: int) -> list[int]:
+    return list(range(count)) if count <= most else [i * count // most for i in range(most)]
+
+
+def in_words(values: Sequence[str], most: int = 5) -> str:
+    """The different values, in the order they come, cut after `most`."""
+    different = list(dict.fromkeys(values))
+    more = f" and {len(different) - most} more" if len(different) > most else ""
+    return ", ".join(itertools.islice(different, most)) + more

@@ -1,0 +1,123 @@
+"""Whether the chat template does what training relies on, shown on the first row: one prompt, a made-up reply with a
+tool call, the tool's answer and a last word, every token by its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from rally.chat import ChatCodec
+from rally.chat.formats import FORMATS
+from rally.doctor.case import Case, Finding, Piece, Status
+from rally.models.untrained_tokens import KEY, advice, unlearned
+from rally.tools import BaseTool
+from rally.tools.sample_arguments import example_of
+from rally.types import Message, Task, ToolCall
+
+TOO_LONG = 2000
+ANSWER, LAST_WORD = "(what the tool answers)", "(the policy's last word)"
+
+
+def tokenizer(case: Case) -> Iterator[Finding]:
+    found = case.tokenizer
+    size = case.model_config.get_text_config().vocab_size
+    if len(found) > size:
+        told = f"the tokenizer has {len(found):,} tokens, but the model only {size:,}"
+        yield Finding("tokenizer", "error", f"{told}; set actor_rollout_ref.model.tokenizer_path to the model's own")
+        return
+    yield Finding("tokenizer", "ok", f"{len(found):,} tokens, of the {size:,} that the model has")
+
+
+def template(case: Case) -> Iterator[Finding]:
+    report = case.codec.probe()
+    head, *rest = report.words.splitlines()
+    diff = [line for line in rest if line != report.troubles]
+    shown = (Piece("note", "\n".join(diff)),) if diff else ()
+    strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
+    if case.toolbox.names and report.troubles:
+        yield Finding("template", "warning", report.troubles)
+    if report.append_only:
+        yield Finding("template", "ok", head)
+        return
+    kept = f"multi_turn.history={case.config.history}"
+    means = "keeps what was sampled" if case.config.history == "append" else "opens a new segment where it differs"
+    status: Status = "ok" if case.config.history == "rerender" or not strict else "warning"
+    yield Finding("template", status, f"{head} {kept} {means}; docs/chat.md tells when to change it", shown)
+
+
+def prompt(case: Case) -> Iterator[Finding]:
+    task = case.first_task
+    codec = _codec_of(case, task)
+    tool = next((one for one in case.toolbox.tools if codec.tools and one.name == _name(codec.tools[0])), None)
+    messages = exchange(task, tool)
+    ids, mask, _ = codec.encode_conversation(messages)
+    shown = tuple(_pieces(codec, ids, mask))
+    yield Finding(
+        "prompt",
+        "ok",
+        f"{task.id} with a made-up reply: {len(ids)} tokens, of which {sum(mask)} are sampled (mask 1) and trained on",
+        shown,
+    )
+    if tokens := unlearned(str(case.config.model.path), case.tokenizer, ids):
+        yield Finding("prompt", "warning", advice(tokens, case.tokenizer, KEY))
+    if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
+        yield _call_is_read(codec, messages)
+
+
+def _codec_of(case: Case, task: Task) -> ChatCodec:
+    """With the tools that an episode of this row has."""
+    chosen = task.extra_info.get("tool_selection")
+    return case.codec if chosen is None else case.codec.with_tools(case.toolbox.schemas(chosen))
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["function"]["name"])
+
+
+def exchange(task: Task, tool: BaseTool[Any] | None) -> list[Message]:
+    """A question and an answer, with a call of the tool between them if there is one."""
+    if tool is None:
+        return [*task.prompt, {"role": "assistant", "content": LAST_WORD}]
+    call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": tool.name, "arguments": example_of(tool).arguments},
+    }
+    return [
+        *task.prompt,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": tool.name, "tool_call_id": "call_0", "content": ANSWER},
+        {"role": "assistant", "content": LAST_WORD},
+    ]
+
+
+def _pieces(codec: ChatCodec, ids: tuple[int, ...], mask: tuple[int, ...]) -> Iterator[Piece]:
+    first = mask.index(1)
+    yield Piece("prompt", _cut(codec.decode(ids[:first])))
+    for sampled, run in groupby(zip(ids[first:], mask[first:], strict=True), key=lambda pair: pair[1]):
+        yield Piece("sampled" if sampled else "observed", codec.decode([token for token, _ in run]))
+
+
+def _cut(text: str) -> str:
+    half = TOO_LONG // 2
+    return text if len(text) <= TOO_LONG else f"{text[:half]} ({len(text) - TOO_LONG} characters) {text[-half:]}"
+
+
+def _call_is_read(codec: ChatCodec, messages: list[Message]) -> Finding:
+    """What the template teaches a model to write must be what the rollout reads as a call."""
+    [message] = [m for m in messages if m.get("tool_calls")]
+    wanted, ids = message["tool_calls"][0]["function"], codec.encode_assistant(message)
+    name, text = codec.format.name, codec.decode(ids)
+    if _found(codec.parse(ids).tool_calls, wanted):
+        return Finding("prompt", "ok", f"multi_turn.format={name} reads calls as the chat template writes them")
+    others = [other for other, one in FORMATS.items() if _found(one.parse(text, codec.tools).calls, wanted)]
+    told = f"multi_turn.format={name} does not read calls as the chat template writes them"
+    shown = (Piece("sampled", text),)
+    if others:
+        return Finding("prompt", "error", f"{told}; set it to {others[0]}", shown)
+    return Finding("prompt", "warning", f"{told}; give one that knows tools (custom_chat_template)", shown)
+
+
+def _found(calls: Sequence[ToolCall], wanted: dict[str, Any]) -> bool:
+    return [(c.name, c.arguments) for c in calls if c.error is None] == [(wanted["name"], wanted["arguments"])]

@@ -1,0 +1,103 @@
+"""`rally doctor`: what would go wrong in a run is told before it begins, line by line, on a CPU, in under a minute.
+
+Every check runs whatever the others found; one that crashes is an error line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from rally.config import Config, ConfigError, read_config
+from rally.doctor import chat_template, environment, memory_and_time, reward_function, rollout_logprobs, tool_calls
+from rally.doctor import rows as doctor_rows
+from rally.doctor.case import Case, Finding, Missing, Wishes
+from rally.redact import redact
+from rally.track.display_text import OBSERVED_STYLE, PROMPT_STYLE, SAMPLED_STYLE, visible
+from rally.types import RallyError
+
+Look = Callable[[Case], Iterator[Finding]]
+EXIT_CODES = {"ok": 0, "warning": 1, "error": 2}
+STATUS_STYLES = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
+PIECE_STYLES = {"note": "", "prompt": PROMPT_STYLE, "sampled": SAMPLED_STYLE, "observed": OBSERVED_STYLE}
+
+
+class Check(NamedTuple):
+    name: str
+    look: Look
+
+
+ENVIRONMENT = (Check("environment", environment.packages), Check("device", environment.device))
+CHECKS = (
+    *ENVIRONMENT,
+    Check("tokenizer", chat_template.tokenizer),
+    Check("rows", doctor_rows.rows),
+    Check("loops", doctor_rows.loops),
+    Check("tools", tool_calls.tools),
+    Check("template", chat_template.template),
+    Check("lengths", doctor_rows.lengths),
+    Check("prompt", chat_template.prompt),
+    Check("reward", reward_function.reward),
+    Check("policy", rollout_logprobs.policy),
+    Check("memory", memory_and_time.cost),
+)
+"""In this order: what a check needs of another is found, or missed, there first."""
+
+
+def examine(path: str | Path | None, overrides: Sequence[str] = (), wishes: Wishes | None = None) -> Iterator[Finding]:
+    """What is found out about a configuration, as it is found."""
+    config, problems = read_config(path, overrides)
+    problems = (*problems, *(_unnamed(config) if config is not None else ()))
+    yield from (Finding("config", "error", text) for text in problems)
+    if not problems:
+        yield Finding("config", "ok", f"{path or 'the command line'} describes a run")
+    case = Case(config or Config(), wishes)
+    try:
+        for check in CHECKS if config is not None and config.model.path else ENVIRONMENT:
+            yield from looked(check, case)
+    finally:
+        case.close()
+
+
+def _unnamed(config: Config) -> tuple[str, ...]:
+    try:
+        config.require_training()
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def looked(check: Check, case: Case) -> Iterator[Finding]:
+    """What a check finds, and how it ended if it did not end well."""
+    try:
+        yield from check.look(case)
+    except Missing as missing:
+        yield Finding(check.name, "warning", f"not looked at, because {missing} could not be had (see above)")
+    except RallyError as error:
+        yield Finding(check.name, "error", str(error))
+    except Exception as error:  # noqa: BLE001 - a user's code, files and model may fail in any way, and the rest must run
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        yield Finding(check.name, "error", f"this check could not be made ({reason}); mend what it names and try again")
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    return max((EXIT_CODES[one.status] for one in findings), default=0)
+
+
+def as_text(finding: Finding) -> Text:
+    """The line, and indented below it what there is to see."""
+    text = Text.assemble((f"{finding.status:<8}", STATUS_STYLES[finding.status]), (f"{finding.check:<12}", "bold"))
+    text.append(visible(finding.text))
+    for number, piece in enumerate(finding.shown):
+        text.append("\n    " if number == 0 else "")
+        text.append(visible(piece.text).replace("\n", "\n    "), style=PIECE_STYLES[piece.kind])
+    return text
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    shown = [{"kind": piece.kind, "text": redact(piece.text)} for piece in finding.shown]
+    line = {"check": finding.check, "status": finding.status, "text": redact(finding.text)}
+    return line | ({"shown": shown} if shown else {})

@@ -1,0 +1,166 @@
+"""How much memory and time the configured run would take, here and on GPUs that can be rented: an estimate, told as
+one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from rally.doctor.case import Case, Finding, Piece, Status
+from rally.engines.embedded.memory_plan import free_bytes, kv_bytes_per_token, step_bytes
+from rally.models.load import pick_dtype
+from rally.runs import build
+from rally.runs.build.training import total_steps_of
+from rally.runs.cost_estimate import (
+    UTILISATION,
+    Cost,
+    Hardware,
+    Size,
+    StepTime,
+    activation_bytes,
+    at_once,
+    shown_bytes,
+    step_time,
+    training_costs,
+)
+
+GB = 10**9
+GPUS = (
+    Hardware("L4", 24 * GB, 121e12, 0.30e12),
+    Hardware("RTX 4090", 24 * GB, 165e12, 1.01e12),
+    Hardware("L40S", 48 * GB, 362e12, 0.86e12),
+    Hardware("A100", 80 * GB, 312e12, 2.04e12),
+    Hardware("H100", 80 * GB, 989e12, 3.35e12),
+    Hardware("H200", 141 * GB, 989e12, 4.8e12),
+    Hardware("B200", 180 * GB, 2250e12, 8.0e12),
+)
+"""Memory, dense bf16 operations and memory bandwidth, as their makers give them."""
+LONG = 24 * 3600.0
+
+
+class Estimate(NamedTuple):
+    """`needed` bytes of the update, `running` episodes at a time beside what stays, and the time of a step. What does
+    not fit has no time."""
+
+    hardware: Hardware
+    needed: int
+    running: int
+    step: StepTime | None
+
+
+def cost(case: Case) -> Iterator[Finding]:
+    config, device = case.config, _device(case.config.trainer.device)
+    here = this_machine(device)
+    width = torch.empty((), dtype=pick_dtype(config.model.dtype, device)).element_size()
+    costs = training_costs(config, case.model_config, case.size, width)
+    kind = "float32" if width == 4 else "half precision"
+    table = "\n".join(f"{one.what:<32} {shown_bytes(one.bytes):>12}" for one in (*costs, *_of_engine(case, width)))
+    yield Finding("memory", "ok", f"{_told(case.size, costs)} ({kind}, {here.name})", (Piece("note", table),))
+    elsewhere = device.type == "cpu" and config.trainer.device != "cpu"  # this machine may not be the one that trains
+    yield _judge(case, estimate(case, here, width), "warning" if elsewhere else "error")
+    if elsewhere:
+        half = 4 if config.model.dtype == "float32" else 2
+        lines = [_line(case, estimate(case, gpu, half)) for gpu in GPUS]
+        told = f"estimates for one GPU, at {UTILISATION:.0%} of what it can do, with half of all token budgets used"
+        yield Finding("time", "ok", told, (Piece("note", "\n".join(lines)),))
+
+
+def estimate(case: Case, hardware: Hardware, width: int) -> Estimate:
+    config, model_config, size = case.config, case.model_config, case.size
+    costs, settings = training_costs(config, model_config, size, width), build.engine_settings_of(config)
+    needed = sum(one.bytes for one in costs)
+    stays = needed - activation_bytes(config, model_config, width)
+    history, step = (one.bytes for one in _of_engine(case, width))
+    room = int((hardware.memory - stays) * settings.memory_share) - step
+    needed += 0 if settings.lend_memory else max(0, room)
+    if needed > hardware.memory or room < history:
+        return Estimate(hardware, max(needed, stays + int((step + history) / settings.memory_share)), 0, None)
+    running = max(1, at_once(config, model_config, width, room))
+    return Estimate(hardware, needed, running, step_time(config, model_config, size, hardware, running, width))
+
+
+def _of_engine(case: Case, width: int) -> tuple[Cost, Cost]:
+    """What sampling needs at the least, in the memory that the update does not hold."""
+    settings, sight = build.engine_settings_of(case.config), build.patches_of(case.config)
+    history = settings.max_model_len * kv_bytes_per_token(case.model_config, width)
+    return (
+        Cost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
+        Cost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, sight)),
+    )
+
+
+def _told(size: Size, costs: list[Cost]) -> str:
+    trained = "all" if size.trained == size.parameters else f"{size.trained / 1e6:,.1f} million"
+    return (
+        f"{size.parameters / 1e6:,.1f} million weights, {trained} of them trained: an update holds about "
+        f"{shown_bytes(sum(one.bytes for one in costs))}, and sampling takes its KV of what is left"
+    )
+
+
+def _judge(case: Case, found: Estimate, too_small: Status) -> Finding:
+    line = _line(case, found)
+    if found.step is None:
+        advice = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or take more memory"
+        return Finding("time", too_small, f"{line}; {advice}")
+    if _whole(case, found.step) > LONG:
+        return Finding("time", "warning", f"{line}; that is long: take a larger machine, or fewer steps")
+    return Finding("time", "ok", line)
+
+
+def _line(case: Case, found: Estimate) -> str:
+    name = f"{found.hardware.name} ({shown_bytes(found.hardware.memory)})"
+    if found.step is None:
+        return f"{name}: too small, {shown_bytes(found.needed)} are needed"
+    rollout, update = found.step
+    return (
+        f"{name}: {shown_bytes(found.needed)} are needed, {found.running} episodes run at a time, about "
+        f"{_duration(found.step.total)} a step "
+        f"({_duration(rollout)} rollout, {_duration(update)} update), {_duration(_whole(case, found.step))} in all"
+    )
+
+
+def _whole(case: Case, step: StepTime) -> float:
+    rows = case.train_rows if case.tasks else None
+    known = case.config.trainer.total_training_steps
+    return step.total * (known or (total_steps_of(case.config, len(rows)) if rows else 1))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def this_machine(device: torch.device) -> Hardware:
+    """The GPU here, by its name, or the CPU by what it really did just now."""
+    if device.type == "cpu":
+        return Hardware("this machine's CPU", free_bytes(device), _cpu_flops(), _cpu_bandwidth())
+    properties = torch.cuda.get_device_properties(0)
+    known = next((gpu for gpu in reversed(GPUS) if re.search(rf"\b{gpu.name}\b", properties.name)), None)
+    taken = known or GPUS[0]
+    name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, taken for an {taken.name}")
+    return Hardware(name, properties.total_memory, taken.flops, taken.bandwidth)
+
+
+def _cpu_flops(size: int = 1024) -> float:
+    a = torch.ones(size, size)
+    a @ a
+    began = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    return 4 * 2 * size**3 / (time.perf_counter() - began)
+
+
+def _cpu_bandwidth(megabytes: int = 128) -> float:
+    a = torch.zeros(megabytes << 18)
+    began = time.perf_counter()
+    a.sum()
+    return (megabytes << 20) / (time.perf_counter() - began)

@@ -1,0 +1,116 @@
+"""Whether the reward tells a good answer from a bad one, for every data source of the rows that were looked at.
+
+A good answer is the row's ground truth in the forms that reward functions read; the form that earns most counts. It is
+given as a whole exchange, of one round and of two, because some rewards want a second round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rally.doctor.case import Case, Finding
+from rally.rewards import RewardSpec, Score, Scorer
+from rally.runs import build
+from rally.types import Episode, Generation, Segment, StopReason, Task, Turn
+
+BAD = "I do not know."
+MOST_SOURCES = 8
+FORMS = (
+    "#### {}",
+    "\\boxed{{{}}}",
+    "Answer: {}",
+    "Answer: \\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "<think>It follows.</think>\n\\boxed{{{}}}",
+    "{}",
+)
+
+
+class Answer(NamedTuple):
+    text: str
+    rounds: int
+
+
+class Tried(NamedTuple):
+    answer: Answer
+    score: Score
+
+    @property
+    def earned(self) -> float:
+        assert self.score.reward is not None
+        return self.score.reward
+
+
+async def _score(spec: RewardSpec, timeout: float, episodes: list[Episode]) -> list[Score]:
+    async with Scorer(spec, 1, timeout) as scorer:
+        if spec.batch:
+            return await scorer.score_batch(episodes)
+        return [await scorer.score(episode) for episode in episodes]
+
+
+def reward(case: Case) -> Iterator[Finding]:
+    if not case.tasks:
+        yield Finding("reward", "warning", "not looked at, because there are no rows with a ground truth")
+        return
+    by_source = {task.data_source: task for task in reversed(case.tasks)}
+    tasks = list(by_source.values())[-MOST_SOURCES:]
+    spec = build.reward_spec_of(case.config)
+    for task in reversed(tasks):
+        given = case.wishes.answer if task is case.tasks[0] else None
+        answers = [*good_answers(task, given), Answer(BAD, 1), Answer(BAD, 2)]
+        episodes = [episode_of(task, answer) for answer in answers]
+        scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
+        yield judge(task, [Tried(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
+
+
+def good_answers(task: Task, given: str | None) -> list[Answer]:
+    texts = [given] if given is not None else [form.format(text) for text in truths(task) for form in FORMS]
+    return [Answer(text, rounds) for rounds in (1, 2) for text in texts]
+
+
+def truths(task: Task) -> list[str]:
+    """The ground truth as texts: of several accepted answers the first, of a mapping also its JSON."""
+    truth: Any = task.ground_truth
+    texts = [json.dumps(truth, ensure_ascii=False, default=str)] if isinstance(truth, Mapping) else []
+    for _ in range(3):
+        if isinstance(truth, Mapping):
+            truth = truth.get("target", next(iter(truth.values()), ""))
+        elif isinstance(truth, (list, tuple)):
+            truth = next(iter(truth), "")
+    return [*texts, str(truth)]
+
+
+def episode_of(task: Task, answer: Answer) -> Episode:
+    """An exchange that ends with the answer; its tokens stand for nothing."""
+    last = Turn(role="assistant", text=answer.text, finish="stop")
+    before = (Turn(role="assistant", text="Let me see."), Turn(role="user", text="Go on."))
+    token = Segment(prompt_ids=(0,)).append_sampled(Generation(ids=(0,), logprobs=(0.0,), finish="stop"))
+    return Episode(
+        id="doctor",
+        task=task,
+        group="doctor",
+        stop_reason=StopReason.STOP,
+        segments=(token,),
+        turns=(*before, last) if answer.rounds == 2 else (last,),
+    )
+
+
+def judge(task: Task, tried: Sequence[Tried], spec: RewardSpec, given: str | None) -> Finding:
+    failed = next((one for one in tried if one.score.error is not None), None)
+    if failed is not None:
+        told = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"
+        return Finding("reward", "error", f"{told}; mend it, or the row {task.id}")
+    lowest = {one.answer.rounds: one.earned for one in tried if one.answer.text == BAD}
+    best = max((one for one in tried if one.answer.text != BAD), key=lambda one: one.earned - lowest[one.answer.rounds])
+    earned = f"{best.answer.text!r} earns {best.earned:g}, {BAD!r} {lowest[best.answer.rounds]:g}"
+    if best.earned > lowest[best.answer.rounds]:
+        seconds = max(one.score.seconds for one in tried)
+        return Finding("reward", "ok", f"{task.data_source}: {earned}; at most {seconds:.3f} s a score")
+    told = f"{task.data_source}: a good answer earns no more than a bad one ({earned})"
+    if spec.path is not None and given is None:
+        advice = "if your function wants another form, give an answer that it must reward with --answer 'TEXT'"
+        return Finding("reward", "warning", f"{told}; {advice}")
+    return Finding("reward", "error", f"{told}; mend the reward function or the ground truth of row {task.id}")

@@ -1,0 +1,288 @@
+"""The fast way to run a step: kernels over pages, CUDA graphs, one copy to the device and one back, a step ahead.
+
+It computes what ModelRunner computes. On a GPU a step's body (embedding to last hidden state) is captured once per
+bucket of tokens, the head and the sampling once per bucket of rows; weights are updated in place, so the graphs serve
+every version. Large prefills run without a graph: there the GPU is busy for longer than Python needs to feed it. On a
+CPU the same code runs with the kernels' specifications, which is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rally.engines.base import EngineError
+from rally.engines.embedded.kv_cache import KVStore
+from rally.engines.embedded.request_slots import Slots
+from rally.engines.embedded.runner import Done, Looking
+from rally.engines.embedded.sampler import Draw, Sampled, sample
+from rally.engines.embedded.scheduler import Plan
+from rally.engines.embedded.step_inputs import Inputs, Padding, Sizes, fill
+from rally.models.attention import Scores, head_logits, packed_hidden
+from rally.models.fused_layers import FusedDecoder, fusable
+from rally.models.kernels.attention_tiles import SPLIT, extend_tokens
+from rally.models.kernels.dispatch import Kernels, kernels_for
+from rally.models.lora import switches
+from rally.models.vision import Seen, tower_of
+
+GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
+GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
+FEW_PROGRAMS = 132  # attention programs; as many as the multiprocessors of a large GPU
+SPLIT_BOUND = 2048  # the least bound of histories that are split: a graph belongs to a bound, and most runs need one
+HOST_BUFFERS = 3  # one being filled, one in flight, one being read
+
+
+class KernelAttention:
+    """The context of one fast step: keys and values go to their places, then one kernel reads the pages.
+
+    The kernel takes decoding tokens and chunks alike, and what it gives a token depends on the token's history alone. A
+    few requests, all decoding, would leave most of a GPU idle: their histories are split (`split_up_to` bounds their
+    length).
+    """
+
+    def __init__(self, store: KVStore, inputs: Inputs, kernels: Kernels, split_up_to: int) -> None:
+        self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
+        self.places_T = inputs.places.long()
+
+    def pool(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.store.keys[layer], self.store.values[layer]
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
+        assert scores.plain, "refused at start-up"
+        for pool, new in zip(self.pool(layer), (k_TKD, v_TKD), strict=True):
+            pool.index_copy_(0, self.places_T, new.to(pool.dtype))
+        return self.read(layer, q_THD.contiguous(), scores.scale, scores.window)
+
+    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+        inputs, pool = self.inputs, self.pool(layer)
+        out_THD = torch.empty_like(q_THD)
+        options = {"page_size": self.store.page_size, "scale": scale, "window": window}
+        if self.split_up_to:
+            rows = slice(inputs.sizes.decodes)
+            self.kernels.paged_decode(
+                q_THD[rows],
+                *pool,
+                inputs.table[rows],
+                inputs.lengths,
+                out_THD[rows],
+                max_length=self.split_up_to,
+                **options,
+            )
+        else:
+            self.kernels.paged_extend(q_THD, *pool, inputs.table, inputs.tiles, out_THD, **options)
+        return out_THD
+
+
+class _InFlight:
+    """A launched step whose tokens are on their way to the host."""
+
+    def __init__(self, words: Tensor, samples: int, event: torch.cuda.Event | None) -> None:
+        self.words, self.samples, self.event = words, samples, event
+
+    def result(self) -> Sampled:
+        if self.event is not None:
+            self.event.synchronize()
+        ids, logprobs = self.words[:, : self.samples].numpy()
+        values = logprobs.view(np.float32).copy()
+        if not np.isfinite(values).all():
+            raise EngineError("the model's logits are not finite (NaN or infinity); its weights are broken or diverged")
+        return Sampled(ids.astype(np.int64), values, values)
+
+
+class _Bucket(NamedTuple):
+    """What decides which graph runs a plan, if one does: its padded sizes, and the bound of histories to be split."""
+
+    sizes: Sizes
+    split: int
+    graph: bool
+
+
+class FastRunner:
+    """Owns no weights: the module is the trainer's."""
+
+    ahead = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        slots: Slots,
+        *,
+        max_tokens: int,
+        eager: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        self.model, self.store, self.slots = model, store, slots
+        self.eager, self.deterministic = eager, deterministic
+        self.device = store.device
+        self.graphs = self.device.type == "cuda" and not eager
+        self.kernels = kernels_for(self.device)
+        self.fused = self._fused()
+        self.looking = Looking(model, slots) if tower_of(model) is not None else None
+        self._weights = self._find_weights()
+        config = model.config.get_text_config()
+        self.group: int = config.num_attention_heads // store.keys[0].shape[1]
+        count, width = slots.table_SP.shape
+        self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
+        self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
+        room = bucket(max_tokens)
+        rows = max(count, GRAPH_CHUNKS)
+        self.axes = 1 if self.looking is None else 3
+        most = Sizes(room, count, rows, room + rows + count, count, width, count, self.axes).offsets()["end"]
+        self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self.hidden = torch.zeros((room, config.hidden_size), dtype=model.dtype, device=self.device)
+        self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
+        pinned = self.device.type == "cuda"
+        self.host = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
+        self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
+        self._turn = 0
+        self._views: dict[Sizes, Inputs] = {}
+        self._captured: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
+
+    def weights_changed(self) -> None:
+        """Called when a new weight version begins. Parameters that were moved, not written, and adapters that were
+        switched are found again here: packed products and graphs would go on with what they had."""
+        if self._weights != self._find_weights():
+            self.fused = self._fused()
+            if self.deterministic and self.fused is None:
+                raise EngineError("a deterministic rollout takes no adapters; turn off one of the two")
+            self._weights = self._find_weights()
+            self._captured.clear()
+        if self.looking is not None:
+            self.looking.weights_changed()
+
+    def _fused(self) -> FusedDecoder | None:
+        if self.eager or not fusable(self.model, invariant=self.deterministic):
+            return None
+        return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
+
+    def _find_weights(self) -> list[object]:
+        return [*(p.data_ptr() for p in self.model.parameters()), *switches(self.model)]
+
+    @torch.no_grad()
+    def launch(self, plan: Plan) -> _InFlight | Done:
+        self._turn = (self._turn + 1) % HOST_BUFFERS
+        seen = self.looking.seen(plan) if self.looking is not None else None
+        sizes, split, graph = self._bucket(plan, plain=seen is None)
+        host = self.host[self._turn]
+        words = fill(
+            host.numpy(),
+            sizes,
+            plan,
+            self.slots,
+            page_size=self.store.page_size,
+            group=self.group,
+            padding=self.pad,
+            positions=self.looking.positions(plan) if self.looking is not None else None,
+        )
+        self.buffer[:words].copy_(host[:words], non_blocking=True)
+        inputs = self._inputs(sizes) if graph else Inputs.of(self.buffer, sizes)
+        if plan.copies:
+            source, target = inputs.copies[:, : len(plan.copies)].long()
+            self.store.copy_pages_at(source, target)
+        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen))
+        samplers = plan.samplers
+        if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
+            return self._sample_by_torch(inputs, plan)
+        if len(samplers):
+            self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
+        return self._read_back(len(samplers))
+
+    def _inputs(self, sizes: Sizes) -> Inputs:
+        """Kept for the sizes of graphs, which are few."""
+        if sizes not in self._views:
+            self._views[sizes] = Inputs.of(self.buffer, sizes)
+        return self._views[sizes]
+
+    def _bucket(self, plan: Plan, plain: bool) -> _Bucket:
+        """A step that shows an image is not `plain` and has no graph: what the tower gives is at no fixed place."""
+        decodes, samples = len(plan.decodes), len(plan.samplers)
+        tokens = decodes + sum(c.tokens for c in plan.chunks)
+        count, pages = self.slots.table_SP.shape
+        split, width = self._split_up_to(plan), extend_tokens(self.group)
+        graph = self.graphs and plain and tokens <= GRAPH_TOKENS and len(plan.chunks) <= GRAPH_CHUNKS
+        if graph:
+            tokens = bucket(tokens)
+            decodes, chunks = min(count, tokens), GRAPH_CHUNKS if plan.chunks else 0
+            tiles = decodes + (tokens // width + chunks if chunks else 0)
+        else:
+            chunks = len(plan.chunks)
+            tiles = decodes + sum(-(-c.tokens // width) for c in plan.chunks)
+        tiles, samples = 0 if split else tiles, min(count, bucket(samples))
+        sizes = Sizes(tokens, decodes, chunks, tiles, samples, pages, count, self.axes)
+        return _Bucket(sizes, split, graph)
+
+    def _split_up_to(self, plan: Plan) -> int:
+        """0: not split. Otherwise a bound of the lengths, one of few, since a graph belongs to it."""
+        programs = len(plan.decodes) * self.store.keys[0].shape[1]
+        if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
+            return 0
+        longest = int(self.slots.computed[plan.decodes].max())
+        return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
+
+    def _body(self, inputs: Inputs, split: int, seen: Seen | None) -> None:
+        attention = KernelAttention(self.store, inputs, self.kernels, split)
+        given, source = inputs.ids.long(), inputs.source.long()
+        ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], given)
+        if self.fused is not None:
+            hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
+        else:
+            hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
+        self.hidden[: inputs.sizes.tokens].copy_(hidden)
+
+    def _head(self, inputs: Inputs) -> None:
+        samples = inputs.sizes.samples
+        logits = self._logits(self.hidden[inputs.last.long()]).float()
+        ids = torch.empty(samples, dtype=torch.int64, device=self.device)
+        logprobs = torch.empty(samples, dtype=torch.float32, device=self.device)
+        self.kernels.sample(logits, inputs.temperature, inputs.uniform, ids, logprobs)
+        self.last_ids.index_copy_(0, inputs.slots.long(), ids)
+        self.out[0, :samples] = ids
+        self.out[1, :samples] = logprobs.view(torch.int32)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.fused.logits(hidden) if self.fused is not None else head_logits(self.model, hidden)
+
+    def _replay(self, graph: bool, key: tuple[object, ...], run: Callable[[], None]) -> None:
+        """Run, through a CUDA graph if asked for: captured after a first plain run, which compiles what it needs."""
+        if not (graph and self.graphs):
+            run()
+        elif key in self._captured:
+            self._captured[key].replay()
+        else:
+            run()
+            graph_ = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph_, pool=self._memory, capture_error_mode="thread_local"):
+                run()
+            self._captured[key] = graph_
+
+    def _sample_by_torch(self, inputs: Inputs, plan: Plan) -> Done:
+        samplers = plan.samplers
+        rows = inputs.last[: len(samplers)].long()
+        logits = self._logits(self.hidden[rows])
+        sampled = sample(logits, Draw.of(self.slots, samplers))
+        places = torch.from_numpy(samplers).to(self.device)
+        self.last_ids[places] = torch.from_numpy(sampled.ids).to(self.device)
+        return Done(sampled)
+
+    def _read_back(self, samples: int) -> _InFlight:
+        words = self.back[self._turn]
+        words.copy_(self.out, non_blocking=True)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return _InFlight(words, samples, event)
+
+
+def bucket(count: int) -> int:
+    """The next size worth a graph of its own: powers of two, from 64 on in steps of a quarter of the power below."""
+    power = 1 << max(0, count - 1).bit_length()
+    step = max(1, power // 8) if power > 64 else power
+    return max(1, -(-count // step) * step)

@@ -1,0 +1,266 @@
+"""KV pages: every page is free, or owned by as many holders as its reference count says.
+
+Pages are handed out as one consecutive run where possible, because a backend without a paged kernel can then read a
+history as a plain view of the pool instead of copying it together at every step. Runs begin at multiples of `stride`
+where possible, so that many of them are one regular view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rally.engines.base import EngineError
+
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Flags(ctypes.Structure):
+    _fields_ = (
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", _Flags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise EngineError(
+            f"the GPU driver refused {name} (error {status}): the memory for KV could not be had; lower "
+            "rollout.gpu_memory_utilization, or set rollout.free_cache_engine=false"
+        )
+
+
+class DeviceMemory:
+    """`size` bytes on one GPU, taken at once."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        torch.cuda.synchronize(device)  # there must be a context
+        number = device.index if device.index is not None else torch.cuda.current_device()
+        self._place = _Location(_ON_DEVICE, number)
+        self._properties = _Properties(type=_PINNED, location=self._place)
+        grain = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), 0)
+        self.size = -(-size // grain.value) * grain.value
+        self._address = ctypes.c_uint64()
+        _call(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address),
+            ctypes.c_size_t(self.size),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
+        self._handle: ctypes.c_uint64 | None = None
+        self.take()
+
+    @property
+    def taken(self) -> bool:
+        return self._handle is not None
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The memory as a tensor; it may be used only while the memory is taken."""
+        count = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+        return torch.as_tensor(self, device=torch.device("cuda", self._place.id))[:count].view(dtype).view(shape)
+
+    def take(self) -> None:
+        """Map fresh memory; its contents are undefined."""
+        assert self._handle is None, "taken twice"
+        handle, size = ctypes.c_uint64(), ctypes.c_size_t(self.size)
+        torch.cuda.empty_cache()  # what torch keeps for later belongs to the same card
+        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+        _call("cuMemMap", self._address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        access = _Access(self._place, _READ_WRITE)
+        _call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        self._handle = handle
+
+    def give_back(self) -> None:
+        """Return the memory to the driver, after all work that uses it."""
+        assert self._handle is not None, "given back twice"
+        torch.cuda.synchronize()
+        _call("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
+        _call("cuMemRelease", self._handle)
+        self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            with suppress(EngineError, RuntimeError, AttributeError, TypeError):  # an interpreter on its way out
+                self.give_back()
+                _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
+
+
+FREE = b"\x01"
+
+
+class PagePool:
+    """Page numbers and their reference counts; knows nothing of tensors."""
+
+    def __init__(self, num_pages: int, stride: int = 1) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self.stride = stride
+        self.num_free = num_pages
+        self._free = bytearray(FREE * num_pages)
+        self._references = [0] * num_pages
+        self._cursor = self._stretch = 0  # where the last search ended
+
+    def start_afresh(self) -> None:
+        """Hand pages out in the order of a new pool again; all must be free."""
+        assert self.num_free == self.num_pages, "a page is still held"
+        self._cursor = self._stretch = 0
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages, consecutive if such a run is free; None if there are not that many."""
+        if count > self.num_free:
+            return None
+        pages = self._aligned(count) or self._run(count) or self._scattered(count)
+        for page in pages:
+            self._free[page] = 0
+            self._references[page] = 1
+        self.num_free -= count
+        return pages
+
+    def _aligned(self, count: int) -> list[int] | None:
+        """A run from a multiple of the stride on, in a stretch of which nobody holds a page."""
+        if not 1 < count <= self.stride:
+            return None
+        pattern = FREE * self.stride
+        stretches = self.num_pages // self.stride
+        for i in range(self._stretch, self._stretch + stretches):
+            first = i % stretches * self.stride
+            if self._free.startswith(pattern, first):
+                self._stretch = i + 1
+                return list(range(first, first + count))
+        return None
+
+    def _run(self, count: int) -> list[int] | None:
+        pattern = FREE * count
+        start = self._free.find(pattern, self._cursor)
+        if start < 0:
+            start = self._free.find(pattern)
+        if start < 0:
+            return None
+        self._cursor = start + count
+        return list(range(start, start + count))
+
+    def _scattered(self, count: int) -> list[int]:
+        pages, at = [], -1
+        for _ in range(count):
+            at = self._free.find(FREE, at + 1)
+            pages.append(at)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._references[page] > 0, "a free page cannot be shared"
+            self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._references[page] > 0, "released twice"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free[page] = 1
+                self.num_free += 1
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+
+class KVStore:
+    """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size].
+
+    One page more than the pool knows of is there for padding tokens to write to.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lend: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim)
+        size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+        self.memory = DeviceMemory(size, device) if lend else None
+        # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
+        self.paged = (
+            self.memory.tensor(shape, dtype) if self.memory else torch.empty(shape, dtype=dtype, device=device)
+        ).zero_()
+        slots = self.paged.flatten(1, 2)
+        self.keys: list[Tensor] = list(slots[:num_layers])
+        self.values: list[Tensor] = list(slots[num_layers:])
+
+    @property
+    def device(self) -> torch.device:
+        return self.paged.device
+
+    def give_back(self) -> None:
+        """Hand the memory to the device; what it held is lost."""
+        assert self.memory is not None
+        self.memory.give_back()
+
+    def take(self) -> None:
+        assert self.memory is not None
+        self.memory.take()
+        self.paged.zero_()
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to) of all layers, in this order."""
+        for a, b, pages in _stretches(copies):
+            self.paged[:, b : b + pages] = self.paged[:, a : a + pages]
+
+    def copy_pages_at(self, source_n: Tensor, target_n: Tensor) -> None:
+        """The same for page numbers that are on the device; every page is read before any is written."""
+        self.paged[:, target_n] = self.paged[:, source_n]
+
+
+def _stretches(copies: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(first source page, first target page, pages) of each stretch that goes up by one on both sides."""
+    start = 0
+    for i in range(1, len(copies) + 1):
+        goes_on = i < len(copies) and copies[i] == (copies[i - 1][0] + 1, copies[i - 1][1] + 1)
+        if not goes_on:
+            yield *copies[start], i - start
+            start = i

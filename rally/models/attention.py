@@ -1,0 +1,181 @@
+"""One attention function for every use of the trainer's module; the caller says which by passing a context.
+
+`rally_attention` is registered with transformers under the name "rally". A forward that passes no context gets the
+ordinary sdpa attention with the ordinary mask; a packed or paged forward happens only where a context object is handed
+in as the keyword `rally`, so a training forward can never be paged by accident. The keyword travels through gradient
+checkpointing too, where a context variable would be lost in the autograd thread.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, B sequences, L key length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rally.models.vision import Seen, packed_seen_hidden
+
+NAME = "rally"
+
+
+class Scores(NamedTuple):
+    """How a layer turns products of queries and keys into weights. `softcap` bounds scores by a tanh (Gemma 2);
+    `sinks_H` take part in the softmax of each head without a value (gpt-oss)."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention functions can do it."""
+        return self.softcap is None and self.sinks_H is None
+
+
+class AttentionContext(Protocol):
+    """How the packed tokens of one forward attend to each other, and to what was computed before."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
+        """Attention output [T, H, D]."""
+        ...
+
+
+def rally_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    rally: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = Scores(scale, sliding_window, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if rally is None and scores.plain:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if rally is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        mask = attention_mask[..., : k.shape[1]] if attention_mask is not None else None
+        return grouped_attention(q, k, v, scores, mask, causal=mask is None), None
+    assert query.shape[0] == 1, "packed forwards have one row"
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_THD = rally.attend(getattr(module, "layer_idx", 0), q_THD, k_TKD, v_TKD, scores)
+    return out_THD.unsqueeze(0), None
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make `model` use `rally_attention`; its ordinary forwards compute what they computed before."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+
+
+def packed_hidden(
+    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: Seen | None = None
+) -> Tensor:
+    """Last hidden states [T, hidden] of packed tokens; of a model that sees, positions are [3, T] and some tokens may
+    be of images. A 4-D mask makes transformers build none of its own."""
+    no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
+    if seen is not None:
+        return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
+    output = model.base_model(
+        input_ids=ids_T.unsqueeze(0),
+        position_ids=positions.unsqueeze(-2),
+        attention_mask=no_mask,
+        use_cache=False,
+        rally=context,
+    )
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor, product: Callable[..., Tensor] | None = None) -> Tensor:
+    """Logits of hidden states, with the final scaling some families have; rollout and training both call this.
+    `product` takes the place of a plain head's (hidden, weight, bias)."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    if product is not None and isinstance(head, nn.Linear):
+        logits = product(hidden, head.weight, head.bias)
+    else:
+        logits = _head(head, hidden)
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    scale = getattr(config, "logit_scale", None)
+    return logits * scale if scale else logits  # type: ignore[no-any-return]
+
+
+def _head(head: nn.Module, hidden: Tensor) -> Tensor:
+    """In float32 where a GPU can: a logit of 20 in bfloat16 is off by up to 0.06, which is what its logprob shows."""
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
+        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    return head(hidden)  # type: ignore[no-any-return]
+
+
+def grouped_attention(
+    q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Attention where G query heads share a key/value head: [B, t, H, D]. A window is the mask's business.
+
+    With a mask, or for one query, the heads of a group become further queries, and keys and values are read once. The
+    causal kernel needs queries in order, so there keys and values are repeated.
+    """
+    b, t, h, d = q_BtHD.shape
+    kv = k_BLKD.shape[2]
+    k, v = k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2)
+    if causal or not scores.plain:
+        k, v = (x.unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k, v))
+        q = q_BtHD.transpose(1, 2)
+        if scores.plain:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale).transpose(1, 2)
+        return _spelled_out(q, k, v, scores, mask, causal).transpose(1, 2)
+    g = h // kv
+    q = q_BtHD.view(b, t, kv, g, d).permute(0, 2, 3, 1, 4).reshape(b, kv, g * t, d)
+    if mask is not None and t > 1:
+        mask = mask.repeat(1, 1, g, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
+    return out.view(b, kv, g, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def _spelled_out(
+    q_BHtD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """For the variants that torch's attention functions do not know."""
+    weights = q_BHtD.float() @ k_BHLD.float().transpose(2, 3) * scores.scale
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    t, length = weights.shape[2:]
+    if causal:
+        mask = visible(torch.tensor([length - t], device=q_BHtD.device), t, length, None)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else weights + mask
+    if scores.sinks_H is not None:
+        sinks = scores.sinks_H.float().view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    return (weights.softmax(-1)[..., :length] @ v_BHLD.float()).to(q_BHtD.dtype)
+
+
+def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
+    """[B, 1, t, length] mask: query i of a row sits at position starts + i and sees what is not after it."""
+    queries = starts[:, None, None] + torch.arange(t, device=starts.device)[None, :, None]
+    keys = torch.arange(length, device=starts.device)[None, None, :]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    return mask.unsqueeze(1)

@@ -1,0 +1,143 @@
+"""The decoder families whose layers we know part by part; a fused rollout and a fused training rest on it.
+
+Shapes: T packed tokens, C hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class KVShape(NamedTuple):
+    layers: int
+    heads: int
+    size: int
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    return shape_of(model.config)
+
+
+def shape_of(config: PreTrainedConfig) -> KVShape:
+    """The same of a model whose weights nobody has loaded."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return KVShape(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size)
+
+
+def mlp_size(config: PreTrainedConfig) -> int:
+    """The width of a layer's MLP as one token meets it."""
+    config = config.get_text_config()
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts and getattr(config, "moe_intermediate_size", None):
+        return int(experts * config.moe_intermediate_size)
+    return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+
+
+def power_of_two(size: int) -> bool:
+    """Whether the kernels have a head of this size: a power of two, and large enough for a tensor core."""
+    return size >= 16 and size & (size - 1) == 0
+
+
+def unsupported_by_kernels(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        return "attention soft-capping"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "attention sinks"
+    return None
+
+
+def unsupported_attention(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder"
+    if kinds:
+        return f"layers of the kind {', '.join(sorted(kinds))}"
+    if getattr(config, "kv_lora_rank", None):
+        return "latent attention"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "an attention function of its own"
+    return None
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Norm(Protocol):
+    weight: nn.Parameter
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What one decoder layer is made of."""
+
+    attention: Any
+    mlp: Any
+    input_norm: Norm
+    middle_norm: Norm  # of the residual, before the MLP
+    attention_norm: Norm | None  # of what attention gives, before it is added (Gemma)
+    mlp_norm: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    scale: float
+    window: int | None
+    kind: str | None  # the layer's rotary embedding, where there are several
+
+
+def known(model: PreTrainedModel) -> bool:
+    """Whether its layers are as `parts_of` says. A text model inside one for images has them elsewhere."""
+    config = model.config.get_text_config()
+    if not hasattr(model.base_model, "layers"):
+        return False
+    whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
+    return config.model_type in FAMILIES and activation_name(model) in ACTIVATIONS and whole_heads
+
+
+def activation_name(model: PreTrainedModel) -> str:
+    config = model.config.get_text_config()
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def offset_norms(model: PreTrainedModel) -> bool:
+    """Whether the weight of a norm is what is added to 1."""
+    return bool(model.config.get_text_config().model_type.startswith("gemma"))
+
+
+def parts_of(module: Any, model: PreTrainedModel) -> LayerParts:
+    attention, config = module.self_attn, model.config.get_text_config()
+    gemma = offset_norms(model)
+    mistral_window = config.sliding_window if config.model_type == "mistral" else None
+    return LayerParts(
+        attention=attention,
+        mlp=module.mlp,
+        input_norm=module.input_layernorm,
+        middle_norm=module.pre_feedforward_layernorm if gemma else module.post_attention_layernorm,
+        attention_norm=module.post_attention_layernorm if gemma else None,
+        mlp_norm=module.post_feedforward_layernorm if gemma else None,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
+        scale=attention.scaling,
+        window=getattr(attention, "sliding_window", mistral_window),
+        kind=config.layer_types[attention.layer_idx] if gemma else None,
+    )
+
+
+def rotary_of(
+    base: Any, like_TC: Tensor, positions_T: Tensor, kinds: Iterable[str | None]
+) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """Cosines and sines [T, D] of every kind of layer."""
+    found = {}
+    for kind in kinds:
+        named = {} if kind is None else {"layer_type": kind}
+        cos, sin = base.rotary_emb(like_TC.unsqueeze(0), positions_T.unsqueeze(0), **named)
+        found[kind] = cos[0], sin[0]
+    return found

@@ -1,0 +1,205 @@
+"""The decoder's forward as a short list of kernels over the trainer's own weights, for the families we know.
+
+It computes what the module computes and rounds where it rounds; linear layers with adapters round as in the training
+forward (adapters.py). Projections that share an input run as one product over packed weights, and so do the first
+matrices of their adapters; the module's parameters become views into the packed tensors, so there is one copy of them,
+and an optimizer that writes in place writes here.
+
+Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attention.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rally.models.attention import head_logits
+from rally.models.families import (
+    ACTIVATIONS,
+    LayerParts,
+    Norm,
+    activation_name,
+    known,
+    kv_shape,
+    offset_norms,
+    parts_of,
+    rotary_of,
+)
+from rally.models.kernels.dispatch import Kernels
+from rally.models.lora import add_adapted, plain_linear
+
+
+class PagedReader(Protocol):
+    """Attention over pages that already hold the step's keys and values."""
+
+    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor: ...
+
+    def pool(self, layer: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Packed:
+    """Linear layers of one input as one product; their parameters are views into it. Adapters are those that are
+    switched on when it is made."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        plain = [found for layer in layers if (found := plain_linear(layer)) is not None]
+        assert len(plain) == len(layers), "refused by `fusable`"
+        bases, self.adapters = [one.base for one in plain], [one.adapter for one in plain]
+        self.sizes = [base.out_features for base in bases]
+        self.weight = self._pack([base.weight for base in bases])
+        self.bias = self._pack([base.bias for base in bases]) if bases[0].bias is not None else None
+        self.ranks = [0 if adapter is None else len(adapter.a_RC) for adapter in self.adapters]
+        inner = [adapter.a_RC for adapter in self.adapters if adapter is not None]
+        self.inner = self._pack(inner) if inner else None
+
+    @staticmethod
+    def _pack(parameters: Sequence[Tensor]) -> Tensor:
+        if _is_packed(parameters):
+            first = parameters[0].data
+            return first.as_strided((sum(len(p) for p in parameters), *first.shape[1:]), first.stride())
+        whole = torch.cat([p.data for p in parameters])
+        for parameter, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
+        return whole
+
+    def __call__(self, x_TC: Tensor, product: Callable[..., Tensor]) -> Tensor:
+        """What the layers give, side by side; `product` is the one of the base."""
+        y_TF = product(x_TC, self.weight, self.bias)
+        if self.inner is not None:
+            parts = zip(y_TF.split(self.sizes, 1), F.linear(x_TC, self.inner).split(self.ranks, 1), strict=True)
+            for (part_TF, h_TR), adapter in zip(parts, self.adapters, strict=True):
+                if adapter is not None:
+                    add_adapted(part_TF, h_TR, adapter.b_FR, adapter.scale)
+        return y_TF
+
+
+def _is_packed(parameters: Sequence[Tensor]) -> bool:
+    """Whether they already lie one behind the other in one piece of memory, as another decoder of the module left
+    them."""
+    sizes = [p.numel() for p in parameters]
+    places = itertools.accumulate([parameters[0].storage_offset(), *sizes[:-1]])
+    memory = {p.untyped_storage().data_ptr() for p in parameters}
+    return len(memory) == 1 and all(
+        p.is_contiguous() and p.storage_offset() == place for p, place in zip(parameters, places, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer with its packed projections."""
+
+    parts: LayerParts
+    qkv: Packed
+    out: Packed
+    gate_up: Packed
+    down: Packed
+
+
+class FusedDecoder:
+    """The forward of one module, which must be `fusable`. With `invariant`, what a token gives depends on its history
+    alone, to the last bit, and not on what else is computed beside it."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False) -> None:
+        config = model.config.get_text_config()
+        self.kernels = kernels
+        self.linear = kernels.invariant_linear if invariant else F.linear
+        self.model, self.invariant = model, invariant
+        self.base = cast(Any, model.base_model)
+        self.heads = config.num_attention_heads
+        _, self.kv_heads, self.head_dim = kv_shape(model)
+        self.eps: float = config.rms_norm_eps
+        self.offset = offset_norms(model)
+        self.activation = ACTIVATIONS[activation_name(model)]
+        self.layers = [_layer(module, model) for module in self.base.layers]
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, attention: PagedReader) -> Tensor:
+        """Last hidden states [T, C], normed."""
+        residual = self.base.embed_tokens(ids_T)
+        rotary = rotary_of(self.base, residual, positions_T, {layer.parts.kind for layer in self.layers})
+        x = self._norm(residual, self.layers[0].parts.input_norm)
+        following = [layer.parts.input_norm for layer in self.layers[1:]] + [self.base.norm]
+        for number, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            parts = layer.parts
+            mixed = self._attention(number, layer, x, rotary[parts.kind], places_T, attention)
+            x = self._add_norm(self._norm(mixed, parts.attention_norm), residual, parts.middle_norm)
+            x = self._add_norm(self._norm(self._mlp(layer, x), parts.mlp_norm), residual, next_norm)
+        return x
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """float32 logits [T, V]."""
+        product = partial(self.kernels.invariant_linear, out_dtype=torch.float32) if self.invariant else None
+        return head_logits(self.model, hidden_TC, product).float()
+
+    def _attention(
+        self,
+        number: int,
+        layer: _Layer,
+        x_TC: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        places_T: Tensor,
+        attention: PagedReader,
+    ) -> Tensor:
+        tokens, d, parts = x_TC.shape[0], self.head_dim, layer.parts
+        q, k, v = (
+            layer.qkv(x_TC, self.linear).view(tokens, -1, d).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        )
+        turned = torch.empty((tokens, self.heads, d), dtype=q.dtype, device=q.device)
+        self.kernels.rotate_and_store(
+            q,
+            k,
+            v,
+            *rotary,
+            places_T,
+            *attention.pool(number),
+            turned,
+            q_weight=None if parts.q_norm is None else parts.q_norm.weight,
+            k_weight=None if parts.k_norm is None else parts.k_norm.weight,
+            eps=self.eps,
+            offset=self.offset,
+        )
+        mixed = attention.read(number, turned, parts.scale, parts.window)
+        return layer.out(mixed.flatten(1), self.linear)
+
+    def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:
+        gate, up = layer.gate_up(x_TC, self.linear).split(layer.gate_up.sizes, dim=1)
+        return layer.down(self.kernels.gated(gate, up, self.activation), self.linear)
+
+    def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x_TC
+        return self.kernels.rms_norm(x_TC, norm.weight, self.eps, offset=self.offset)
+
+    def _add_norm(self, x_TC: Tensor, residual_TC: Tensor, norm: Norm) -> Tensor:
+        return self.kernels.add_rms_norm(x_TC, residual_TC, norm.weight, self.eps, offset=self.offset)
+
+
+def _layer(module: Any, model: PreTrainedModel) -> _Layer:
+    parts = parts_of(module, model)
+    attention, mlp = parts.attention, parts.mlp
+    return _Layer(
+        parts,
+        qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=Packed([attention.o_proj]),
+        gate_up=Packed([mlp.gate_proj, mlp.up_proj]),
+        down=Packed([mlp.down_proj]),
+    )
+
+
+def fusable(model: PreTrainedModel, *, invariant: bool = False) -> bool:
+    """Whether we know this family, and nobody has put modules into it (quantised layers, say) that are not plain
+    adapters; for an `invariant` forward, no adapters either, not even to its head."""
+    if not known(model) or (invariant and getattr(model, "_hf_peft_config_loaded", False)):
+        return False
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    linears = [plain_linear(m) for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]
+    same = {(p.dtype, p.device) for plain in linears if plain is not None for p in plain.base.parameters()}
+    expected = len(names) * model.config.get_text_config().num_hidden_layers
+    return len(linears) == expected and None not in linears and len(same) == 1

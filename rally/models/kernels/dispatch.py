@@ -1,0 +1,53 @@
+"""The kernels a fast step is made of: Triton on a GPU, their plain-torch specification anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Kernels(NamedTuple):
+    """Signatures and meanings are those of `rally.models.kernels`."""
+
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., Tensor]
+    rotate_and_store: Callable[..., None]
+    gated: Callable[..., Tensor]
+    sample: Callable[..., None]
+    paged_decode: Callable[..., None]
+    paged_extend: Callable[..., None]
+    invariant_linear: Callable[..., Tensor]
+
+
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    if device.type == "cuda":
+        from rally.models.kernels.activation import gated
+        from rally.models.kernels.batch_invariant_matmul import linear
+        from rally.models.kernels.paged_decode import paged_decode
+        from rally.models.kernels.paged_extend import paged_extend
+        from rally.models.kernels.rms_norm import add_rms_norm, rms_norm
+        from rally.models.kernels.rotary import rotate_and_store
+        from rally.models.kernels.sampling import sample
+
+        return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend, linear)
+    from rally.models.kernels import reference
+    from rally.models.kernels import reference as reference_attention
+
+    return Kernels(
+        reference.rms_norm,
+        reference.add_rms_norm,
+        reference.rotate_and_store,
+        reference.gated,
+        reference.sample,
+        reference_attention.paged_decode,
+        reference_attention.paged_extend,
+        reference.linear,
+    )

@@ -1,0 +1,214 @@
+"""One new token per request attends to its whole history in KV pages, and its result depends on that history alone.
+
+Every program takes the heads of one key/value head and one split of one request's history, so keys and values are read
+once. Splits have a fixed size and begin at fixed positions: how a row is cut, and the order in which its parts are
+added, follow from its own length, never from its batch mates, the size of the batch or `max_length`. (The result is not
+bitwise that of `paged_extend` for the same token, whose tiles have another shape; a caller that needs decode, chunks
+and training to agree to the last bit runs `paged_extend` for all of them.)
+
+The grid follows from shapes and `max_length`, nothing waits for the device, so a CUDA graph can capture the call.
+
+Shapes: B requests, H query heads, K key/value heads, G = H / K, D head size, P width of the page table, S splits.
+A pool of keys or values is [slots, K, D]; slot = page * page_size + offset.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rally.models.kernels.attention_tiles import SPLIT
+
+LOG2_E = math.log2(math.e)
+MERGED = 8  # splits that the merging kernel reads at once
+
+
+class Tuning(NamedTuple):
+    """How a program does its work; `split` also decides how results are rounded, so a run keeps to one."""
+
+    block: int
+    warps: int
+    stages: int
+    split: int = SPLIT
+
+
+def tuning(head_size: int) -> Tuning:
+    """Blocks of which three programs, each with two in flight, fit into the shared memory of an H200 multiprocessor."""
+    return Tuning(block=64 if head_size <= 128 else 32, warps=4, stages=3)
+
+
+def paged_decode(
+    q_BHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_BP: Tensor,
+    lengths_B: Tensor,
+    out_BHD: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    max_length: int,
+    workspace: Tensor | None = None,
+    tuned: Tuning | None = None,
+) -> None:
+    """One query token per request, at position length - 1, its key and value already in the pool.
+
+    A row of length 0 is padding and becomes zeros. `table_BP` and `lengths_B` are int32; `max_length` bounds the
+    lengths. With a window w the query sees positions > length - 1 - w.
+    """
+    (batch, heads, head_size), kv_heads = q_BHD.shape, keys.shape[1]
+    assert keys.stride() == values.stride() and keys.stride(2) == q_BHD.stride(2) == out_BHD.stride(2) == 1
+    assert heads % kv_heads == 0 and table_BP.stride(1) == 1
+    tuned = tuned or tuning(head_size)
+    splits = _splits(max_length, tuned.split)
+    parts = batch * heads * splits
+    if splits == 1:
+        partial, lse = out_BHD, out_BHD
+    else:
+        if workspace is None:
+            workspace = q_BHD.new_empty(parts * (head_size + 1), dtype=torch.float32)
+        assert workspace.numel() >= parts * (head_size + 1), "the workspace was made for fewer or shorter rows"
+        partial, lse = workspace[: parts * head_size], workspace[parts * head_size :]
+    group = heads // kv_heads
+    _decode_kernel[(kv_heads, batch, splits)](
+        q_BHD, keys, values, table_BP, lengths_B, out_BHD, partial, lse, scale * LOG2_E,
+        *q_BHD.stride()[:2], *keys.stride()[:2], *out_BHD.stride()[:2], table_BP.stride(0),
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD=head_size, PAGE=page_size,
+        SPLIT=tuned.split, BLOCK=tuned.block, WINDOW=window or 0, DIRECT=splits == 1,
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(heads, batch)](
+            partial, lse, lengths_B, out_BHD, *out_BHD.stride()[:2], splits,
+            HEAD=head_size, SPLIT=tuned.split, WINDOW=window or 0, MERGED=MERGED, num_warps=4,
+        )  # fmt: skip
+
+
+def _splits(max_length: int, split: int) -> int:
+    return max(1, -(-max_length // split))
+
+
+# A table's width varies from step to step: a kernel specialised on its divisibility would be compiled anew in a run.
+@triton.jit(do_not_specialize=["table_row"])
+def _decode_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    pool_slot: tl.tensor,
+    pool_head: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
+    table_row: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DIRECT: tl.constexpr,
+) -> None:
+    """One split of one request for the GROUP heads of one key/value head, which are the rows of its products."""
+    kv, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    low = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    start = tl.maximum(split * SPLIT, low // BLOCK * BLOCK)
+    end = tl.minimum(split * SPLIT + SPLIT, length)
+    if (start >= end) & (split > 0):
+        return
+
+    member = tl.arange(0, ROWS)
+    column = tl.arange(0, HEAD)
+    head = kv * GROUP + member
+    real = (member < GROUP)[:, None]
+    q_tile = tl.load(q + row * q_row + head[:, None] * q_head + column[None, :], mask=real, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, HEAD], tl.float32)
+    pages = table + row * table_row
+    position = start + tl.arange(0, BLOCK)
+    page = tl.load(pages + position // PAGE, mask=(position >= low) & (position < end), other=0)
+    for block in range(start, end, BLOCK):
+        position = block + tl.arange(0, BLOCK)
+        seen = position < end
+        if WINDOW:
+            seen = seen & (position >= low)
+        slot = page.to(tl.int64) * PAGE + position % PAGE
+        # The next block's pages are asked for now, so that its keys need not wait for them.
+        page = tl.load(pages + (position + BLOCK) // PAGE, mask=position + BLOCK < end, other=0)
+        place = slot[:, None] * pool_slot + kv * pool_head + column[None, :]
+        # What is not seen is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.
+        k = tl.load(keys + place, mask=seen[:, None], other=0.0)
+        v = tl.load(values + place, mask=seen[:, None], other=0.0)
+        scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        # Every block visited holds a position that is seen, so `new_top` is finite.
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+        top = new_top
+
+    result = sums / tl.where(total > 0, total, 1.0)[:, None]
+    if DIRECT:
+        place = row * out_row + head[:, None] * out_head + column[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=real)
+    else:
+        part = (row * tl.num_programs(0) * GROUP + head) * tl.num_programs(2) + split
+        tl.store(partial + part[:, None] * HEAD + column[None, :], result, mask=real)
+        tl.store(lse + part, top + tl.log2(total), mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    partial: tl.tensor,
+    lse: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    out_row: tl.tensor,
+    out_head: tl.tensor,
+    splits: tl.tensor,
+    HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    """One head of one request: its own splits, MERGED at a time; a single one passes through unchanged."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW else 0
+    last = tl.cdiv(length, SPLIT)
+    base = (row * tl.num_programs(0) + head) * splits
+    column = tl.arange(0, HEAD)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    sums = tl.zeros([HEAD], tl.float32)
+    for some in range(first, last, MERGED):
+        split = some + tl.arange(0, MERGED)
+        valid = split < last
+        weights = tl.load(lse + base + split, mask=valid, other=float("-inf"))
+        place = (base + split)[:, None] * HEAD + column[None, :]
+        results = tl.load(partial + place, mask=valid[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(weights, 0))
+        weights = tl.exp2(weights - new_top)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 0)
+        sums = sums * fade + tl.sum(weights[:, None] * results, 0)
+        top = new_top
+    result = tl.div_rn(sums, tl.where(total > 0, total, 1.0))
+    tl.store(out + row * out_row + head * out_head + column, result.to(out.dtype.element_ty))

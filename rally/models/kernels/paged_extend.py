@@ -1,0 +1,206 @@
+"""Chunks of prompts attend to KV pages that hold their history and themselves; how they are cut changes no bit.
+
+A program takes one tile: consecutive tokens of one request, for the heads of one key/value head. Blocks of keys begin
+at fixed positions of the history, and a block of which a token sees nothing leaves that token's sums as they were. So
+for one `block_m` the result of a token is bitwise the same in a tile of its own, which is a decode, in any chunk, and
+in a packed forward over a pool whose pages are single tokens; it depends on the token's own history alone. It is not
+bitwise that of `paged_decode`, which is faster for decodes: it multiplies in other shapes and splits long histories.
+
+The grid follows from shapes, nothing waits for the device, so a CUDA graph can capture the call.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, R rows of the page table, P its
+width, N tiles. A pool of keys or values is [slots, K, D]; slot = page * page_size + offset.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rally.models.kernels.attention_tiles import BLOCK_M
+
+LOG2_E = math.log2(math.e)
+
+
+class Tuning(NamedTuple):
+    """How a program does its work; `block` also decides how results are rounded, so a run keeps to one."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+def tuning(head_size: int, block_m: int) -> Tuning:
+    """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
+    block = 32 if head_size > 128 or block_m <= 64 else 64
+    return Tuning(block, block_m // 16, 3 if head_size <= 128 else 2)
+
+
+def paged_extend(
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_RP: Tensor,
+    tiles_N4: Tensor,
+    out_THD: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    block_m: int = BLOCK_M,
+    tuned: Tuning | None = None,
+) -> None:
+    """Tokens whose own keys and values, and those of their histories, are already in the pool; causal by position.
+
+    A tile is (row of the table, first token in q, tokens, position of that token in its history), int32, of at most
+    `extend_tokens(G, block_m)` tokens; one of 0 tokens is padding. With a window w a token at position p sees
+    positions > p - w.
+    """
+    heads, kv_heads, head_size = q_THD.shape[1], keys.shape[1], keys.shape[2]
+    assert keys.stride() == values.stride() and keys.stride(2) == q_THD.stride(2) == out_THD.stride(2) == 1
+    assert heads % kv_heads == 0 and table_RP.stride(1) == 1 and tiles_N4.is_contiguous()
+    tuned = tuned or tuning(head_size, block_m)
+    _extend_kernel[(len(tiles_N4) * kv_heads,)](
+        q_THD, keys, values, table_RP, tiles_N4, out_THD, scale * LOG2_E,
+        *q_THD.stride()[:2], *keys.stride()[:2], *out_THD.stride()[:2], table_RP.stride(0),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, HEAD=head_size, PAGE=page_size,
+        BLOCK_M=block_m, BLOCK_N=tuned.block, WINDOW=window or 0,
+        num_warps=tuned.warps, num_stages=tuned.stages,
+    )  # fmt: skip
+
+
+# A table's width varies from step to step: a kernel specialised on its divisibility would be compiled anew in a run.
+@triton.jit(do_not_specialize=["table_row"])
+def _extend_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    pool_slot: tl.tensor,
+    pool_head: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    table_row: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    """One tile for one key/value head. Row r of its products is token r // GROUP, head r % GROUP."""
+    tile = tiles + tl.program_id(0) // KV_HEADS * 4
+    kv = tl.program_id(0) % KV_HEADS
+    tokens = tl.load(tile + 2)
+    if tokens == 0:
+        return
+    pages = table + tl.load(tile) * table_row
+    first = tl.load(tile + 1).to(tl.int64)
+    position = tl.load(tile + 3)
+
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, HEAD)
+    token = row // GROUP
+    head = kv * GROUP + row % GROUP
+    real = (token < tokens)[:, None]
+    q_place = (first + token)[:, None] * q_token + head[:, None] * q_head + column[None, :]
+    q_tile = tl.load(q + q_place, mask=real, other=0.0)
+    query = position + token
+
+    # Of the keys in [low, end), those in [inner, outer) are seen by every token and need no mask.
+    end = position + tokens
+    low = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+    start = low // BLOCK_N * BLOCK_N
+    inner = tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, start) if WINDOW else 0
+    outer = tl.maximum((position + 1) // BLOCK_N * BLOCK_N, inner)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, HEAD], tl.float32)
+    place = start + tl.arange(0, BLOCK_N)
+    page = tl.load(pages + place // PAGE, mask=(place >= low) & (place < end), other=0)
+    keys += kv * pool_head + column[None, :]
+    values += kv * pool_head + column[None, :]
+    if WINDOW:
+        page, top, total, sums = _attend(
+            page, top, total, sums, q_tile, query, keys, values, pages, start, inner, low, end, pool_slot, scale,
+            PAGE=PAGE, BLOCK_N=BLOCK_N, WINDOW=WINDOW, MASKED=True,
+        )  # fmt: skip
+    page, top, total, sums = _attend(
+        page, top, total, sums, q_tile, query, keys, values, pages, inner, outer, low, end, pool_slot, scale,
+        PAGE=PAGE, BLOCK_N=BLOCK_N, WINDOW=WINDOW, MASKED=False,
+    )  # fmt: skip
+    page, top, total, sums = _attend(
+        page, top, total, sums, q_tile, query, keys, values, pages, outer, end, low, end, pool_slot, scale,
+        PAGE=PAGE, BLOCK_N=BLOCK_N, WINDOW=WINDOW, MASKED=True,
+    )  # fmt: skip
+
+    out_place = (first + token)[:, None] * out_token + head[:, None] * out_head + column[None, :]
+    tl.store(out + out_place, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _attend(
+    page: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    q_tile: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    low: tl.tensor,
+    end: tl.tensor,
+    pool_slot: tl.tensor,
+    scale: tl.tensor,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add the blocks in [start, stop) to the running softmax: greatest score, sum of weights, weighted values.
+
+    The mask goes on before the scale, so that masked and unmasked blocks round in the same way (`scores * scale - top`
+    is one operation in both).
+    """
+    for block in range(start, stop, BLOCK_N):
+        place = block + tl.arange(0, BLOCK_N)
+        slot = (page.to(tl.int64) * PAGE + place % PAGE)[:, None]
+        # The next block's pages are asked for now, so that its keys need not wait for them.
+        page = tl.load(pages + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < end, other=0)
+        if MASKED:
+            # What no token sees is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.
+            held = ((place >= low) & (place < end))[:, None]
+            k = tl.load(keys + slot * pool_slot, mask=held, other=0.0)
+            v = tl.load(values + slot * pool_slot, mask=held, other=0.0)
+        else:
+            k = tl.load(keys + slot * pool_slot)
+            v = tl.load(values + slot * pool_slot)
+        scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = place[None, :] <= query[:, None]
+            if WINDOW:
+                seen = seen & (place[None, :] > query[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        # A row that has seen nothing yet, which a window allows, subtracts 0: infinity less infinity is no number.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top) if WINDOW else new_top
+        weights = tl.exp2(scores * scale - shift[:, None])
+        fade = tl.exp2(top - shift)
+        total = total * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+        top = new_top
+    return page, top, total, sums

@@ -1,0 +1,328 @@
+"""LoRA: small trained matrices beside frozen weights; while they are switched off, the module is its base model.
+
+Adapters are put into the module itself (PEFT's layers take the place of the linear ones), so the engine, the trainer
+and the reference share one copy of the base. They have the dtype of the weights beside them and, like all trained
+parameters, float32 masters in the optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.autograd import Function
+from transformers import PreTrainedModel
+
+from rally.models.parallel import model_state, ranks_of
+from rally.models.vision import tower_of
+from rally.types import RallyError
+
+NAME = "default"  # what PEFT calls the only adapter of a module
+
+
+class Adapter(NamedTuple):
+    a_RC: Tensor
+    b_FR: Tensor
+    scale: float
+
+
+class PlainLinear(NamedTuple):
+    """A linear layer and its adapter, if it has one that is switched on."""
+
+    base: nn.Linear
+    adapter: Adapter | None
+
+
+def plain_linear(layer: nn.Module) -> PlainLinear | None:
+    """What the layer computes with; None where it does more than a linear layer with one plain adapter does."""
+    if type(layer) is nn.Linear:
+        return PlainLinear(layer, None)
+    if not hasattr(layer, "lora_A"):
+        return None
+    from peft.tuners.lora import Linear  # an extra, which must be there if a layer is PEFT's
+
+    if type(layer) is not Linear or type(layer.base_layer) is not nn.Linear or layer.merged:
+        return None
+    if layer.disable_adapters:
+        return PlainLinear(layer.base_layer, None)
+    return PlainLinear(layer.base_layer, _adapter(layer)) if _is_plain(layer) else None
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether its one active adapter adds scale (x A^T) B^T in the dtype of the base, and nothing else."""
+    if layer.active_adapters != [NAME] or NAME not in layer.lora_A:
+        return False
+    weights = (layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+    drops = layer.training and not isinstance(layer.lora_dropout[NAME], nn.Identity)
+    more = drops or layer.fan_in_fan_out or layer.lora_variant or layer.lora_B[NAME].bias is not None
+    return not more and len({(weight.dtype, weight.device) for weight in weights}) == 1
+
+
+def _adapter(layer: Any) -> Adapter:
+    return Adapter(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
+
+
+def switches(model: nn.Module) -> list[tuple[bool, bool]]:
+    """Of each adapted layer, whether its adapters are off, and whether they are merged into its weight."""
+    return [(m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]  # type: ignore[misc]
+
+
+def linear(layer: nn.Module, x_TC: Tensor) -> Tensor:
+    """What the layer gives, with gradients; a base that is trained itself is its module's business."""
+    plain = plain_linear(layer)
+    if plain is None or any(parameter.requires_grad for parameter in plain.base.parameters()):
+        return layer(x_TC)  # type: ignore[no-any-return]
+    base, adapter = plain
+    if adapter is None:
+        return base(x_TC)  # type: ignore[no-any-return]
+    return _Adapted.apply(x_TC, base.weight, base.bias, *adapter)  # type: ignore[no-any-return]
+
+
+def add_adapted(y_TF: Tensor, h_TR: Tensor, b_FR: Tensor, scale: float) -> None:
+    """Add what an adapter makes of h = x A^T to what the base made of x, where it lies."""
+    y_TF.addmm_(h_TR, b_FR.t(), alpha=scale)
+
+
+class _Adapted(Function):
+    """Nothing is kept for the backward pass but x and h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TC: Tensor, weight_FC: Tensor, bias_F: Tensor | None, a_RC: Tensor, b_FR: Tensor, scale: float
+    ) -> Tensor:
+        y_TF, h_TR = F.linear(x_TC, weight_FC, bias_F), F.linear(x_TC, a_RC)
+        add_adapted(y_TF, h_TR, b_FR, scale)
+        ctx.save_for_backward(x_TC, h_TR, weight_FC, a_RC, b_FR)
+        ctx.scale = scale
+        return y_TF
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, h_TR, weight_FC, a_RC, b_FR = ctx.saved_tensors
+        (dy_TF,) = gradients
+        g_TR = dy_TF @ b_FR
+        dx_TC = (dy_TF @ weight_FC).addmm_(g_TR, a_RC, alpha=ctx.scale) if ctx.needs_input_grad[0] else None
+        da_RC = torch.addmm(a_RC, g_TR.t(), x_TC, beta=0, alpha=ctx.scale)
+        db_FR = torch.addmm(b_FR, dy_TF.t(), h_TR, beta=0, alpha=ctx.scale)
+        return dx_TC, None, None, da_RC, db_FR, None
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEY = "model.lora_adapter_path"
+TOWER = r"(.*\.)?visual\..*"
+
+
+class LoraError(RallyError):
+    """Adapters that cannot be made or used as asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """New adapters of `rank`; or, with `start`, those of a folder, whose rank is then the one that counts."""
+
+    rank: int = 0
+    alpha: int = 16
+    targets: tuple[str, ...] = ("all-linear",)
+    excluded: tuple[str, ...] = ()
+    start: str | None = None
+    seed: int = 0
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, saved: str | None = None) -> None:
+    """Freeze the module and put adapters into it: those `saved` by a checkpoint, or as the settings say.
+
+    New ones change nothing yet: the second matrix of each is zero. `base` is where the module came from.
+    """
+    peft = _peft()
+    folder = saved or settings.start
+    config = _read_config(folder, settings) if folder else _new_config(_of_language(model, settings))
+    _check_names(model, settings)
+    try:
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+            torch.manual_seed(settings.seed)
+            model.add_adapter(config, NAME)
+    except ValueError as problem:
+        raise LoraError(f"LoRA cannot be put into this model ({problem}); change model.target_modules") from problem
+    _refuse_tied(model)
+    config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    if folder:
+        found = peft.set_peft_model_state_dict(model, peft.utils.load_peft_weights(folder, "cpu"), NAME)
+        lost = [name for name in found.missing_keys if "lora_" in name] + list(found.unexpected_keys)
+        if lost:
+            raise LoraError(f"the adapters in {folder} are not of this model ({lost[0]} does not fit); name its base")
+    model.eval()
+
+
+def lora_rank(settings: LoraSettings) -> int:
+    """The rank of the adapters: as said, or as the folder they come from says."""
+    return settings.rank or int(_stored(Path(settings.start))["r"] if settings.start else 0)
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_adapter_folder(path: str | Path) -> bool:
+    return (Path(path) / CONFIG).is_file()
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The base model while inside, in eval mode: what the policy was before any training."""
+    training = model.training
+    model.disable_adapters()
+    model.eval()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.train(training)
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters' own tensors, by the names that PEFT reads."""
+    found = _peft().get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"base_model.model.{name}": value for name, value in found.items()}
+
+
+def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
+    """A folder in PEFT's layout; `weights` are `adapter_weights` of this or an earlier moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[NAME].save_pretrained(folder)
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+@torch.no_grad()
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of the plain model that computes what this one does, but for one rounding to the weights' dtype."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    state, merged = model_state(model), {}
+    if ranks_of(model).number > 0:
+        return {}  # rank 0 alone has them whole
+    for key, value in state.items():
+        if "lora_" in key:
+            continue
+        owner, inside, kind = key.rpartition(".base_layer.")
+        if inside and kind == "weight":
+            value = (value.float() + _delta(owner, layers[owner], state)).to(value.dtype).cpu()
+        merged[f"{owner}.{kind}" if inside else key] = value
+    return merged
+
+
+def _delta(owner: str, layer: Any, state: Mapping[str, Tensor]) -> Tensor:
+    """What an adapter adds to the weight beside it, from the whole tensors: a layer may hold only a part of them."""
+    looked_up = f"{owner}.lora_embedding_A.{NAME}" in state
+    kind = f"lora_embedding_{{}}.{NAME}" if looked_up else f"lora_{{}}.{NAME}.weight"
+    a, b = (state[f"{owner}.{kind.format(matrix)}"].float() for matrix in "AB")
+    delta: Tensor = (b @ a) * layer.scaling[NAME]
+    return delta.T if looked_up or layer.fan_in_fan_out else delta
+
+
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without adapters and without memory: it knows how to save the weights it is handed."""
+    with torch.device("meta"):
+        twin: Any = type(model)(copy.deepcopy(model.config))
+    twin = twin.to(model.dtype)
+    if model.can_generate():
+        twin.generation_config = model.generation_config
+    assert isinstance(twin, PreTrainedModel)
+    return twin
+
+
+def check_resumable(actor: Path, lora: LoraSettings | None) -> None:
+    """A checkpoint goes on in the way it was trained, with LoRA or without."""
+    adapters = is_adapter_folder(actor)
+    if adapters and lora is None:
+        raise LoraError(f"{actor} was trained with LoRA; set model.lora_rank={_stored(actor).get('r')} to go on")
+    if lora is not None and not adapters:
+        raise LoraError(f"{actor} was trained without LoRA; leave model.lora_rank out, or begin another run with it")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as missing:
+        raise LoraError('LoRA needs the peft package: pip install "rally-rl[lora]"') from missing
+    return peft
+
+
+def _new_config(settings: LoraSettings) -> Any:
+    return _peft().LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=_names(settings.targets),
+        exclude_modules=_names(settings.excluded) if settings.excluded else None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
+    """All linear layers of a model that sees are those of its language: who wants to adapt how it looks says so."""
+    if settings.targets != LoraSettings.targets or tower_of(model) is None:
+        return settings
+    excluded = _names(settings.excluded)
+    own = excluded if isinstance(excluded, str) else rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"
+    return replace(settings, excluded=(f"{TOWER}|{own}" if settings.excluded else TOWER,))
+
+
+def _read_config(folder: str, settings: LoraSettings) -> Any:
+    if not is_adapter_folder(folder):
+        raise LoraError(f"{folder} holds no {CONFIG}; {KEY} must name a folder of LoRA adapters")
+    stored = _stored(Path(folder))
+    if stored.get("peft_type") != "LORA" or stored.get("use_dora") or stored.get("modules_to_save"):
+        raise LoraError(f"{folder} holds adapters other than plain LoRA; train new ones, without {KEY}")
+    asked = {"r": settings.rank or None, "lora_alpha": None if settings.start else settings.alpha}
+    for name, value in asked.items():
+        if value is not None and value != stored[name]:
+            key = "model.lora_rank" if name == "r" else "model.lora_alpha"
+            raise LoraError(f"the adapters in {folder} were made with {key}={stored[name]}, not {value}; set it so")
+    config = _peft().LoraConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    stored = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    assert isinstance(stored, dict)
+    return stored
+
+
+def _names(texts: Sequence[str]) -> str | list[str]:
+    """A single text that is no name is a pattern for whole names; names stand for all modules that end in them."""
+    alone = len(texts) == 1 and (texts[0] == "all-linear" or not _is_name(texts[0]))
+    return texts[0] if alone else list(texts)
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"[\w.]+", text) is not None
+
+
+def _check_names(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """PEFT passes over a name in silence as long as another one fits."""
+    if settings.start:
+        return
+    modules = [name for name, _ in model.named_modules()]
+    for key, texts in (("target_modules", settings.targets), ("exclude_modules", settings.excluded)):
+        for text in texts if isinstance(_names(texts), list) else ():
+            if not any(name == text or name.endswith(f".{text}") for name in modules):
+                linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is torch.nn.Linear})
+                raise LoraError(f"model.{key}={text} names no module of this model; use {', '.join(linear)}")
+
+
+def _refuse_tied(model: PreTrainedModel) -> None:
+    """Adapters beside a shared matrix would change one of its two uses, and merging them the other one too."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.get_text_config().tie_word_embeddings and any(hasattr(e, "base_layer") for e in embeddings):
+        raise LoraError("the embeddings of this model are also its head, so LoRA can adapt neither; leave them out")

@@ -1,0 +1,1 @@
+"""Data of the demo: sums that are easy with a calculator."""

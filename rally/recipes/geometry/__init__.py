@@ -1,0 +1,1 @@
+"""Recipe: read figures, with images in the prompt."""

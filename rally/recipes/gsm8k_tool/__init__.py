@@ -1,0 +1,1 @@
+"""Recipe: GSM8K with a calculator tool."""

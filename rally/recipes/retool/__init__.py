@@ -1,0 +1,1 @@
+"""Recipe: solve mathematics problems by running code."""

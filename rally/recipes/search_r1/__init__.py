@@ -1,0 +1,1 @@
+"""Recipe: answer multi-hop questions with a search tool."""

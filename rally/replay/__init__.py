@@ -1,0 +1,1 @@
+"""`rally replay`: re-renders, re-scores and re-samples recorded episodes."""

@@ -1,0 +1,284 @@
+"""A user's function scores each episode in a process that can be killed; the answer is a Score whatever happens there.
+
+A function that raises, hangs, crashes or kills its process costs one episode an error and never a neighbour its score:
+the worker is replaced and the others go on. Threads wait for the workers, so a busy event loop delays no deadline and
+one Scorer may serve several event loops, one after the other. There are no processes for the built-in functions, unless
+they are asked to compare answers in a way that may hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from rally.rewards import registry
+from rally.rewards.score import RewardError, Score, decode, encode
+from rally.rewards.score_inputs import BuiltIn, request_of
+from rally.types import Episode
+
+
+class Pace:
+    """`per_minute` None is no limit."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._apart = 60.0 / per_minute if per_minute else 0.0
+        self._next = 0.0
+
+    async def turn(self) -> float:
+        """Wait for this call's turn; the seconds waited."""
+        now = time.monotonic()
+        begins = max(now, self._next)
+        self._next = begins + self._apart
+        if begins > now:
+            await asyncio.sleep(begins - now)
+        return begins - now
+
+
+LOAD_SECONDS = 120.0  # a user's module may import something large
+GRACE_SECONDS = 2.0  # the worker ends itself at the deadline; this much later, something is wrong and we end it
+PRINTED_BYTES = 16_384
+ERROR_LINES = 5
+
+# The worker finds modules where this process does, without a PYTHONPATH that the user's own subprocesses would inherit.
+BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rally.rewards.worker_process import main; main()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """Which function scores a run, in words that can be sent to a worker: no `path` is the router by data source."""
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch: bool = False  # the function takes lists, and a whole rollout at once
+
+
+class Worker:
+    """One process, as seen from here. Not thread-safe: whoever took it from the idle queue has it alone."""
+
+    def __init__(self, spec: RewardSpec, timeout: float) -> None:
+        self.timeout = timeout
+        self._source = spec.path
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process does
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for us; and one kill reaches what the function has started, too
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests, self._answers = self.process.stdin, self.process.stdout
+        self._poll = select.poll()
+        self._poll.register(self._answers, select.POLLIN)
+        self._ready = False
+        with contextlib.suppress(BrokenPipeError):  # a process that is dead already is found by wait_ready
+            self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}))
+
+    @property
+    def ended(self) -> bool:
+        """Whether we have seen it end; a death while idle shows at the next request."""
+        return self.process.returncode is not None
+
+    def wait_ready(self) -> None:
+        """Raise RewardError with the worker's own sentence if it could not load the function."""
+        if self._ready:
+            return
+        line = self._read_line(LOAD_SECONDS + GRACE_SECONDS)
+        sentence = decode(line).get("error") if line else None
+        self._ready = bool(line) and sentence is None
+        if not self._ready:
+            self.kill()
+            raise RewardError(sentence or f"the reward worker could not load {self._source}: it {self._how_it_ended()}")
+
+    def ask(self, request: bytes) -> Score | None:
+        """Score one request. None: the process had died while idle, so nothing has run and it may be asked again."""
+        self.wait_ready()
+        start = time.monotonic()
+        try:
+            self._send(request)
+        except BrokenPipeError:
+            self.kill()
+            return None
+        line = self._read_line(self.timeout + GRACE_SECONDS)
+        if line:
+            return Score(**decode(line) | {"printed": self._printed()})
+        self.kill()
+        return self._failure(time.monotonic() - start)
+
+    def kill(self) -> None:
+        """End the process and all it started. The group goes first: its number is ours only until the wait."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # already a zombie, on one system or other
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for file in (self._requests, self._answers, self._words):
+            file.close()
+
+    def _send(self, line: bytes) -> None:
+        left = memoryview(line)
+        while left:  # the pipe takes a long line in pieces
+            left = left[os.write(self._requests.fileno(), left) :]
+
+    def _read_line(self, seconds: float) -> bytes:
+        """The next answer, or nothing when the process ended or the time is up."""
+        deadline = time.monotonic() + seconds
+        line = b""
+        while not line.endswith(b"\n"):
+            if not self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return b""
+            piece = os.read(self._answers.fileno(), 1 << 16)
+            if not piece:
+                return b""
+            line += piece
+        return line
+
+    def _printed(self) -> str:
+        size = os.fstat(self._words.fileno()).st_size
+        if not size:
+            return ""
+        words = os.pread(self._words.fileno(), PRINTED_BYTES, max(0, size - PRINTED_BYTES))
+        return words.decode("utf-8", errors="replace").strip()
+
+    def _failure(self, seconds: float) -> Score:
+        if seconds >= self.timeout:
+            error = f"timed out after {self.timeout:g}s{self._where_it_hung()}"
+        else:
+            error = f"the reward worker {self._how_it_ended()}"
+        return Score(error=error, seconds=seconds, printed=self._printed())
+
+    def _how_it_ended(self) -> str:
+        code = self.process.returncode
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
+        last = " | ".join(line.strip() for line in self._printed().splitlines()[-ERROR_LINES:])
+        return f"{how}; last words: {last}" if last else how
+
+    def _where_it_hung(self) -> str:
+        """The innermost frame of the main thread, which the worker's dump lists last."""
+        frame = re.search(r'File "(.+)", line (\d+) in', self._printed().rpartition("Thread 0x")[2])
+        return f" at {frame[1]}, line {frame[2]}" if frame else ""
+
+
+class Scorer:
+    """`num_workers` processes that score episodes with a user's function; `timeout` is for one run of it, in seconds.
+
+    Async functions run one at a time in a worker too: one that mostly waits (a judge over HTTP) wants more workers.
+    It is called `per_minute` times a minute at most.
+    """
+
+    def __init__(self, spec: RewardSpec, num_workers: int, timeout: float, per_minute: float | None = None) -> None:
+        if num_workers < 1:
+            raise RewardError(f"reward.num_workers must be at least 1, not {num_workers}")
+        if timeout <= 0:
+            raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
+        self._spec, self._timeout = spec, timeout
+        self._closed = False
+        self._pace = Pace(per_minute)
+        in_process = spec.path is None and not spec.batch and not registry.may_hang(spec.kwargs)
+        self._built_in = BuiltIn(spec.kwargs) if in_process else None
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._workers = {Worker(spec, timeout) for _ in range(0 if self._built_in else num_workers)}
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    async def start(self) -> None:
+        """Wait until every worker has loaded the function, so that a mistake in it shows before training."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._load)
+        except RewardError:
+            await self.close()
+            raise
+
+    async def score(self, episode: Episode) -> Score:
+        """What the episode earned. RewardError is raised only where no episode could be scored at all."""
+        if self._closed:
+            raise RewardError("this Scorer is closed; make a new one to score more episodes")
+        if episode.error is not None:
+            return Score(error=f"the episode failed before it could be scored: {episode.error}")
+        if self._built_in:
+            return self._built_in.score(episode)
+        return await self._ask(request_of(episode))
+
+    async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]:
+        """What each episode earned, all in one call of a function that takes lists; if it fails, it fails them all."""
+        assert self._spec.batch, "this function takes one episode at a time"
+        if not episodes:
+            return []
+        whole = await self._ask({"requests": [request_of(episode) for episode in episodes]})
+        if whole.error is not None:
+            return [whole] * len(episodes)
+        return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]
+
+    async def _ask(self, request: Mapping[str, Any]) -> Score:
+        await self._pace.turn()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
+
+    async def close(self) -> None:
+        """End the workers, running or not."""
+        self._closed = True
+        for worker in tuple(self._workers):
+            worker.kill()
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _load(self) -> None:
+        taken = [self._idle.get() for _ in self._workers]
+        try:
+            for worker in taken:
+                worker.wait_ready()
+        finally:
+            for worker in taken:
+                self._idle.put(worker)
+
+    def _score(self, request: bytes) -> Score:
+        worker = self._idle.get()
+        try:
+            score = worker.ask(request)
+            if score is None:
+                worker = self._living(worker)
+                score = worker.ask(request)
+            return score or Score(error="the reward worker ended, twice in a row, before it could begin")
+        finally:
+            self._idle.put(self._living(worker))
+
+    def _living(self, worker: Worker) -> Worker:
+        """The same worker, or a new one in the place of a dead one; its start is not waited for here."""
+        if self._closed or not worker.ended:
+            return worker
+        self._workers.discard(worker)
+        worker.close()
+        fresh = Worker(self._spec, self._timeout)
+        self._workers.add(fresh)
+        return fresh

@@ -1,0 +1,90 @@
+"""One reward worker process: it runs one request at a time in its main thread, and never outlives its deadline.
+
+The first line on stdin is the spec; the answer is `{}` or `{"error": sentence}`. Then each line is a request, and each
+answer a Score. The deadline is kept here, around the function alone, by a C thread that needs no GIL: a regular
+expression that runs away cannot hold it off, and where the function hung is left on stderr. End of stdin, which is
+also what the death of the parent looks like, ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, BinaryIO, NamedTuple
+
+from rally.rewards.custom import load_reward_function
+from rally.rewards.registry import RewardFunction
+from rally.rewards.score import RewardError, Score, decode, describe, encode
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+class Channels(NamedTuple):
+    requests: BinaryIO
+    answers: BinaryIO
+
+
+def main() -> None:
+    channels = _take_channels()
+    faulthandler.enable()
+    hello = decode(channels.requests.readline())
+    faulthandler.dump_traceback_later(hello["load_timeout"], exit=True, file=STDERR)
+    try:
+        function = load_reward_function(**hello["spec"])
+    except RewardError as error:
+        channels.answers.write(encode({"error": str(error)}))
+        return
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    channels.answers.write(encode({}))
+    with asyncio.Runner() as runner:  # one event loop for life, so that an async function may keep its client
+        for line in channels.requests:
+            _forget_words()
+            score = _run(function, decode(line), hello["timeout"], runner)
+            sys.stderr.flush()
+            channels.answers.write(encode(asdict(score)))
+
+
+def _take_channels() -> Channels:
+    """Move the protocol off stdin and stdout, so that a function that prints, or reads, cannot disturb it."""
+    channels = Channels(os.fdopen(os.dup(STDIN), "rb"), os.fdopen(os.dup(STDOUT), "wb", buffering=0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, STDIN)
+    os.close(nothing)
+    os.dup2(STDERR, STDOUT)
+    sys.stdout = sys.stderr
+    return channels
+
+
+def _forget_words() -> None:
+    """stderr is a file: emptied before each request, it holds that request's words and cannot grow without end."""
+    os.lseek(STDERR, 0, os.SEEK_SET)
+    os.ftruncate(STDERR, 0)
+
+
+def _run(function: RewardFunction, request: Mapping[str, Any], timeout: float, runner: asyncio.Runner) -> Score:
+    faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
+    start = time.perf_counter()
+    try:
+        value = function(**request)
+        if inspect.isawaitable(value):
+            value = runner.run(_finish(value))
+        return Score.of(value, time.perf_counter() - start)
+    except BaseException as error:  # noqa: BLE001 - foreign code: any way it fails, sys.exit too, is a named result
+        traceback.print_exc()
+        return Score(error=describe(error), seconds=time.perf_counter() - start)
+    finally:
+        signal.alarm(0)  # one the function forgot must not go off in the next episode
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _finish(value: Any) -> Any:
+    return await value

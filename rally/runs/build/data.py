@@ -1,0 +1,75 @@
+"""From a Config to the rows of a run, and to what chooses those of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rally.compat.verl.run_config import as_written
+from rally.config import Config
+from rally.data import (
+    EasyToHard,
+    EasyToHardOptions,
+    RowSampler,
+    SamplerSettings,
+    SolvedSometimes,
+    SolvedSometimesOptions,
+    TaskSet,
+    load_custom_rows,
+    load_sampler_class,
+    load_tasks,
+)
+from rally.data.tasks import CustomRows
+from rally.runs.build.models import tokenizer_of
+
+
+def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:
+    data = config.data
+    return load_tasks(
+        list(files),
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        image_key=data.image_key,
+        max_samples=data.val_max_samples if validate else data.train_max_samples,
+        shuffle=data.validation_shuffle if validate else data.shuffle,
+        seed=config.trainer.seed if data.seed is None else data.seed,
+        rows=_custom_rows(config, files),
+    )
+
+
+def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
+    """What data.custom_cls makes of the files, if there is one."""
+    chosen = config.data.custom_cls
+    if chosen.path is None or chosen.name is None:
+        return None
+    offered: dict[str, Callable[[], Any]] = {
+        "data_files": lambda: list(files),
+        "tokenizer": lambda: tokenizer_of(config),
+        "config": lambda: as_written(config.data.model_dump(mode="json")),
+        "processor": lambda: None,
+        "max_samples": lambda: -1,
+    }
+    return load_custom_rows(chosen.path, chosen.name, offered)
+
+
+def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
+    """What chooses the rows of each of `steps` steps; for a run without steps there is nothing to choose."""
+    data, chosen = config.data, config.data.curriculum
+    settings = SamplerSettings(
+        batch_size=data.train_batch_size,
+        total_steps=steps,
+        seed=config.trainer.seed if data.seed is None else data.seed,
+        shuffle=data.shuffle,
+    )
+    if steps and data.sampler.class_path and data.sampler.class_name:
+        return load_sampler_class(data.sampler.class_path, data.sampler.class_name)(tasks, settings)
+    if steps and chosen.by == "field":
+        grow = chosen.grow_steps or max(1, steps // 2)
+        options = EasyToHardOptions(field=chosen.field, start_share=chosen.start_share, grow_steps=grow)
+        return EasyToHard(tasks, settings, options)
+    if steps and chosen.by == "success":
+        band = SolvedSometimesOptions(
+            low=chosen.low, high=chosen.high, explore=chosen.explore, solved_at=chosen.solved_at
+        )
+        return SolvedSometimes(tasks, settings, band)
+    return RowSampler(tasks, settings)

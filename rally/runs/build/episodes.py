@@ -1,0 +1,201 @@
+"""From a Config to the parts of a run: here, and in the `*_parts` beside it, keys meet the settings of the rooms."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rally.chat import ChatCodec
+from rally.compat.verl.run_config import config_for_loops
+from rally.config import Config
+from rally.engines.base import TrainingEngine
+from rally.engines.embedded import EngineSettings
+from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
+from rally.rewards import Overlong, RewardSpec, Shaping
+from rally.rewards.worker_pool import Scorer
+from rally.runs.build.inputs import Inputs
+from rally.train.rollout.rollout import FailurePolicy, Rollout, ValidationPass
+from rally.train.rollout.rollout_cache import SkippingRunner
+from rally.types import SamplingParams
+
+
+def engine_settings_of(config: Config) -> EngineSettings:
+    rollout = config.rollout
+    lengths = config.prompt_length + config.response_length
+    return EngineSettings(
+        max_model_len=rollout.max_model_len or lengths,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        page_size=rollout.page_size,
+        memory_share=rollout.gpu_memory_utilization,
+        in_flight=rollout.in_flight,
+        seed=config.trainer.seed if rollout.seed is None else rollout.seed,
+        backend=rollout.attention_backend,
+        eager=rollout.enforce_eager,
+        deterministic=rollout.deterministic,
+        lend_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
+    )
+
+
+def loop_settings_of(config: Config) -> LoopSettings:
+    rollout, multi_turn = config.rollout, config.rollout.multi_turn
+    return LoopSettings(
+        prompt_length=config.prompt_length,
+        truncation=config.data.truncation,
+        response_length=config.response_length,
+        max_assistant_turns=config.max_turns,
+        max_user_turns=multi_turn.max_user_turns,
+        max_tool_response_tokens=multi_turn.max_tool_response_tokens,
+        stop_on_tool_success=rollout.stop_on_tool_success,
+        stop_on_correct=rollout.agent_loop_config.stop_on_correct,
+        timeout_per_turn=rollout.timeout_per_turn,
+        episode_timeout=rollout.episode_timeout,
+        max_tool_failures=multi_turn.max_tool_failures,
+        max_repeated_calls=multi_turn.max_repeated_calls,
+        history=config.history,
+        sanity_check=multi_turn.tokenization_sanity_check_mode,
+    )
+
+
+def loops_of(config: Config) -> dict[str, LoopSpec]:
+    """Loops by name: those of agent_loop_config_path, and the default one with its own options."""
+    path = config.rollout.agent.agent_loop_config_path
+    loops = load_loop_config(path) if path else {}
+    name = config.agent_loop_name
+    spec = find_loop(name, loops)
+    loops[name] = LoopSpec(spec.cls, {**spec.options, **_loop_options(config, spec.cls)})
+    for spec in loops.values():
+        spec.cls.prepare(spec.options)
+    return loops
+
+
+def _loop_options(config: Config, cls: type[AgentLoopBase]) -> dict[str, Any]:
+    """agent_loop_config for a loop class: its free keys always, the named ones where its __init__ takes them."""
+    section = config.rollout.agent_loop_config
+    taken = inspect.signature(cls.__init__).parameters
+    named = {name: getattr(section, name) for name in type(section).model_fields if name in taken}
+    return {**named, **(section.model_extra or {})}
+
+
+def sampling_of(config: Config, codec: ChatCodec) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=config.response_length,
+        stop_ids=() if rollout.ignore_eos else codec.stop_ids,
+        stop=rollout.stop_strings,
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_passes(config: Config, train: SamplingParams) -> list[ValidationPass]:
+    """Greedy alone by default; where val_kwargs sample, that pass is the main one and greedy runs beside it."""
+    kwargs = config.rollout.val_kwargs
+    greedy = train.greedy()
+    sample = kwargs.temperature > 0 if kwargs.do_sample is None else kwargs.do_sample
+    if not sample:
+        return [ValidationPass(greedy, 1)]
+    sampled = replace(train, temperature=kwargs.temperature, top_p=kwargs.top_p, top_k=kwargs.top_k, min_p=0.0)
+    return [ValidationPass(sampled, kwargs.n), ValidationPass(greedy, 1, "greedy")]
+
+
+def failure_policy_of(config: Config) -> FailurePolicy:
+    return FailurePolicy(
+        loop=config.rollout.on_error,
+        reward=config.reward.on_error,
+        max_failed_share=config.rollout.max_failed_share,
+    )
+
+
+def reward_spec_of(config: Config) -> RewardSpec:
+    function = config.reward_function
+    in_batch = config.reward_manager_name == "batch"
+    return RewardSpec(path=function.path, name=function.name, kwargs=config.reward_kwargs, batch=in_batch)
+
+
+def shaping_of(config: Config) -> Shaping:
+    """What is added to the score of the reward function: `reward_shaping` and DAPO's overlong buffer."""
+    given = config.reward_model.reward_kwargs
+    buffer = given.overlong_buffer_cfg
+    overlong = Overlong(
+        longest=given.max_resp_len or config.response_length,
+        buffer=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+        log=buffer.log,
+    )
+    shaping = config.reward_shaping
+    weights = {
+        **shaping.intermediate_rewards.model_dump(),
+        **shaping.penalties.model_dump(),
+        "tool_format_reward": shaping.tool_format_reward,
+    }
+    return Shaping(
+        weights={} if shaping.enable is False else {name: weight for name, weight in weights.items() if weight},
+        overlong=overlong if buffer.enable else None,
+    )
+
+
+def skipping(runner: Runner, config: Config) -> Runner:
+    """The runner, which skips what was sampled before where rollout.skip_rollout says so."""
+    if not config.rollout.skip_rollout:
+        return runner
+    return SkippingRunner(**vars(runner), dump=dump_of(config))
+
+
+def dump_of(config: Config) -> Path:
+    """Where the episodes of runs like this one are."""
+    trainer, shape = config.trainer, f"GBS{config.data.train_batch_size}_N{config.rollout.n}"
+    lengths = f"in{config.prompt_length}_out{config.response_length}"
+    dump = Path(config.rollout.skip_dump_dir or Path(tempfile.gettempdir()) / "rollout_dump")
+    return dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}_{_speaker(config)}"
+
+
+def _speaker(config: Config) -> str:
+    """Short for who spoke and how: ids of another tokenizer or template mean other words, and log-probs of another
+    temperature are other numbers."""
+    model, rollout = config.model, config.rollout
+    tokens = (model.path, model.tokenizer_path, model.spelled_tokens)
+    words = (tokens, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
+    how = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
+    return hashlib.sha256(repr((words, how)).encode()).hexdigest()[:8]
+
+
+def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
+    return Runner(
+        engine=engine,
+        codec=inputs.codec,
+        toolbox=inputs.toolbox,
+        interactions=inputs.interactions,
+        settings=loop_settings_of(config),
+        default_loop=config.agent_loop_name,
+        override_rows=config.rollout.agent_loop_class is not None,
+        loops=loops_of(config),
+        max_retries=config.rollout.max_retries if config.rollout.on_error == "retry" else 0,
+        run_config=config_for_loops(config),
+    )
+
+
+def scorer_of(config: Config) -> Scorer:
+    spec, reward, limited = reward_spec_of(config), config.reward, config.reward_model
+    if config.reward_manager_name == "rate_limited":
+        return Scorer(spec, limited.max_concurrent, limited.timeout, limited.calls_per_minute)
+    return Scorer(spec, reward.num_workers, reward.timeout)
+
+
+def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
+    return Rollout(
+        runner=skipping(runner_of(config, inputs, engine), config),
+        scorer=scorer_of(config),
+        policy=failure_policy_of(config),
+        seed=engine_settings_of(config).seed,
+        shaping=shaping_of(config),
+        step_timeout=config.rollout.step_timeout,
+        in_batch=reward_spec_of(config).batch,
+    )

@@ -1,0 +1,135 @@
+"""What a run reads before any weight is loaded: tokenizer, tools, users, rows. All mistakes in them are found here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import Config
+from rally.config.trainer import RunConfig
+from rally.data import TaskSet
+from rally.images.patches import Patches
+from rally.interactions import Interactions
+from rally.interactions.loader import load_interactions
+from rally.models.parallel import Ranks
+from rally.runs.build.data import tasks_of
+from rally.runs.build.models import patches_of, tokenizer_of
+from rally.runs.row_checks import check_rows, fitting
+from rally.tools import ToolBox
+from rally.tools.base import BaseTool
+from rally.tools.limits import ToolLimits
+from rally.tools.loader import load_function_tools, load_tools
+from rally.track import RunConsole
+from rally.types import RallyError
+
+
+class RunError(RallyError):
+    """A run that cannot begin or go on as asked."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run left its results, and its last validation."""
+
+    folder: Path
+    steps: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before any weight is loaded: tokenizer, tools, users, rows; all mistakes in them show here."""
+
+    tokenizer: PreTrainedTokenizerBase
+    toolbox: ToolBox
+    interactions: Interactions
+    codec: ChatCodec
+    train_tasks: TaskSet | None
+    val_tasks: TaskSet | None
+
+
+def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> Inputs:
+    tokenizer = tokenizer_of(config)
+    toolbox = toolbox_of(config)
+    interactions = interactions_of(config)
+    codec = codec_of(config, tokenizer, toolbox)
+    report = codec.probe()
+    if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
+        console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
+    elif toolbox.schemas() and report.troubles:
+        console.warn_once("template", report.troubles)
+
+    def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
+        if not files:
+            return None
+        found = fitting(tasks_of(config, files, validate=validate), codec, config, console)
+        check_rows(config, found, interactions, toolbox)
+        return found
+
+    return Inputs(
+        tokenizer,
+        toolbox,
+        interactions,
+        codec,
+        tasks(config.data.train_files, False) if train else None,
+        tasks(config.data.val_files, True),
+    )
+
+
+def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
+    asked = trainer.n_gpus_per_node
+    if asked != ranks.count:
+        raise RunError(
+            f"trainer.n_gpus_per_node={asked} is for `rally train`, `rally sft` and rally.distributed, which start the "
+            "other processes; leave it out here"
+        )
+
+
+def check_sight(model: str, patches: Patches | None, ranks: Ranks) -> None:
+    if ranks.count > 1 and patches is not None:
+        raise RunError(f"{model} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
+
+
+def toolbox_of(config: Config) -> ToolBox:
+    tools: list[BaseTool[Any]] = []
+    if config.tool_config_path:
+        tools += load_tools(config.tool_config_path)
+    if config.function_tool_path:
+        tools += load_function_tools(config.function_tool_path)
+    offered = config.rollout.agent_loop_config.tools
+    if offered:
+        known = {tool.name for tool in tools}
+        builtin = [{"name": name} for name in offered if name not in known]
+        tools = [t for t in tools if t.name in offered] + (load_tools({"tools": builtin}) if builtin else [])
+    multi_turn = config.rollout.multi_turn
+    for tool in tools:
+        tool.prepare()
+    return ToolBox(
+        tools,
+        ToolLimits(
+            timeout=multi_turn.tool_timeout,
+            max_parallel=multi_turn.max_parallel_calls or 0,
+            max_response_chars=multi_turn.max_tool_response_length,
+            truncate_side=multi_turn.tool_response_truncate_side,
+        ),
+    )
+
+
+def interactions_of(config: Config) -> Interactions:
+    path = config.rollout.multi_turn.interaction_config_path
+    return Interactions(load_interactions(path) if path else (), config.rollout.multi_turn.tool_timeout)
+
+
+def codec_of(config: Config, tokenizer: PreTrainedTokenizerBase, toolbox: ToolBox) -> ChatCodec:
+    return ChatCodec(
+        tokenizer,
+        config.rollout.multi_turn.format,
+        toolbox.schemas(),
+        template_kwargs=dict(config.data.apply_chat_template_kwargs),
+        patches=patches_of(config),
+    )

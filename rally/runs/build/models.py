@@ -1,0 +1,112 @@
+"""From a Config to the critic and to the coefficient of the KL in the reward, going on from a checkpoint if there is
+one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rally.config import Config, SftConfig
+from rally.config.model import LoraKeys, ModelConfig
+from rally.config.sft import SftModel
+from rally.config.trainer import RunConfig
+from rally.images.patches import Patches
+from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
+from rally.models.lora import LoraSettings, add_adapters, check_resumable
+from rally.models.parallel import ALONE, Message, Ranks
+from rally.models.vision import give_sight
+from rally.models.vision_io import freeze_tower, patches_for
+
+
+def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:
+    """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
+    images = config.data.mm_processor_kwargs
+    found = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
+    if config.actor.freeze_vision_tower:
+        freeze_tower(found)
+    ranks.spread(found)
+    return found
+
+
+def patches_of(config: Config) -> Patches | None:
+    """How the policy cuts images; None if it is for text alone."""
+    model = config.model
+    return patches_at(model, str(model.path), config.data.mm_processor_kwargs)
+
+
+def patches_at(model: ModelConfig | SftModel, path: str, options: Mapping[str, Any]) -> Patches | None:
+    if path.endswith(".gguf"):  # reading one takes long, and none that transformers reads sees
+        return None
+    stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
+    return patches_for(stored, path, options, model.trust_remote_code)
+
+
+def trained_model(
+    model: ModelConfig | SftModel,
+    base: str,
+    trainer: RunConfig,
+    path: str | None,
+    image_options: Mapping[str, Any] = MappingProxyType({}),
+    ranks: Ranks = ALONE,
+) -> PreTrainedModel:
+    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it.
+    One that is to lie on several ranks is left in main memory: no device need hold all of it."""
+    device = pick_device(trainer.device)
+    lora = lora_of(model, trainer.seed)
+    if path:
+        check_resumable(Path(path), lora)
+    found = load_model(
+        base if lora or not path else path,
+        device=device if ranks.count == 1 else torch.device("cpu"),
+        dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
+        trust_remote_code=model.trust_remote_code,
+        overrides=dict(model.override_config),
+    )
+    if patches := patches_at(model, base, image_options):
+        give_sight(found, patches)
+    if lora:
+        add_adapters(found, lora, base, path)
+    return found
+
+
+def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
+    """How the policy is adapted; None where all its weights are trained."""
+    if not model.lora_rank and not model.lora_adapter_path:
+        return None
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        targets=model.target_modules,
+        excluded=model.exclude_modules,
+        start=model.lora_adapter_path,
+        seed=seed,
+    )
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    return tokenizer_at(config.model, str(config.model.path))
+
+
+def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(
+        model.tokenizer_path or path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+        spelled=model.spelled_tokens,
+        called="model.tokenizer_path" if model.tokenizer_path else PATH_KEY,
+    )
+
+
+@dataclass(frozen=True)
+class Plan(Message):
+    """What every rank builds the policy from."""
+
+    config: Config | SftConfig
+    checkpoint: Path | None
+    steps: int

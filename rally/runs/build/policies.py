@@ -1,0 +1,114 @@
+"""From a Config to the policy, its reference and its critic, going on from a checkpoint where there is one."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from rally.config import Config
+from rally.models.load import PATH_KEY, pick_device, pick_dtype
+from rally.models.lora import has_adapters
+from rally.models.parallel import ALONE, Ranks, ranks_of
+from rally.models.vision_io import share_sight
+from rally.runs.build.models import model_of, patches_of
+from rally.runs.build.training import (
+    gradient_limits_of,
+    optimizer_settings,
+    optimizer_settings_of,
+    reward_kl_coef,
+    update_settings_of,
+)
+from rally.train.checkpoint.store import Checkpoint, CheckpointError
+from rally.train.critic import FOLDER, Critic, CriticSettings
+from rally.train.micro_batches import UNBOUND
+from rally.train.policy import Policy
+from rally.train.reference import BaseOfPolicy, FrozenModel, KlControl, Reference
+from rally.train.value_model import load_value_model
+
+
+def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Critic | None:
+    """The critic, if the estimator asks for one."""
+    if not config.needs_critic:
+        return None
+    if checkpoint and not checkpoint.holds(FOLDER):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds no critic; resume from one that does, or start a new run with "
+            f"actor_rollout_ref.model.path={checkpoint.actor}"
+        )
+    model = config.critic.model if config.critic.model.path else config.model
+    device = pick_device(config.trainer.device)
+    body = load_value_model(
+        str(checkpoint.path / FOLDER if checkpoint else model.path),
+        device=device if ranks.count == 1 else torch.device("cpu"),
+        dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
+        trust_remote_code=model.trust_remote_code,
+        overrides=dict(model.override_config),
+        called="critic.model.path" if config.critic.model.path else PATH_KEY,
+    )
+    if patches := patches_of(config):
+        share_sight(body, patches, "critic.model.path")
+    ranks.spread(body)
+    learner = Policy(
+        body,
+        optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
+        steps,
+        gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
+        offload=config.critic.fsdp_config.optimizer_offload,
+    )
+    found = Critic(learner, critic_settings_of(config))
+    if checkpoint:
+        found.read(checkpoint.path)
+    return found
+
+
+def critic_settings_of(config: Config) -> CriticSettings:
+    critic = config.critic
+    return CriticSettings(
+        mini_batch_groups=critic.ppo_mini_batch_size or config.mini_batch_size,
+        clip=critic.cliprange_value,
+        aggregation=critic.loss_agg_mode,
+        loss_scale=float(config.response_length),
+        epochs=critic.ppo_epochs,
+        max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
+        max_rows=critic.ppo_micro_batch_size_per_gpu,
+        forward_max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else UNBOUND,
+        forward_max_rows=critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
+        shuffle_seed=config.trainer.seed if critic.shuffle else None,
+        warmup_steps=config.trainer.critic_warmup,
+    )
+
+
+def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlControl | None:
+    """The coefficient of the KL in the reward, if it is there."""
+    coefficient, given = reward_kl_coef(config), config.algorithm.kl_ctrl
+    if coefficient == 0:
+        return None
+    adaptive = given.type == "adaptive"
+    control = KlControl(coefficient=coefficient, target=given.target_kl if adaptive else None, horizon=given.horizon)
+    if checkpoint:
+        control.read(checkpoint.path)
+    return control
+
+
+def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
+    """As configured, or as the checkpoint left it."""
+    policy = Policy(
+        model_of(config, str(checkpoint.actor) if checkpoint else None, ranks),
+        optimizer_settings_of(config),
+        max(0, steps - config.trainer.critic_warmup),
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.actor.fsdp_config.optimizer_offload,
+    )
+    if checkpoint:
+        policy.load_state(checkpoint.state())
+    return policy
+
+
+def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
+    """The frozen starting policy, if a KL term asks for it; with LoRA the policy's own base."""
+    if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
+        return None
+    offload = config.actor_rollout_ref.ref.fsdp_config.param_offload
+    if has_adapters(policy):
+        return BaseOfPolicy(policy)
+    return FrozenModel(model_of(config, ranks=ranks_of(policy)), offload=offload)

@@ -1,0 +1,88 @@
+"""Where the metrics and episodes of a run go, from its configuration."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+from transformers import PreTrainedTokenizerBase
+
+from rally.config import Config
+from rally.config.trainer import RunConfig, TrainerConfig
+from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSettings, build_sinks
+from rally.track.export import TRACKERS
+from rally.track.export.export_lock import alone
+from rally.types import RallyError
+from rally.util.jsonl import write_atomic
+
+
+def sinks_of(
+    trainer: RunConfig,
+    folder: RunFolder,
+    console: RunConsole,
+    steps: int,
+    after: int,
+    trace: TraceSettings | None = None,
+) -> Sinks:
+    """What `trainer.logger` names, for a run that goes on after step `after`; -1 begins."""
+    # An evaluation has its folder inside the run's, and is another run to a tracker.
+    inside = "" if folder.path == trainer.run_dir else f" {folder.path.name}"
+    settings = ExportSettings(
+        folder=str(folder.path),
+        project=trainer.project_name,
+        name=trainer.experiment_name + inside,
+        after=after,
+        trackers=tuple(name for name in TRACKERS if name in trainer.logger),
+        trace=trace,
+    )
+    return build_sinks(trainer.logger, folder, console, steps, settings)
+
+
+def extra_folders_of(trainer: TrainerConfig) -> dict[bool, RunFolder]:
+    """Where episodes go as well, by whether they are of the validation."""
+    extra = {False: trainer.rollout_data_dir, True: trainer.validation_data_dir}
+    return {validate: RunFolder(path).share() for validate, path in extra.items() if path}
+
+
+def set_evaluation_aside(folder: RunFolder) -> None:
+    """An earlier evaluation is another one: its numbers are not read with the next one's, and trackers keep both."""
+    state = folder.path / "tracking"
+    with unread(folder):
+        aside = folder.rewind(-1)
+        if aside is None or not state.is_dir():
+            return
+        (aside / state.name).mkdir()
+        for ledger in state.glob("*.json"):
+            os.replace(ledger, aside / state.name / ledger.name)
+
+
+def unread(folder: RunFolder) -> AbstractContextManager[None]:
+    """While the block lasts, no process that sends to trackers reads the folder; an earlier run's is waited for."""
+    state = folder.path / "tracking"
+    return alone(state) if state.is_dir() else nullcontext()
+
+
+def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:
+    """What `rollout.trace` asks for."""
+    trace, trainer = config.rollout.trace, config.trainer
+    if trace.backend is None:
+        return None
+    most = trace.max_samples_per_step_per_worker
+    return TraceSettings(
+        backend=trace.backend,
+        project=trace.project_name or trainer.project_name,
+        experiment=trace.experiment_name or trainer.experiment_name,
+        tokenizer=_tokenizer_file(folder, tokenizer) if trace.token2text else None,
+        max_samples=None if most is None else most * config.rollout.agent.num_workers,
+    )
+
+
+def _tokenizer_file(folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer as one file, which another process reads without transformers."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise RallyError("rollout.trace.token2text needs a tokenizer that has a tokenizer.json; leave token2text out")
+    path = folder.path / "tracking" / "tokenizer.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, fast.to_str())
+    return str(path)

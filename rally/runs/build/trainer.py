@@ -1,0 +1,117 @@
+"""From a Config to a Trainer with all its parts, from scratch or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rally.config import Config
+from rally.config.trainer import RunConfig
+from rally.data import restore
+from rally.models.parallel import ALONE, Ranks
+from rally.models.untrained_tokens import KEY, chat_ids, warn_of_unlearned
+from rally.runs.build.data import sampler_of
+from rally.runs.build.engines import engine_of
+from rally.runs.build.episodes import rollout_of, sampling_of, validation_passes
+from rally.runs.build.inputs import Inputs, RunError
+from rally.runs.build.models import Plan
+from rally.runs.build.policies import critic_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.tracking import extra_folders_of, sinks_of, trace_of, unread
+from rally.runs.build.training import fit_settings, update_settings_of
+from rally.track import RunConsole, RunFolder
+from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.health_checks import watched
+from rally.train.trainer import Trainer
+
+
+def trainer_of(
+    config: Config,
+    inputs: Inputs,
+    folder: RunFolder,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    steps: int,
+    console: RunConsole,
+    ranks: Ranks = ALONE,
+) -> Trainer:
+    """All the parts of a run; with 0 steps it only validates."""
+    train_tasks = inputs.train_tasks if steps else inputs.val_tasks
+    assert train_tasks is not None
+    sampler = sampler_of(config, train_tasks, steps)
+    if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
+        console.note(change)
+    ranks.begin(Plan(config, checkpoint.path if checkpoint else None, steps))
+    policy = policy_of(config, checkpoint, steps, ranks)
+    warn_of_unlearned(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
+    engine = engine_of(config, inputs, policy)
+    if checkpoint:
+        engine.begin_at(checkpoint.counters().get("weight_version", 0))
+    sampling = sampling_of(config, inputs.codec)
+    return Trainer(
+        settings=fit_settings(config, steps),
+        update=update_settings_of(config),
+        policy=policy,
+        tokenizer=inputs.tokenizer,
+        codec=inputs.codec,
+        engine=engine,
+        rollout=rollout_of(config, inputs, engine),
+        sampling=sampling,
+        validation=validation_passes(config, sampling),
+        train_tasks=train_tasks,
+        sampler=sampler,
+        val_tasks=inputs.val_tasks,
+        folder=folder,
+        checkpoints=store,
+        console=console,
+        sinks=sinks_of(
+            config.trainer,
+            folder,
+            console,
+            steps,
+            checkpoint.step if checkpoint else -1,
+            trace_of(config, folder, inputs.tokenizer),
+        ),
+        reference=reference_of(config, policy.model) if steps else None,
+        reward_kl=kl_control_of(config, checkpoint) if steps else None,
+        critic=critic_of(config, checkpoint, steps, ranks) if steps else None,
+        extra_episode_folders=extra_folders_of(config.trainer),
+        start_step=checkpoint.step if checkpoint else 0,
+        history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
+    )
+
+
+def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint a run goes on from, as trainer.resume_mode says."""
+    mode = trainer.resume_mode
+    if mode == "auto":
+        return store.latest()
+    if mode == "resume_path":
+        return open_checkpoint(Path(str(trainer.resume_from_path)))
+    if store.latest() is not None:
+        raise RunError(
+            f"{trainer.run_dir} holds checkpoints and trainer.resume_mode=disable would overwrite them; choose another "
+            "trainer.experiment_name, or remove the folder"
+        )
+    return None
+
+
+def rewind(
+    folder: RunFolder,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    console: RunConsole,
+    extra: Sequence[RunFolder] = (),
+) -> None:
+    """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
+    step = checkpoint.step if checkpoint else -1
+    with unread(folder):
+        aside = folder.rewind(step)
+    if checkpoint or aside:  # else what is in the other folders is not this run's
+        for other in extra:
+            other.rewind(step)
+    for place in store.supersede_after(step):
+        console.note(f"a checkpoint of a later step is now {place}")
+    if checkpoint:
+        console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
+    if aside:
+        console.note(f"what an earlier attempt wrote after that point is now in {aside}")

@@ -1,0 +1,176 @@
+"""From a Config to the settings of the update, the optimizer and the reference."""
+
+from __future__ import annotations
+
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.losses import SurrogateSettings
+from rally.algos.off_policy_correction import CorrectionSettings
+from rally.config import Config
+from rally.config.actor import LogProbKeys, OptimConfig
+from rally.config.sft import SftOptim
+from rally.config.trainer import GradientGuards
+from rally.data.samplers import total_steps
+from rally.train.divergence import GradientLimits
+from rally.train.health_checks import WatchSettings
+from rally.train.micro_batches import Cut, cut_of
+from rally.train.policy import OptimizerSettings
+from rally.train.rollout.dynamic_sampling import FilterSettings
+from rally.train.trainer import FitSettings
+from rally.train.update import UpdateSettings
+
+
+def update_cut(config: Config) -> Cut:
+    """Of a pass with a gradient; the reference, where the loss asks it, sees the same micro-batches."""
+    actor = config.actor
+    own = cut_of(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
+    return own.within(log_prob_cut(config, config.actor_rollout_ref.ref)) if actor.use_kl_loss else own
+
+
+def log_prob_cut(config: Config, keys: LogProbKeys) -> Cut:
+    """Of a pass that only asks for log-probabilities; what `keys` do not say is the actor's."""
+    actor = config.actor
+    dynamic = actor.use_dynamic_bsz if keys.log_prob_use_dynamic_bsz is None else keys.log_prob_use_dynamic_bsz
+    return cut_of(
+        keys.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        keys.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
+        dynamic,
+    )
+
+
+def update_settings_of(config: Config) -> UpdateSettings:
+    actor, cut = config.actor, update_cut(config)
+    return UpdateSettings(
+        mini_batch_groups=config.mini_batch_size,
+        surrogate=surrogate_settings_of(config),
+        correction=correction_settings_of(config),
+        aggregation=actor.loss_agg_mode,
+        loss_scale=actor.loss_scale_factor or float(config.response_length),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type,
+        epochs=actor.ppo_epochs,
+        max_tokens=cut.max_tokens,
+        max_rows=cut.max_rows,
+        log_prob_cut=log_prob_cut(config, config.rollout),
+        reference_cut=log_prob_cut(config, config.actor_rollout_ref.ref),
+        temperature=config.rollout.temperature,
+        deterministic=config.rollout.deterministic,
+        shuffle_seed=_shuffle_seed(config),
+    )
+
+
+def surrogate_settings_of(config: Config) -> SurrogateSettings:
+    actor, chosen = config.actor, config.actor.policy_loss
+    return SurrogateSettings(
+        mode=chosen.loss_mode,
+        low=actor.clip_low,
+        high=actor.clip_high,
+        dual=actor.clip_ratio_c,
+        tau_positive=actor.tau_pos,
+        tau_negative=actor.tau_neg,
+        marked_share=chosen.kl_cov_ratio if chosen.loss_mode == "kl_cov" else chosen.clip_cov_ratio,
+        covariance_low=chosen.clip_cov_lb,
+        covariance_high=chosen.clip_cov_ub,
+        marked_kl=chosen.ppo_kl_coef,
+    )
+
+
+def credit_settings_of(config: Config) -> CreditSettings:
+    algorithm = config.algorithm
+    return CreditSettings(
+        estimator=algorithm.adv_estimator,
+        by_std=algorithm.norm_adv_by_std_in_grpo,
+        turn_rewards=algorithm.turn_rewards,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        step_weight=algorithm.gigpo.step_advantage_w,
+        components=algorithm.gdpo_reward_keys,
+    )
+
+
+def filter_settings_of(config: Config) -> FilterSettings | None:
+    """DAPO's dynamic sampling, if it is on. A generation batch is as large as what a step begins with."""
+    chosen = config.algorithm.filter_groups
+    first = config.data.gen_batch_size or config.data.train_batch_size
+    if not chosen.enable:
+        return None
+    return FilterSettings(metric=chosen.metric, first=first, most=chosen.max_num_gen_batches * first or None)
+
+
+def correction_settings_of(config: Config) -> CorrectionSettings:
+    correction = config.algorithm.rollout_correction
+    return CorrectionSettings(
+        level=correction.rollout_is,
+        threshold=correction.rollout_is_threshold,
+        rejections=correction.rejections,
+        normalize=correction.rollout_is_batch_normalize,
+    )
+
+
+def reward_kl_coef(config: Config) -> float:
+    algorithm = config.algorithm
+    return algorithm.kl_ctrl.kl_coef if algorithm.use_kl_in_reward else 0.0
+
+
+def _shuffle_seed(config: Config) -> int | None:
+    own = config.actor.data_loader_seed
+    return (config.trainer.seed if own is None else own) if config.actor.shuffle else None
+
+
+def optimizer_settings_of(config: Config) -> OptimizerSettings:
+    return optimizer_settings(config.actor.optim, config.actor.grad_clip, gradient_limits_of(config.trainer.guards))
+
+
+def optimizer_settings(optim: OptimConfig | SftOptim, grad_clip: float, limits: GradientLimits) -> OptimizerSettings:
+    return OptimizerSettings(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.clip_grad or grad_clip,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=optim.lr_warmup_steps,
+        warmup_ratio=optim.lr_warmup_steps_ratio,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        limits=limits,
+    )
+
+
+def gradient_limits_of(guards: GradientGuards) -> GradientLimits:
+    return GradientLimits(factor=guards.grad_norm_factor, highest=guards.max_grad_norm)
+
+
+def watch_settings_of(config: Config) -> WatchSettings:
+    guards = config.trainer.guards
+    return WatchSettings(
+        patience=guards.patience,
+        entropy_share=guards.entropy_share,
+        tool_share=guards.tool_share,
+        clipped_share=guards.clipped_share,
+    )
+
+
+def fit_settings(config: Config, steps: int) -> FitSettings:
+    trainer, data = config.trainer, config.data
+    return FitSettings(
+        total_steps=steps,
+        batch_size=data.train_batch_size,
+        n=config.rollout.n,
+        seed=trainer.seed if data.seed is None else data.seed,
+        credit=credit_settings_of(config),
+        filter=filter_settings_of(config),
+        reward_kl_kind=config.algorithm.kl_penalty,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train or steps == 0,
+        val_batch_size=data.val_batch_size,
+        max_prompt_length=data.max_prompt_length,
+        mismatch_alarm=config.rollout.mismatch_alarm,
+        watch=watch_settings_of(config),
+        show_validation=trainer.log_val_generations,
+    )
+
+
+def total_steps_of(config: Config, rows: int) -> int:
+    by_epochs = total_steps(rows, config.data.train_batch_size, config.trainer.total_epochs)
+    return config.trainer.total_training_steps or by_epochs

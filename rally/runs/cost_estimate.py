@@ -1,0 +1,211 @@
+"""What a run costs in memory and time, as formulas over a model's configuration: no weight is loaded for them.
+
+The dry run, the doctor and a person with a pencil get the same numbers. Memory is that of one device. Activations are
+those of a packed micro-batch; on one H200, in the shape of Qwen2.5-1.5B, the whole formula lies 7 to 8 % above the
+peaks that docs/benchmarks.md reports. Times are estimates: work divided by what the hardware could do, times the share
+of it (`UTILISATION`) that the same page reports for training and decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rally.config import Config
+from rally.engines.embedded.memory_plan import kv_bytes_per_token
+from rally.models.families import FAMILIES, mlp_size, shape_of
+from rally.models.lm_head import MAX_LOGITS
+from rally.models.load import load_model_config
+from rally.models.lora import LoraSettings, lora_rank
+from rally.models.vision import tower_of
+from rally.models.vision_io import auto_class, freeze_tower
+from rally.models.vision_memory import tower_shape
+from rally.runs.build.episodes import engine_settings_of
+from rally.runs.build.models import lora_of
+from rally.runs.build.training import reward_kl_coef
+
+UTILISATION = 0.35
+USED_BUDGET = 0.5
+"""How much of data.max_response_length an episode is taken to use, where nobody has measured it."""
+
+
+class Size(NamedTuple):
+    """Numbers of a model: all of them, those that are trained, and those that a token meets (of experts only some)."""
+
+    parameters: int
+    trained: int
+    active: int
+
+
+class Cost(NamedTuple):
+    what: str
+    bytes: int
+
+
+class Images(NamedTuple):
+    """Bytes that images hold until the backward pass, and while the tower looks at them, before there is any text."""
+
+    kept: int
+    passing: int
+
+
+class StepTime(NamedTuple):
+    """Seconds of one training step."""
+
+    rollout: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.update
+
+
+class Hardware(NamedTuple):
+    """A device by what it has: memory in bytes, dense half-precision operations and bytes of memory a second."""
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+
+
+def size_of(model: PreTrainedModel) -> Size:
+    """Of a module, also of one on the meta device, which holds no numbers."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    config = model.config.get_text_config()
+    experts, chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = of_experts * (1 - chosen / experts) if experts and chosen else 0
+    # A token looks its embedding up, which costs no multiplication, unless the same matrix is also the head.
+    looked_up = 0 if config.tie_word_embeddings else sum(p.numel() for p in model.get_input_embeddings().parameters())
+    return Size(parameters, trained, int(parameters - idle - looked_up))
+
+
+def size_from(
+    model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False, tower_frozen: bool = False
+) -> Size:
+    """Of the model that a configuration describes, and of the adapters that would be trained."""
+    with torch.device("meta"):
+        model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
+    if tower_frozen:
+        freeze_tower(model)
+    size = size_of(model)
+    return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
+
+
+def _adapter_numbers(model: PreTrainedModel, lora: LoraSettings) -> int:
+    head, rank = model.get_output_embeddings(), lora_rank(lora)
+    every = lora.targets == LoraSettings.targets
+    tower = set() if (seeing := tower_of(model)) is None or not every else set(seeing.modules())
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and (every or name.endswith(lora.targets))
+        if module not in tower
+    ]
+    return sum(rank * (module.in_features + module.out_features) for module in linear)
+
+
+def training_costs(config: Config, model_config: PreTrainedConfig, size: Size, width: int) -> list[Cost]:
+    """Everything an update holds at once; `width` is the bytes of a number of the model."""
+    adapters = lora_of(config.model, 0) is not None
+    wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
+    costs = [
+        *_trained(size, width),
+        Cost("reference policy", size.parameters * width if wanted and not adapters else 0),
+        Cost("critic with its optimizer", _critic_bytes(config, size, width)),
+        Cost("activations of the update", activation_bytes(config, model_config, width)),
+    ]
+    return [cost for cost in costs if cost.bytes]
+
+
+def _trained(size: Size, width: int) -> Iterator[Cost]:
+    yield Cost("weights", size.parameters * width)
+    yield Cost("gradients, float32", 4 * size.trained)
+    yield Cost("master weights, float32", 4 * size.trained if width < 4 else 0)
+    yield Cost("Adam's two moments, float32", 8 * size.trained)
+
+
+def _critic_bytes(config: Config, policy: Size, width: int) -> int:
+    if not config.needs_critic:
+        return 0
+    size = policy._replace(trained=policy.parameters)
+    if config.critic.model.path:
+        size = size_from(load_model_config(config.critic.model.path, called="critic.model.path"))
+    return sum(cost.bytes for cost in _trained(size, width))
+
+
+def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
+    """What a micro-batch keeps for its backward pass: every layer's input and the inside of one, or of all; and a
+    chunk of logits, twice. Of a model that sees, prompts are taken to be images."""
+    text = model_config.get_text_config()
+    layers, kv_heads, head = shape_of(text)
+    history = config.prompt_length + config.response_length
+    episodes = config.mini_batch_size * config.rollout.n
+    tokens = min(max(config.actor.ppo_max_token_len_per_gpu, history), episodes * history)
+    qkv = (text.num_attention_heads + 2 * kv_heads) * head
+    if width < 4 and text.model_type in FAMILIES:
+        # Fused: the residual twice, its norms, what attention gives; of the MLP the gate, the other half, the product.
+        inside = 5 * text.hidden_size + qkv + 3 * mlp_size(text)
+    else:
+        # Two norms in float32 and their results, queries, keys and values before and after rotation, and of the MLP
+        # its gate, the gate's activation, the other half and their product.
+        inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
+    layer = tokens * inside * width
+    seen = _images(config, model_config, tokens * config.prompt_length // history, width)
+    logits = 2 * 4 * min(MAX_LOGITS["cuda" if width < 4 else "cpu"], tokens * text.vocab_size)
+    if not config.model.enable_gradient_checkpointing:
+        kept = layers * layer + logits
+    else:
+        kept = layers * tokens * text.hidden_size * width + max(layer, logits)  # the head's turn is over by then
+    return int(max(kept + seen.kept, seen.passing))
+
+
+def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
+    """Of so many image tokens. Where nothing of the tower is learned, only their features stay."""
+    tower = tower_shape(model_config)
+    if tower is None:
+        return Images(0, 0)
+    lora, features = lora_of(config.model, 0), tokens * tower.features * width
+    patches = tokens * tower.patches * width
+    if config.actor.freeze_vision_tower or (lora is not None and lora.targets == LoraSettings.targets):
+        return Images(features, features + patches * tower.looking())
+    learned = tower.learning(checkpointing=config.model.enable_gradient_checkpointing)
+    return Images(features + patches * learned, 0)
+
+
+def at_once(config: Config, model_config: PreTrainedConfig, width: int, room: int) -> int:
+    """How many episodes are sampled at the same time with `room` bytes for their KV."""
+    settings, per_token = engine_settings_of(config), kv_bytes_per_token(model_config, width)
+    fit = room // (per_token * int(config.prompt_length + USED_BUDGET * config.response_length))
+    return min(settings.max_num_seqs, config.data.train_batch_size * config.rollout.n, fit)
+
+
+def step_time(
+    config: Config, model_config: PreTrainedConfig, size: Size, hardware: Hardware, running: int, width: int
+) -> StepTime:
+    """One step with `running` episodes sampled at a time. Decoding reads the weights and every history once for each
+    token of an episode; training computes 6 operations a number and token, 8 where activations are computed again."""
+    episodes = config.data.train_batch_size * config.rollout.n
+    prompt, answer = config.prompt_length * USED_BUDGET, config.response_length * USED_BUDGET
+    read = size.parameters * width + running * (prompt + answer / 2) * kv_bytes_per_token(model_config, width)
+    decode = max(read / hardware.bandwidth, 2 * size.active * running / hardware.flops)
+    waves = -(-episodes // max(1, running))
+    prefill = 2 * size.active * config.data.train_batch_size * prompt / hardware.flops
+    per_number = 8 if config.model.enable_gradient_checkpointing else 6
+    tokens = episodes * answer + config.data.train_batch_size * prompt  # the prompt of a group is computed once
+    update = per_number * size.active * tokens * config.actor.ppo_epochs / hardware.flops
+    return StepTime((waves * answer * decode + prefill) / UTILISATION, update / UTILISATION)
+
+
+def shown_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

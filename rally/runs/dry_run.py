@@ -1,0 +1,97 @@
+"""`rally train --dry-run`: everything a run would do, as far as it can be said without training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import torch
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from rally.config import Config
+from rally.config.checks.multi_gpu import served
+from rally.engines.embedded.memory_plan import plan_memory
+from rally.runs import build
+from rally.runs.build.episodes import scorer_of
+from rally.runs.build.inputs import Inputs, read_inputs
+from rally.runs.build.training import total_steps_of
+from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
+from rally.track import RunConsole
+from rally.track.display_text import visible
+from rally.types import Task
+
+
+def dry_run(config: Config, console: RunConsole) -> None:
+    """Load the reward; print the resolved configuration, one prompt with its mask, tools, budgets, the memory plan."""
+    config.require_training()
+    config = served(config)
+    inputs = read_inputs(config, console)
+    asyncio.run(_load_reward(config))
+    tasks = inputs.train_tasks or inputs.val_tasks
+    assert tasks is not None
+    console.note(config.to_yaml().rstrip())
+    console.table("tools", [[s["function"]["name"], json.dumps(s)] for s in inputs.toolbox.schemas()] or [["none", ""]])
+    _show_prompt(inputs, tasks[0], console)
+    console.table("template", [["", inputs.codec.probe().words]])
+    _show_budgets(config, inputs, console)
+    _show_memory(config, console)
+    console.note("dry run: nothing was trained")
+
+
+async def _load_reward(config: Config) -> None:
+    """The reward function as a run loads it: its mistakes belong here too."""
+    async with scorer_of(config):
+        pass
+
+
+def _show_prompt(inputs: Inputs, task: Task, console: RunConsole) -> None:
+    ids = inputs.codec.encode_prompt(task.prompt)
+    console.banner("first prompt", {"row": task.id, "tokens": f"{len(ids)}, all observed (mask 0); replies get mask 1"})
+    console.show(Text(visible(inputs.codec.decode(ids)), style="dim"))
+    console.show(Text("<the policy's turn, mask 1>", style="green"))
+
+
+def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
+    data = config.data
+    rows = [
+        ["prompt tokens, at most", str(config.prompt_length)],
+        ["response tokens, at most", f"{config.response_length} (sampled and observed together)"],
+        ["history, at most", f"{build.engine_settings_of(config).max_model_len} tokens"],
+        ["assistant turns, at most", str(config.max_turns or "no limit")],
+        ["agent loop", config.agent_loop_name],
+        ["simulated users", ", ".join(inputs.interactions.names) or "none"],
+        ["history policy", config.history],
+    ]
+    if inputs.train_tasks is not None:
+        steps = total_steps_of(config, len(inputs.train_tasks))
+        sampler = build.sampler_of(config, inputs.train_tasks, steps)  # its mistakes belong here too
+        rows += [
+            ["training rows", str(len(inputs.train_tasks))],
+            ["rows chosen by", type(sampler).__name__],
+            ["steps", f"{steps} of {data.train_batch_size} prompts x {config.rollout.n} episodes"],
+        ]
+    if inputs.val_tasks is not None:
+        rows.append(["validation rows", str(len(inputs.val_tasks))])
+    console.table("budgets", rows)
+
+
+def _show_memory(config: Config, console: RunConsole) -> None:
+    model = build.model_of(config)
+    width = torch.empty((), dtype=model.dtype).element_size()
+    costs = training_costs(config, model.config, size_of(model), width)
+    rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
+    if (ranks := config.trainer.n_gpus_per_node) > 1:
+        rows.append(["ranks", f"{ranks}: of weights, gradients and optimizer each holds its part"])
+    console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
+
+
+def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
+    if config.rollout.name != "embedded":
+        return [["engine", f"{config.rollout.name}, in processes of its own"]]
+    settings = build.engine_settings_of(config)
+    plan = plan_memory(model, settings)
+    return [
+        ["KV cache", f"{shown_bytes(plan.kv_bytes)} for {plan.pages * settings.page_size:,} tokens"],
+        ["one step of the engine", shown_bytes(plan.step_bytes)],
+    ]

@@ -1,0 +1,116 @@
+"""What a row would get wrong in every one of its episodes is told before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+
+from rally.chat import ChatCodec
+from rally.config import Config
+from rally.data import DataError, TaskSet
+from rally.interactions import Interactions
+from rally.loops import find_loop, load_loop_config
+from rally.rewards import check_source
+from rally.tools import ToolBox
+from rally.track import RunConsole
+from rally.types import RallyError, Task
+from rally.util.threads import available_cores
+
+MOST_WORKERS = 16
+
+
+def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsole) -> TaskSet:
+    """The tasks whose prompts fit data.max_prompt_length, as data.filter_overlong_prompts and truncation decide."""
+    most, data = config.prompt_length, config.data
+    if data.need_tools_kwargs:
+        bare = next((task.id for task in tasks if not task.tools_kwargs), None)
+        if bare is not None:
+            raise DataError(f"row {bare} has no extra_info.tools_kwargs, which data.need_tools_kwargs=true asks for")
+    lengths = _lengths(tasks, codec, data.filter_overlong_prompts_workers)
+    long = [i for i, n in enumerate(lengths) if n > most]
+    if not long:
+        return tasks
+    worst = f"{len(long)} of {len(tasks)} prompts exceed data.max_prompt_length={most} (the longest has {max(lengths)})"
+    if data.filter_overlong_prompts:
+        if len(long) == len(tasks):
+            raise DataError(f"{worst}, so filtering leaves none; raise data.max_prompt_length")
+        console.note(f"{worst}; they are left out")
+        return tasks.select([i for i, n in enumerate(lengths) if n <= most])
+    if data.truncation == "error":
+        raise DataError(
+            f"{worst}, the first in row {tasks[long[0]].id}; raise it, set data.filter_overlong_prompts=true, or "
+            "choose data.truncation=left, right or middle"
+        )
+    console.note(f"{worst}; they are cut ({data.truncation})")
+    return tasks
+
+
+def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int | None) -> list[int]:
+    """Tokenizers do not hold Python's lock, so a thread for each core is worth it. A pool takes all that it is given at
+    once, and rows can hold images: it is given some at a time."""
+    lengths: list[int] = []
+    left = iter(tasks)
+    with ThreadPoolExecutor(workers or min(MOST_WORKERS, available_cores())) as pool:
+        while some := list(islice(left, 256)):
+            lengths += pool.map(lambda task: len(codec.encode_prompt(task.prompt)), some)
+    return lengths
+
+
+SCORED_BY_FUNCTIONS = ("tool_agent", "single_turn_agent")  # other loops may score their episodes themselves
+
+
+class RowError(RallyError):
+    """A row whose episodes would all fail."""
+
+
+def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> None:
+    """A row must not ask for a user, a loop or a tool that is not there, nor be one that no reward function knows."""
+    rollout = config.rollout
+    path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
+    loops = load_loop_config(path) if path else {}
+    by_functions = config.reward_function.path is None and not overridden
+    seen: set[tuple[object, ...]] = set()
+    for task in tasks:
+        interactions.find(task)
+        loop = task.agent_name or config.agent_loop_name
+        selection = _selection(task)
+        asked = (loop, task.data_source, selection)
+        if asked in seen:
+            continue
+        seen.add(asked)
+        with _naming(task):
+            toolbox.schemas(selection)
+            if not overridden:
+                find_loop(loop, loops)
+            if by_functions and loop in SCORED_BY_FUNCTIONS and loop not in loops:
+                check_source(task.data_source)
+
+
+def _selection(task: Task) -> tuple[str, ...] | None:
+    """The tools that a row is content with; None is all of them."""
+    told = task.extra_info.get("tool_selection")
+    if told is None:
+        return None
+    if not isinstance(told, list | tuple) or not all(isinstance(name, str) for name in told):
+        raise RowError(f"row {task.id}: extra_info.tool_selection is {told!r}; make it a list of names of tools")
+    return tuple(told)
+
+
+@contextmanager
+def _naming(task: Task) -> Iterator[None]:
+    try:
+        yield
+    except RallyError as mistake:
+        raise RowError(f"row {task.id}: {mistake}") from None
+
+
+def warn_of_repeats(rows: int, batch_size: int, console: RunConsole) -> None:
+    """A batch of more rows than there are is filled by further epochs."""
+    if batch_size > rows:
+        console.warn_once(
+            "repeats",
+            f"data.train_batch_size={batch_size} is more than the {rows} training rows, so a step takes rows more than "
+            f"once; set it to {rows} or less, or bring more rows",
+        )

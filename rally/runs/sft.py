@@ -1,0 +1,299 @@
+"""What `rally sft` does: from one SftConfig to a run folder with checkpoints; it resumes like training does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from rally.chat import ChatCodec
+from rally.config import SftConfig
+from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
+from rally.models import attention
+from rally.models.parallel import ALONE, Ranks
+from rally.models.untrained_tokens import warn_of_unlearned
+from rally.runs.build.inputs import Outcome, RunError, check_ranks, check_sight
+from rally.runs.build.models import Plan, patches_at, tokenizer_at, trained_model
+from rally.runs.build.tracking import sinks_of
+from rally.runs.build.trainer import resume_point, rewind
+from rally.runs.build.training import gradient_limits_of, optimizer_settings
+from rally.runs.row_checks import warn_of_repeats
+from rally.sft.template_check import check_conversations, tell
+from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
+from rally.track import RunConsole, RunFolder, Sinks, sole_writer
+from rally.track.display_text import visible
+from rally.train.checkpoint.store import Checkpoint, CheckpointStore
+from rally.train.divergence import keeping_diverged
+from rally.train.interrupt import Interrupt, resume_command, stopped
+from rally.train.micro_batches import UNBOUND
+from rally.train.packing import Row
+from rally.train.policy import Policy, due, step_seed
+from rally.types import RallyError
+
+
+class Encoded(NamedTuple):
+    """Conversations as rows, numbered; `sources` say where each comes from, `cut` how many data.truncation cut."""
+
+    rows: list[Row]
+    sources: list[dict[str, str]]
+    cut: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRun:
+    """The parts of a run."""
+
+    config: SftConfig
+    settings: SftSettings
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    store: CheckpointStore
+    sinks: Sinks
+    train: Encoded
+    val: Encoded
+    console: RunConsole
+    interrupt: Interrupt = field(default_factory=Interrupt)
+
+
+def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
+    """Supervised fine-tuning as configured."""
+    check_ranks(config.trainer, ranks)
+    console = console or RunConsole()
+    config.require_training()
+    tokenizer = tokenizer_of(config)
+    check_sight(str(config.model_path), patches_at(config.model, str(config.model_path), {}), ranks)
+    train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
+    val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
+    with sole_writer(config.run_dir):
+        return _sft(config, tokenizer, train, val, console, ranks)
+
+
+def _sft(
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Encoded,
+    val: Encoded,
+    console: RunConsole,
+    ranks: Ranks,
+) -> Outcome:
+    settings = sft_settings_of(config)
+    by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
+    steps = config.trainer.total_training_steps or by_epochs
+    warn_of_repeats(len(train.rows), settings.batch_size, console)
+    folder = RunFolder(config.run_dir).create()
+    store = CheckpointStore(
+        config.run_dir / "checkpoints",
+        keep=config.trainer.max_ckpt_to_keep,
+        background=config.trainer.checkpoint.async_save,
+        merged="hf_model" in config.trainer.checkpoint.save_contents,
+        warn=lambda t: console.warn_once(t, t),
+    )
+    start = resume_point(config.trainer, store)
+    if start and start.step >= steps:
+        raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
+    ranks.begin(Plan(config, start.path if start else None, steps))
+    policy = sft_policy_of(config, start, steps, ranks)
+    written = itertools.chain.from_iterable(row.ids for row in train.rows)
+    warn_of_unlearned(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
+    folder.save_config(config.to_yaml())
+    folder.save_versions()
+    rewind(folder, store, start, console)
+    run = SftRun(
+        config=config,
+        settings=settings,
+        policy=policy,
+        tokenizer=tokenizer,
+        store=store,
+        sinks=sinks_of(config.trainer, folder, console, steps, start.step if start else -1),
+        train=train,
+        val=val,
+        console=console,
+    )
+    with run.sinks, run.interrupt.listening():
+        trained = _train(run, range(start.step + 1 if start else 1, steps + 1))
+    if trained.done < steps:
+        again = resume_command("sft", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
+        raise stopped(console, trained.done, steps, again)
+    return Outcome(config.run_dir, steps, trained.metrics)
+
+
+def check(config: SftConfig, console: RunConsole) -> bool:
+    """Whether every conversation teaches exactly what an episode would sample; says how many do, and the first that
+    does not."""
+    config.require_training()
+    data, codec_for = config.data, codecs_of(config, tokenizer_of(config))
+    fine = True
+    for name, files, most in (
+        ("data.train_files", data.train_files, data.train_max_samples),
+        ("data.val_files", data.val_files, data.val_max_samples),
+    ):
+        if files:
+            chosen = conversations_of(config, files, most)
+            with console.phase("checking", len(chosen)) as phase:
+                found = check_conversations(chosen, codec_for, data.max_length, phase.advance)
+            tell(found, name, sft_settings_of(config), console)
+            fine = fine and not found.different and not (found.over_long and data.truncation == "error")
+    return fine
+
+
+def show(config: SftConfig, console: RunConsole) -> None:
+    """The dry run: the resolved configuration, the first conversation with its mask, and the budgets."""
+    config.require_training()
+    tokenizer = tokenizer_of(config)
+    codec = codec_of(config, tokenizer)
+    rows = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console).rows
+    console.note(config.to_yaml().rstrip())
+    first, supervised = rows[0], set(rows[0].sampled)
+    console.banner("first conversation", {"tokens": str(len(first.ids)), "supervised": str(len(supervised))})
+    text = Text()
+    for learned, run in itertools.groupby(range(len(first.ids)), key=lambda i: i in supervised):
+        text.append(visible(codec.decode([first.ids[i] for i in run])), style="green" if learned else "dim")
+    console.show(text)
+    steps = total_steps(len(rows), config.data.train_batch_size, config.trainer.total_epochs)
+    console.table(
+        "budgets",
+        [
+            ["conversations", str(len(rows))],
+            ["steps", str(config.trainer.total_training_steps or steps)],
+            ["longest", f"{max(len(r.ids) for r in rows)} tokens of data.max_length={config.data.max_length}"],
+        ],
+    )
+    console.note("dry run: nothing was trained")
+
+
+def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
+    return tokenizer_at(config.model, str(config.model_path))
+
+
+def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
+    own = {} if thinking is None else {"enable_thinking": thinking}
+    return ChatCodec(
+        tokenizer,
+        config.data.tool_format,
+        template_kwargs={**config.data.apply_chat_template_kwargs, **own},
+        patches=patches_at(config.model, str(config.model_path), {}),
+    )
+
+
+def sft_settings_of(config: SftConfig) -> SftSettings:
+    return SftSettings(
+        batch_size=config.data.train_batch_size,
+        max_length=config.data.max_length,
+        truncation=config.data.truncation,
+        max_tokens=config.data.max_token_len_per_gpu if config.data.use_dynamic_bsz else UNBOUND,
+        max_rows=config.data.micro_batch_size_per_gpu,
+    )
+
+
+def conversations_of(config: SftConfig, files: Sequence[str], most: int) -> RowSet[Conversation]:
+    """The first `most` conversations of `files`, or with -1 all, checked."""
+    conversations = load_conversations(
+        list(files),
+        messages_key=config.messages_key,
+        tools_key=config.tools_key,
+        enable_thinking_key=config.enable_thinking_key,
+        image_key=config.data.image_key,
+        pair=QuestionAnswer(config.question_path, config.answer_path) if config.question_path else None,
+    )
+    return conversations if most < 0 else conversations.select(range(min(most, len(conversations))))
+
+
+def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[Conversation], ChatCodec]:
+    """The codec of a conversation: with its own tools and its own enable_thinking."""
+    codecs = functools.cache(functools.partial(codec_of, config, tokenizer))
+
+    def codec_for(one: Conversation) -> ChatCodec:
+        codec = codecs(one.enable_thinking)
+        return codec.with_tools(one.tools) if one.tools else codec
+
+    return codec_for
+
+
+def read_rows(
+    config: SftConfig, files: Sequence[str], most: int, tokenizer: PreTrainedTokenizerBase, console: RunConsole
+) -> Encoded:
+    """The conversations of `files`, checked and encoded."""
+    if not files:
+        return Encoded([], [])
+    chosen, codec_for = conversations_of(config, files, most), codecs_of(config, tokenizer)
+    settings, encoded = sft_settings_of(config), []
+    with console.phase("encoding", len(chosen)) as phase:
+        for number, one in enumerate(chosen):
+            try:
+                encoded.append(encode_row(codec_for(one), one.messages, settings, str(number), number))
+            except RallyError as error:
+                raise SftError(f"{one.where}: {error}; rally sft --check looks at all rows") from error
+            phase.advance()
+    rows, cut = [one.row for one in encoded], sum(one.cut for one in encoded)
+    if cut:
+        empty = sum(not row.sampled for row in rows)
+        told = f"{cut} of {len(rows)} conversations were cut to data.max_length={settings.max_length} tokens"
+        console.warn_once(f"cut {files}", f"{told}, and {empty} have nothing left to learn; raise data.max_length")
+    return Encoded(rows, [{"conversation": one.where} for one in chosen], cut)
+
+
+def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
+    """As configured, or as the checkpoint left it."""
+    path = str(start.actor) if start else None
+    model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
+    attention.install(model)
+    ranks.spread(model)
+    limits = gradient_limits_of(config.trainer.guards)
+    policy = Policy(
+        model,
+        optimizer_settings(config.optim, config.optim.clip_grad, limits),
+        steps,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        offload=config.model.fsdp_config.optimizer_offload,
+    )
+    if start:
+        policy.load_state(start.state())
+    return policy
+
+
+class _Trained(NamedTuple):
+    done: int  # the last step that has ended
+    metrics: dict[str, float]
+
+
+def _train(run: SftRun, steps: range) -> _Trained:
+    config, trainer = run.config, run.config.trainer
+    seed = trainer.seed if config.data.seed is None else config.data.seed
+    rows, last = run.train.rows, {}
+    with run.console.phase("sft", len(steps)) as phase:
+        for step, batch in sft_batches(rows, run.settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
+            run.store.check()
+            torch.manual_seed(step_seed(seed, step))
+            with keeping_diverged(config.run_dir, step, run.train.sources):
+                last = _timed_step(run, step, batch)
+            final = step == steps.stop - 1
+            if run.val.rows and (final or due(step, trainer.test_freq)):
+                last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
+            run.sinks.log(step, last)
+            saved = final or run.interrupt.requested or due(step, trainer.save_freq)
+            if saved:
+                run.store.save(step, run.policy, run.tokenizer)
+            phase.advance()
+            if saved and run.interrupt.requested:
+                break
+    run.store.wait()
+    return _Trained(step, last)
+
+
+def _timed_step(run: SftRun, step: int, batch: Sequence[Row]) -> dict[str, float]:
+    began = time.perf_counter()
+    metrics = sft_step(run.policy, batch, run.settings)
+    seconds = time.perf_counter() - began
+    return metrics | {
+        "train/tokens_per_s": sum(len(row.ids) for row in batch) / seconds,
+        "train/truncated_share": run.train.cut / len(run.train.rows),
+        "training/epoch": float((step - 1) // steps_per_epoch(len(run.train.rows), run.settings.batch_size)),
+        "timing_s/step": seconds,
+    }

@@ -1,0 +1,87 @@
+"""What `rally train` and `rally eval` do: from one Config to a run folder."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from rally.config import Config
+from rally.models.parallel import ALONE, Ranks
+from rally.runs import build
+from rally.runs.build.episodes import dump_of
+from rally.runs.build.inputs import Inputs, Outcome, RunError, check_ranks, check_sight, read_inputs
+from rally.runs.build.trainer import resume_point, rewind
+from rally.runs.build.training import total_steps_of
+from rally.runs.evaluate import evaluate_inputs
+from rally.runs.row_checks import warn_of_repeats
+from rally.track import RunConsole, RunFolder, sole_writer
+from rally.train.checkpoint.store import CheckpointStore
+from rally.train.interrupt import resume_command, stopped
+from rally.train.trainer import run
+
+SELDOM = (50_000, 20, 100)
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    usual = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
+
+
+def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
+    """Train as configured; resumes by itself where the run folder holds a checkpoint."""
+    check_ranks(config.trainer, ranks)
+    console = console or RunConsole()
+    config.require_training()
+    inputs = read_inputs(config, console, train=not config.trainer.val_only)
+    if config.trainer.val_only:
+        return evaluate_inputs(config, inputs, console)
+    check_sight(str(config.model.path), inputs.codec.patches, ranks)
+    with sole_writer(config.run_dir):
+        return _train(config, inputs, console, ranks)
+
+
+def _train(config: Config, inputs: Inputs, console: RunConsole, ranks: Ranks) -> Outcome:
+    assert inputs.train_tasks is not None
+    folder = RunFolder(config.run_dir).create()
+    store = CheckpointStore(
+        config.run_dir / "checkpoints",
+        keep=config.trainer.max_actor_ckpt_to_keep,
+        background=config.actor.checkpoint.async_save,
+        merged="hf_model" in config.actor.checkpoint.save_contents,
+        keep_critics=config.trainer.max_critic_ckpt_to_keep,
+        warn=lambda text: console.warn_once(text, text),
+    )
+    checkpoint = resume_point(config.trainer, store)
+    steps = total_steps_of(config, len(inputs.train_tasks))
+    warn_of_repeats(len(inputs.train_tasks), config.data.train_batch_size, console)
+    if checkpoint and checkpoint.step >= steps:
+        raise RunError(
+            f"{checkpoint.path} is already at step {checkpoint.step} of {steps}, so there is nothing left to train; "
+            "raise trainer.total_training_steps or total_epochs, or use another trainer.experiment_name"
+        )
+    if config.needs_critic and config.trainer.critic_warmup >= steps:
+        raise RunError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves no step of {steps} to train the policy in; "
+            "make it smaller"
+        )
+    if config.rollout.skip_rollout:
+        console.warn_once("skip", f"episodes of {dump_of(config)} are trained on, whatever weights sampled them")
+    rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
+    trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks)
+    folder.save_config(config.to_yaml())  # a command that cannot go on leaves the file of the one that could
+    folder.save_versions()
+    with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
+        metrics = run(trainer)
+    if trainer.done < steps:
+        again = resume_command("train", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
+        raise stopped(console, trainer.done, steps, again)
+    return Outcome(config.run_dir, steps, metrics)

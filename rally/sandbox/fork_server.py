@@ -1,0 +1,195 @@
+"""Guarantees: a jail is a warm fork server behind one level of isolation; it was proven to run before it is handed out.
+
+Everything a program may see is listed here: system folders and the Python installation, all read-only. A jail ends when
+its control socket closes, so also when the process that made it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rally.sandbox import json_socket
+from rally.sandbox.inside.confine import LevelName
+from rally.sandbox.languages import SYSTEM_PATH
+
+START_SECONDS = 120.0
+SEND_SECONDS = 2.0  # a word of three bytes: longer only when hundreds wait to be forked
+INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (as root), or run: make sandbox"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_INSIDE = "/opt/rally"
+_PASSWD = b"user:x:1000:1000:user:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+_GROUP = b"user:x:1000:\nnogroup:x:65534:\n"
+
+
+class JailFailed(Exception):
+    """A level of isolation cannot be had here; the text says why."""
+
+
+def package_folder() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def python_folders() -> list[str]:
+    """Where this Python lives: its environment, its base, and where its executable really is."""
+    real = Path(sys.executable).resolve().parents[1]
+    folders = dict.fromkeys(str(Path(folder)) for folder in (sys.base_prefix, real, sys.prefix))
+    return [folder for folder in folders if not folder.startswith("/usr/") and folder not in ("/", "/usr")]
+
+
+def readable_folders() -> tuple[str, ...]:
+    """All that a program sees of this machine when it is not in a file system of its own."""
+    return (*_SYSTEM, *_SETTINGS, *python_folders(), str(package_folder()))
+
+
+def environment(python_path: str, home: str) -> dict[str, str]:
+    """The whole environment of a program: nothing of ours, so no secret either."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
+        "PYTHONPATH": python_path,
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+@dataclass
+class Jail:
+    level: LevelName
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    @classmethod
+    def start(cls, level: LevelName, modules: Sequence[str]) -> Jail:
+        """Start a fork server and wait until it is warm; JailFailed says why it is not."""
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile() as errors:
+            command = [sys.executable, "-m", "rally.sandbox.inside.zygote", level, str(theirs.fileno()), *modules]
+            try:
+                jail = cls(level, _spawn(level, command, theirs, errors), control)
+            except OSError as error:
+                control.close()
+                raise JailFailed(str(error)) from None
+            theirs.close()
+            try:
+                jail._wait_until_warm()
+            except OSError as error:
+                jail.stop()
+                raise JailFailed(_last_line(errors) or str(error)) from None
+        return jail
+
+    def connect(self) -> socket.socket:
+        """A connection whose other end becomes one execution. What arrives on it first is a handle on that."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.control, [b"run"], [theirs.fileno()])
+        return ours
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End it and everything in it."""
+        self.control.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _wait_until_warm(self) -> None:
+        self.control.settimeout(START_SECONDS)
+        if not self.control.recv(1 << 10):
+            raise json_socket.WireClosed("it ended before it was ready")
+        self.control.settimeout(SEND_SECONDS)
+
+
+def _spawn(level: LevelName, command: list[str], theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    if level == "bubblewrap":
+        return _spawn_in_bubblewrap(command, theirs, errors)
+    return subprocess.Popen(
+        command,
+        env=environment(str(package_folder().parent), "/nonexistent"),
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _spawn_in_bubblewrap(command: list[str], theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is None:
+        raise JailFailed(f"it is not installed; install it with: {INSTALL_BUBBLEWRAP}")
+    with _data(_PASSWD) as passwd, _data(_GROUP) as group:
+        given = {"/etc/passwd": passwd.fileno(), "/etc/group": group.fileno()}
+        return subprocess.Popen(
+            [bubblewrap, *walls(given), "--", *command],
+            env={},
+            pass_fds=[theirs.fileno(), *given.values()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def walls(given: dict[str, int]) -> list[str]:
+    """bubblewrap's arguments; `given` are files by the descriptor their content is read from."""
+    words = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--hostname", "sandbox", "--dir", "/tmp", "--dir", "/mnt", "--proc", "/proc", "--tmpfs", "/dev"]
+    for name in _DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--dir", "/dev/shm", "--remount-ro", "/dev"]
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            words += ["--ro-bind", path, path]
+    words += _open_folders([*python_folders(), f"{_INSIDE}/rally", *_SETTINGS])
+    for path in (*python_folders(), *_SETTINGS):
+        words += ["--ro-bind-try", path, path]
+    words += ["--ro-bind", str(package_folder()), f"{_INSIDE}/rally"]
+    for path, descriptor in given.items():
+        words += ["--perms", "0644", "--ro-bind-data", str(descriptor), path]
+    words += ["--remount-ro", "/", "--chdir", "/", "--clearenv"]
+    for name, value in environment(_INSIDE, "/tmp").items():
+        words += ["--setenv", name, value]
+    return words
+
+
+def _open_folders(paths: Sequence[str]) -> list[str]:
+    """The folders above `paths`, made readable for all: bubblewrap would make them for root alone."""
+    above = {str(parent) for path in paths for parent in Path(path).parents} - {"/", "/usr"}
+    return [word for path in sorted(above) for word in ("--perms", "0755", "--dir", path)]
+
+
+def _data(content: bytes) -> IO[bytes]:
+    file = os.fdopen(os.memfd_create("rally"), "w+b")
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

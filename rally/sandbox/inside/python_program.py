@@ -1,0 +1,123 @@
+"""Guarantees: code runs in this forked interpreter as `python main.py` would run it, and none of our own frames show.
+
+It runs as the module `__main__` of a file that exists, with the exit codes, tracebacks, threads and exit handlers of a
+script. Random generators that the fork server loaded are seeded anew, so that two runs do not draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rally.sandbox.inside.request import Order
+
+_SEEDED = (("numpy.random", "seed"), ("sympy.core.random", "seed"))
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    echo: str | None = None
+
+
+def run_script(order: Order, path: list[str], link: socket.socket) -> NoReturn:
+    """The whole of a one-shot program."""
+    namespace = _fresh_main(order, path)
+    ran = execute(order.code, namespace, namespace["__file__"], order.echo)
+    if ran.echo is not None:
+        _tell(link, ran)
+    threading._shutdown()  # type: ignore[attr-defined]  # a script ends when its threads have
+    atexit._run_exitfuncs()
+    _flush()
+    # A full shutdown of the interpreter would take longer than most programs.
+    os._exit(ran.code)
+
+
+def run_session(order: Order, path: list[str], link: socket.socket) -> NoReturn:
+    """Cells in one namespace, until the supervisor ends it."""
+    namespace = _fresh_main(order, path)
+    for number, line in enumerate(_lines(link), start=1):
+        name = f"<cell {number}>"
+        cell = json.loads(line)["code"]
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+        ran = execute(cell, namespace, name, order.echo)
+        _flush()
+        _tell(link, ran)
+    os._exit(0)
+
+
+def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Ran:
+    """Run `code`; with `echo`, also the repr of a last line that is an expression with a value."""
+    try:
+        parsed = ast.parse(code, name)
+        last = parsed.body[-1] if echo and parsed.body else None
+        if isinstance(last, ast.Expr):
+            del parsed.body[-1]
+        exec(compile(parsed, name, "exec", dont_inherit=True), namespace)
+        if not isinstance(last, ast.Expr):
+            return Ran(0)
+        value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
+        return Ran(0, None if value is None else repr(value))
+    except SystemExit as end:
+        return Ran(_exit_code(end))
+    except BaseException as error:  # noqa: BLE001 - whatever the program raised is its result
+        _show(error)
+        return Ran(1)
+
+
+def _fresh_main(order: Order, path: list[str]) -> dict[str, Any]:
+    main = types.ModuleType("__main__")
+    main.__file__ = os.path.join(order.folder, order.main)
+    sys.modules["__main__"] = main
+    sys.argv = [order.main]
+    sys.path[:] = [order.folder, *path]
+    for module, function in _SEEDED:
+        if module in sys.modules:
+            getattr(sys.modules[module], function)()
+    return main.__dict__
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    with suppress(Exception):  # a program may have closed or replaced what this writes to
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(type(error), error, trace)  # knows the lines of a cell, which is in no file
+        else:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed by the program, or the disk is full
+            stream.flush()
+
+
+def _tell(link: socket.socket, ran: Ran) -> None:
+    with suppress(OSError):
+        link.sendall(json.dumps({"code": ran.code, "echo": ran.echo}).encode() + b"\n")
+
+
+def _lines(link: socket.socket) -> Iterator[bytes]:
+    with link.makefile("rb") as stream:
+        yield from stream

@@ -1,0 +1,167 @@
+"""Guarantees: all processes of an execution are measured together, a breach of a cap is named, and all end together.
+
+Resident pages that processes share are first counted in each: cheap, and never too little. Only when that exceeds the
+cap are they counted by share (PSS), so that a pool of forks is not killed for pages it has once. Page tables, swap and
+socket buffers count too; they are how memory is hidden from a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rally.sandbox.inside.request import Caps
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_SOCKET_BYTES = 256 << 10  # a socket's buffer at its worst
+_COUNTED = ("VmRSS:", "VmPTE:", "VmSwap:")
+_KILL_ROUNDS = 1000  # a tree that forks while it is killed needs several; in a namespace one is enough
+_GONE = (FileNotFoundError, ProcessLookupError)  # it ended while we looked
+
+
+class Tree:
+    """The processes below this one: all others of its pid namespace, or else its descendants."""
+
+    def __init__(self, own_namespace: bool) -> None:
+        self.own_namespace = own_namespace
+
+    def members(self) -> list[int]:
+        if self.own_namespace:
+            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        found: list[int] = []
+        waiting = [os.getpid()]
+        while waiting:
+            below = _children(waiting.pop())
+            found += below
+            waiting += below
+        return found
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            if self.own_namespace:
+                os.kill(-1, number)
+        if not self.own_namespace:
+            for pid in self.members():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def kill(self) -> None:
+        for _ in range(_KILL_ROUNDS):
+            self.signal(signal.SIGKILL)
+            reap(block=self.own_namespace)
+            if self.own_namespace or not self.members():
+                return
+
+
+def reap(block: bool = False) -> dict[int, int]:
+    """Status by process id of all children that ended; with `block`, of all there are."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, 0 if block else os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = status
+    return ended
+
+
+@dataclass(frozen=True)
+class Usage:
+    memory: int
+    cpu_seconds: float
+    processes: int
+
+
+class Watch:
+    def __init__(self, caps: Caps, tree: Tree, folder: str) -> None:
+        self._caps = caps
+        self._tree = tree
+        self._folder = folder
+        self._cpu_before = 0.0
+        self.peak_memory = 0
+
+    def restart(self) -> None:
+        """CPU time is counted from here."""
+        self._cpu_before = self._measure().cpu_seconds
+
+    def breach(self, cpu_seconds: float) -> str | None:
+        """The cap that is exceeded now, if one is."""
+        usage = self._measure()
+        self.peak_memory = max(self.peak_memory, usage.memory)
+        if usage.memory > self._caps.memory:
+            return "memory"
+        if usage.cpu_seconds - self._cpu_before > cpu_seconds:
+            return "cpu"
+        return None if self._tree.own_namespace else self._unwalled_breach(usage)
+
+    def _unwalled_breach(self, usage: Usage) -> str | None:
+        """Of the caps that the kernel keeps only where there are namespaces and a private disk."""
+        if usage.processes > self._caps.processes:
+            return "processes"
+        sizes = [size for folder, _, names in os.walk(self._folder) for size in _each_size(folder, names)]
+        return "disk" if sum(sizes) > self._caps.disk or len(sizes) > self._caps.files else None
+
+    def _measure(self) -> Usage:
+        members = self._tree.members()
+        sockets = _sockets() * _SOCKET_BYTES if self._tree.own_namespace else 0
+        memory = sum(_each(members, _resident)) + sockets
+        if memory > self._caps.memory:
+            memory = sum(_each(members, _share)) + sockets
+        gone = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = gone.ru_utime + gone.ru_stime + sum(_each(members, _cpu_ticks)) / _TICK
+        return Usage(memory=memory, cpu_seconds=cpu, processes=len(members))
+
+
+def _each(members: Iterable[int], measure: Callable[[int], int]) -> Iterator[int]:
+    for pid in members:
+        with suppress(*_GONE):
+            yield measure(pid)
+
+
+def _each_size(folder: str, names: list[str]) -> Iterator[int]:
+    for name in names:
+        with suppress(*_GONE):
+            yield os.lstat(os.path.join(folder, name)).st_blocks * 512
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+def _resident(pid: int) -> int:
+    return _kilobytes(_read(f"/proc/{pid}/status"), _COUNTED)
+
+
+def _share(pid: int) -> int:
+    try:
+        pages = _kilobytes(_read(f"/proc/{pid}/smaps_rollup"), ("Pss:",))
+    except PermissionError:  # a process can hide its map, not its size
+        return _resident(pid)
+    return pages + _kilobytes(_read(f"/proc/{pid}/status"), _COUNTED[1:])
+
+
+def _kilobytes(text: str, names: tuple[str, ...]) -> int:
+    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(names))
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15]))  # its own and its reaped children's, user and system
+
+
+def _sockets() -> int:
+    """In use in this network namespace."""
+    return int(_read("/proc/self/net/sockstat").split()[2])
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(*_GONE):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return found

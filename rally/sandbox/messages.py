@@ -1,0 +1,73 @@
+"""Programs and outcomes as the plain messages that cross the isolation."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rally.sandbox import json_socket
+from rally.sandbox.fork_server import readable_folders
+from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
+from rally.sandbox.languages import Plan
+from rally.sandbox.program import CommandResult, Limits, Outcome, Program
+
+FOLDER = "/tmp/work"
+
+
+def order(program: Program, steps: Plan, limits: Limits, folder: str, session: bool) -> json_socket.Message:
+    """What a supervisor is told; inside/order.py reads it."""
+    caps = {
+        "memory": (program.memory_mb or limits.memory_mb) << 20,
+        "disk": limits.disk_mb << 20,
+        "files": limits.files,
+        "output": limits.output_bytes,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+        "cpu_seconds": limits.cpu_seconds,
+    }
+    return {
+        "folder": folder,
+        "main": steps.main,
+        "code": program.code,
+        "steps": steps.steps,
+        "caps": caps,
+        "stdin": program.stdin,
+        "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+        "fetch": list(program.fetch_files),
+        "echo": program.echo,
+        "session": session,
+        "readable": list(readable_folders()),
+    }
+
+
+def outcome(message: json_socket.Message, level: LevelName) -> Outcome:
+    results = {step.pop("name"): CommandResult(**step) for step in message["steps"]}
+    return Outcome(
+        isolation=level,
+        run=results.get("run"),
+        compile=results.get("compile"),
+        files={name: base64.b64decode(content) for name, content in message.get("files", {}).items()},
+        files_left_out=message.get("files_left_out", 0),
+        echo=message["echo"],
+        peak_memory=message["peak_memory"],
+        state_lost=message.get("lost", False),
+    )
+
+
+@contextmanager
+def scratch_folder(level: LevelName) -> Iterator[str]:
+    """Where a program works: in a tmpfs of its own, or, where it has none, a folder that is gone afterwards."""
+    if level == "bubblewrap":
+        yield FOLDER
+        return
+    folder = tempfile.mkdtemp(prefix="rally-sandbox-")
+    try:
+        if os.geteuid() == 0:
+            os.chown(folder, UNPRIVILEGED, UNPRIVILEGED)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,57 @@
+r"""Guarantees: the answer of a solution is found in one pass over its text, however brackets nest in it.
+
+An answer that was begun and cut off (`\boxed{1` and no more) is no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+
+def parse_number(written: Any) -> Decimal | None:
+    """The value of `72`, `72.00`, `1,234`, `$5` or `-3.`; None for anything that is not one finite number."""
+    try:
+        value = Decimal(str(written).replace(",", "").replace("$", "").strip())
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def same_number(one: Any, other: Any) -> bool:
+    value = parse_number(one)
+    return value is not None and value == parse_number(other)
+
+
+BOXES = (r"\boxed{", r"\fbox{")
+_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{...}` or `\fbox{...}`."""
+    at, opening = max((text.rfind(box), box) for box in BOXES)
+    if at < 0:
+        return None
+    start, depth = at + len(opening), 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def last_line(text: str) -> str | None:
+    r"""What follows the last `Answer:` on its line; a box around all of it is taken off."""
+    found = _LINE.findall(text)
+    if not found:
+        return None
+    line: str = found[-1].strip().strip("*").strip()
+    return last_boxed(line) or line
+
+
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """What stands in the last `<tag>...</tag>`."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None

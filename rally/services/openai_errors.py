@@ -1,0 +1,61 @@
+"""Every refusal, whatever raised it, reaches the client as OpenAI's shape of an error, with one sentence in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rally.services.admission import ClientGone, Refused
+from rally.types import RallyError
+
+
+def error_body(error: RallyError) -> dict[str, Any]:
+    """OpenAI's shape of a refusal."""
+    status = error.status if isinstance(error, Refused) else 400
+    kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
+    known: dict[str, Any] = {"param": None, "code": None}
+    if isinstance(error, Refused):
+        known = {"param": error.param, "code": error.code}
+    return {"error": {"message": str(error), "type": kind, **known}}
+
+
+def refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RallyError)
+    status = error.status if isinstance(error, Refused) else 400
+    pause = error.retry_after if isinstance(error, Refused) else 0
+    return JSONResponse(error_body(error), status, {"Retry-After": str(pause)} if pause else None)
+
+
+def _refuse_malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"])) or None
+    sentence = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return refuse(request, Refused(400, sentence, param=where))
+
+
+def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def _nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _fail(request: Request, error: Exception) -> Response:
+    return refuse(request, Refused(500, f"the server failed: {error}"))
+
+
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Response]] = {
+    RallyError: refuse,
+    ValidationError: _refuse_malformed,
+    HTTPException: _refuse_http,
+    ClientGone: _nobody_listens,
+    Exception: _fail,
+}

@@ -1,0 +1,123 @@
+"""Multi-turn supervised fine-tuning: the loss is on assistant turns alone, through the same codec as the rollout.
+
+What is supervised is exactly what the policy would sample: prompts and tool answers are encoded as an episode would
+observe them, replies as the canonical ids with their end-of-turn token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rally.chat import ChatCodec
+from rally.data import batch_indices
+from rally.train.divergence import Tried
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.loss_inputs import over_rows
+from rally.train.messages import AskLoss, Supervise
+from rally.train.micro_batches import Cut, cut_for, share_of
+from rally.train.packing import PackedRows, Row, pack
+from rally.train.policy import Policy
+from rally.train.update import take_step
+from rally.types import Message, RallyError
+
+
+class SftError(RallyError):
+    """A conversation that cannot be trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSettings:
+    """How conversations are batched and cut."""
+
+    batch_size: int
+    max_length: int = 1024
+    truncation: Literal["error", "left", "right"] = "error"
+    max_tokens: int = 8192
+    max_rows: int | None = None
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.max_tokens, self.max_rows)
+
+
+class EncodedRow(NamedTuple):
+    """A conversation to learn from; `cut`: data.truncation took some of it."""
+
+    row: Row
+    cut: bool
+
+
+def encode_row(
+    codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "", number: int = 0
+) -> EncodedRow:
+    """One conversation as a training row, `number` in its set; one that is too long follows `truncation`."""
+    ids, mask, images = codec.encode_conversation(messages)
+    cut = len(ids) > settings.max_length
+    if cut:
+        if images and settings.truncation != "error":
+            raise SftError(
+                f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}, and "
+                "holds images, which cannot be cut; raise it"
+            )
+        if settings.truncation == "error":
+            raise SftError(
+                f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}; raise "
+                "it, or choose data.truncation=left or right"
+            )
+        keep = slice(-settings.max_length, None) if settings.truncation == "left" else slice(settings.max_length)
+        ids, mask = ids[keep], mask[keep]
+    sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
+    row = Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number, images=images)
+    return EncodedRow(row, cut)
+
+
+def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:
+    """The row alone, for conversations that were not read from a file."""
+    return encode_row(codec, messages, settings, label).row
+
+
+def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict[str, float]:
+    """One optimizer step on the mean negative log-likelihood of the supervised tokens."""
+    tokens = sum(len(row.sampled) for row in rows)
+    if tokens == 0:
+        raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
+    mine, tried = torch.zeros(1, device=policy.device), []
+    with policy.ranks.doing(Supervise(rows, torch.initial_seed())), policy.training():
+        parts = cut_for(policy.ranks, rows, settings.cut)
+        for part in share_of(policy.ranks, parts):
+            loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
+            (loss_M.sum() * part.counts).backward()
+            if part.counts:
+                mine += loss_M.detach().sum()
+                tried.append(Tried(part.rows, loss_M.detach()))
+        norm = take_step(policy, parts, tried)
+        total = sum(map(float, policy.ranks.gathered(mine)))
+    rate = policy.optimizer.param_groups[0]["lr"]
+    policy.advance()
+    return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
+
+
+def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> float:
+    """Mean negative log-likelihood, without training: the validation loss."""
+
+    def forward(packed: PackedRows) -> Tensor:
+        return token_logprobs(policy.model, packed).logp_M
+
+    taught = [row for row in rows if row.sampled]
+    with policy.ranks.doing(AskLoss(taught)):
+        logp_M = over_rows(taught, forward, policy.device, settings.cut, policy.ranks)
+    return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
+
+
+def sft_batches(
+    rows: Sequence[Row], settings: SftSettings, *, steps: range, seed: int, shuffle: bool
+) -> Iterator[tuple[int, list[Row]]]:
+    """(step, batch) for each step; a batch depends on (seed, step) alone."""
+    for step in steps:
+        chosen = batch_indices(len(rows), settings.batch_size, seed=seed, step=step, shuffle=shuffle)
+        yield step, [rows[i] for i in chosen]

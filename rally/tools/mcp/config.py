@@ -1,0 +1,194 @@
+"""An MCP entry of a tool YAML, in either spelling, becomes checked settings and servers, or one sentence says what is
+wrong.
+
+The servers stand in a JSON file of the usual shape, `{"mcpServers": {name: server}}`, where a server is
+
+    {"command": "uvx", "args": ["mcp-server-time"], "env": {"KEY": "${KEY}"}, "cwd": "..."}      talked to over stdio
+    {"url": "https://host/mcp", "headers": {...}, "auth_token_env": "TOKEN"}                     over streamable HTTP
+
+`"type": "sse"` asks for the older HTTP transport, `"disabled": true` leaves a server out. `${NAME}` is the environment
+variable of that name. Tokens, and whatever a variable, header or `env` entry with a telling name holds, are secrets
+that `redact` learns of, and no repr shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rally.redact import learn_environment, learn_tree, says_secret
+from rally.tools.schema import ToolConfigError, from_pydantic
+
+CLASS_NAMES = {"verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool"}
+"""What such an entry may name as its class: the tools are Rally's own in any case."""
+
+
+Transport = Literal["stdio", "http", "sse"]
+SPELLINGS: dict[str, Transport] = {
+    "stdio": "stdio",
+    "http": "http",
+    "streamable-http": "http",
+    "streamable_http": "http",
+    "streamableHttp": "http",
+    "sse": "sse",
+}
+
+
+class McpSettings(BaseModel):
+    """What an entry says, from its top level, its `config` and its `mcp` alike."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mcp_servers_config_path: str
+    tool_selected_list: list[str] | None = None
+    session: Literal["shared", "episode"] = "shared"
+    prefix: bool = False
+    timeout: float | None = Field(default=None, gt=0)
+    startup_timeout: float = Field(default=60.0, gt=0)
+    num_workers: int = Field(default=128, ge=1)
+    rate_limit: float | None = Field(default=None, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """How one server is reached."""
+
+    name: str
+    transport: Transport
+    command: str = ""
+    args: tuple[str, ...] = field(default=(), repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cwd: str | None = None
+    url: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    startup_timeout: float = 60.0
+
+
+class _Written(BaseModel):
+    """A server as its file writes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str | None = None
+    transport: str | None = None
+    disabled: bool = False
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    url: str | None = None
+    headers: dict[str, str] = {}
+    auth_token: str | None = None
+    auth_token_env: str | None = None
+
+
+def is_mcp(entry: Mapping[str, Any]) -> bool:
+    config = entry.get("config")
+    kinds = (entry.get("type"), config.get("type") if isinstance(config, Mapping) else None)
+    return "mcp" in kinds or "mcp" in entry or entry.get("class_name") in CLASS_NAMES
+
+
+def read_settings(entry: Mapping[str, Any]) -> McpSettings:
+    if entry.get("class_name", next(iter(CLASS_NAMES))) not in CLASS_NAMES:
+        raise ToolConfigError("an entry of type mcp takes no class_name; the server's tools are used as they are")
+    said: dict[str, Any] = {}
+    top = {key: value for key, value in entry.items() if key not in ("class_name", "config", "limits", "mcp")}
+    for part in (top, entry.get("config") or {}, entry.get("mcp") or {}):
+        if not isinstance(part, Mapping):
+            raise ToolConfigError("config and mcp of an MCP entry must be mappings")
+        given = {key: value for key, value in part.items() if key != "type"}
+        if twice := sorted(set(given) & set(said)):
+            raise ToolConfigError(f"{twice[0]!r} is written twice; write it once")
+        said |= given
+    try:
+        return McpSettings.model_validate(said)
+    except ValidationError as error:
+        raise ToolConfigError(f"an MCP entry: {from_pydantic(error)}") from None
+
+
+def read_servers(settings: McpSettings, folder: Path) -> list[Server]:
+    """The servers of the entry's file, which is looked for below the working folder, then below `folder`."""
+    written = Path(settings.mcp_servers_config_path).expanduser()
+    path = next((p for p in (written, folder / written) if p.is_file()), None)
+    if path is None:
+        raise ToolConfigError(f"mcp_servers_config_path {written} does not exist, neither here nor below {folder}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ToolConfigError(f"{path} is not valid JSON ({error})") from None
+    servers = content.get("mcpServers") if isinstance(content, Mapping) else None
+    if not isinstance(servers, Mapping) or not servers:
+        raise ToolConfigError(f'{path} must hold servers under the key "mcpServers"')
+    found = [_server(str(name), body, path, settings.startup_timeout) for name, body in servers.items()]
+    if not any(found):
+        raise ToolConfigError(f"every server in {path} is disabled")
+    return [server for server in found if server is not None]
+
+
+def _server(name: str, body: Any, path: Path, startup_timeout: float) -> Server | None:
+    where = f"{path}, server {name!r}"
+    environment = _Environment(where)
+    try:
+        written = _Written.model_validate(environment.filled(body))
+    except ValidationError as error:
+        raise ToolConfigError(f"{where}: {from_pydantic(error)}") from None
+    if written.disabled:
+        return None
+    transport = _transport(written, where)
+    token = environment.value(written.auth_token_env) if written.auth_token_env else written.auth_token
+    headers = {**written.headers, **({"Authorization": f"Bearer {token}"} if token else {})}
+    learn_environment(name for name in environment.used if says_secret(name) or name == written.auth_token_env)
+    learn_tree({"env": written.env, "headers": headers, "token": token or ""})
+    return Server(
+        name=name,
+        transport=transport,
+        command=written.command or "",
+        args=tuple(written.args),
+        env=written.env,
+        cwd=written.cwd,
+        url=written.url or "",
+        headers=headers,
+        startup_timeout=startup_timeout,
+    )
+
+
+def _transport(written: _Written, where: str) -> Transport:
+    if (written.command is None) == (written.url is None):
+        raise ToolConfigError(f"{where} needs one of command (a program to start) and url (a server that runs)")
+    said = written.type or written.transport or ("stdio" if written.url is None else "http")
+    transport = SPELLINGS.get(said)
+    if transport is None or (transport == "stdio") != (written.url is None):
+        raise ToolConfigError(f"{where}: type {said!r} does not fit; it is stdio for a command, http or sse for a url")
+    if written.url is None and (written.headers or written.auth_token or written.auth_token_env):
+        raise ToolConfigError(f"{where}: headers and tokens are for a url; give a command its secrets in env")
+    return transport
+
+
+class _Environment:
+    """Fills in `${NAME}`, and remembers which values were used."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.used: dict[str, str] = {}
+
+    def value(self, name: str) -> str:
+        if name not in os.environ:
+            raise ToolConfigError(f"{self._where} wants the environment variable {name}, which is not set")
+        self.used[name] = os.environ[name]
+        return os.environ[name]
+
+    def filled(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return re.sub(r"\$\{(\w+)\}", lambda found: self.value(found[1]), value)
+        if isinstance(value, list):
+            return [self.filled(part) for part in value]
+        if isinstance(value, Mapping):
+            return {key: self.filled(part) for key, part in value.items()}
+        return value

@@ -1,0 +1,152 @@
+"""The metrics of a batch are a pure function of its episodes, under the names users of this field know.
+
+A rate over nothing is left out, because a wrong number is worse than none. Validation has its own file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import pstdev
+
+from rally.images.loading import loaded_images
+from rally.track.metrics.statistics import Metrics, mean, percentiles, spread
+from rally.track.metrics.tool_metrics import tool_metrics
+from rally.types import Episode, StopReason
+
+SPREAD = ("requests", "segments", "tool_calls")
+SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused", "overruled", "gone", "abandoned")
+
+
+def of_agent(episode: Episode) -> bool:
+    """Whether an agent behind the gateway held it, and wrote its prompts."""
+    return isinstance(episode.extra.get("agent"), dict)
+
+
+def agent_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """By episode: completions asked for, segments, tool calls in the answers. Over all: segments that branched off, and
+    those whose history was not ours; tool answers; calls that could not be read; requests that were refused, and that
+    wanted other sampling than the run's, and that nobody waited for to the end; agents that could not be ended."""
+    counts = [e.extra["agent"] for e in episodes if of_agent(e)]
+    if not counts:
+        return {}
+    metrics: Metrics = {}
+    for name in SPREAD:
+        metrics |= spread(f"agent/{name}", [count.get(name, 0) for count in counts])
+    return metrics | {f"agent/{name}": sum(count.get(name, 0) for count in counts) for name in SUMMED}
+
+
+REWARD = "critic/rewards/mean"
+TOOL_SUCCESS = "tool/success_rate"
+NUM_TURNS = "num_turns/mean"
+TOOL_CALLS = "tool_call_counts/mean"
+VALIDATION = "val-core/"
+
+
+def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None = None) -> Metrics:
+    """Rewards, lengths, turns, tools, stop reasons and times of the episodes of one step.
+
+    `response_length` counts every response token, observed ones too; its `clip_ratio` is the share of episodes cut by
+    the response budget, and an aborted one has no token at all. `prompt_length/clip_ratio` needs `max_prompt_length`.
+    Unscored episodes are counted apart.
+    """
+    if not episodes:
+        return {"episodes/count": 0.0}
+    scores = [e.reward for e in episodes if e.reward is not None]
+    metrics: Metrics = {"episodes/count": len(episodes), "episodes/unscored": len(episodes) - len(scores)}
+    metrics |= spread("critic/score", scores) | spread("critic/rewards", scores)
+    if scores:
+        metrics["critic/rewards/std"] = pstdev(scores)
+    metrics |= _token_metrics(episodes, max_prompt_length)
+    metrics |= spread("num_turns", [e.num_turns for e in episodes])
+    metrics |= tool_metrics(episodes) | _interaction_metrics(episodes) | agent_metrics(episodes)
+    metrics |= _image_metrics(episodes)
+    if skipped := sum(bool(e.extra.get("rollout_skipped")) for e in episodes):
+        metrics["episodes/skipped"] = skipped
+    reasons = Counter(e.stop_reason for e in episodes)
+    metrics |= {f"stop/{reason}": reasons[reason] / len(episodes) for reason in StopReason}
+    for key, name in (("generate", "generate_sequences"), ("tools", "tool_calls"), ("interaction", "interaction")):
+        metrics |= spread(f"timing_s/agent_loop/{name}", [e.timings[key] for e in episodes if key in e.timings])
+    return metrics | _slowest(episodes) | _engine_waits(episodes) | _prefix_cache(episodes)
+
+
+def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -> Metrics:
+    sampled = [sum(s.sampled for s in e.segments) for e in episodes]
+    lengths = [sum(len(s.response_ids) for s in e.segments) for e in episodes]
+    prompts = [len(e.segments[0].prompt_ids) for e in episodes if e.segments]
+    metrics = spread("response_length", lengths) | spread("prompt_length", prompts)
+    metrics |= spread("response_length_non_aborted", [n for n in lengths if n])
+    metrics["response/aborted_ratio"] = mean([not n for n in lengths])
+    metrics["response_length/clip_ratio"] = mean([e.stop_reason is StopReason.LENGTH for e in episodes])
+    if max_prompt_length is not None and prompts:
+        metrics["prompt_length/clip_ratio"] = mean([n >= max_prompt_length for n in prompts])
+    metrics["sampled_tokens/mean"] = mean(sampled)
+    metrics["observed_tokens/mean"] = mean(lengths) - mean(sampled)
+    return metrics
+
+
+def _image_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """How many images the policy was shown and how many tokens they took, and how many of its tools' it was not: it is
+    for text alone, or they did not fit. Nothing where nobody has images."""
+    shown = [[span for segment in e.segments[-1:] for span in segment.images] for e in episodes]
+    returned = [sum(len(result.response.image or ()) for result in e.tool_results) for e in episodes]
+    if not any(shown) and not any(returned):
+        return {}
+    asked = [len(loaded_images(e.task.prompt)) for e in episodes]
+    missing = [max(0, a + r - len(s)) for a, r, s in zip(asked, returned, shown, strict=True)]
+    metrics = spread("images", [len(spans) for spans in shown])
+    tokens = [sum(span.end - span.start for span in spans) for spans in shown]
+    return metrics | {"images/tokens/mean": mean(tokens), "images/not_shown": sum(missing)}
+
+
+def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """What simulated users did and gave, over the episodes that had one."""
+    held = [e for e in episodes if isinstance(e.extra.get("interaction"), dict)]
+    if not held:
+        return {}
+    told = [e.extra["interaction"] for e in held]
+    users = [[turn for turn in e.turns if turn.role == "user"] for e in held]
+    turn_scores = [turn.reward for turns in users for turn in turns if turn.reward is not None]
+    scores = [one["score"] for one in told if one.get("score") is not None]
+    metrics = spread("interaction/turns", [len(turns) for turns in users])
+    metrics |= spread("interaction/turn_score", turn_scores) | spread("interaction/score", scores)
+    return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in told)}
+
+
+def _slowest(episodes: Iterable[Episode]) -> Metrics:
+    """The episode that all others of the step waited for."""
+    timed = [e for e in episodes if "generate" in e.timings and e.segments]
+    if not timed:
+        return {}
+    last = max(timed, key=lambda e: e.timings["generate"] + e.timings.get("tools", 0.0))
+    told = {
+        "generate_sequences": last.timings["generate"],
+        "tool_calls": last.timings.get("tools", 0.0),
+        "prompt_length": len(last.segments[0].prompt_ids),
+        "response_length": sum(len(s.response_ids) for s in last.segments),
+    }
+    return {f"timing_s/agent_loop/slowest/{name}": value for name, value in told.items()}
+
+
+def _engine_waits(episodes: Iterable[Episode]) -> Metrics:
+    """How long turns waited for the engine to begin, and for their first token, where the engine says so."""
+    turns = [turn for episode in episodes for turn in episode.turns if turn.role == "assistant"]
+    waits = percentiles("engine/queue_s", [turn.queued for turn in turns]) if any(t.queued for t in turns) else {}
+    first = [turn.first_token for turn in turns if turn.first_token]
+    return waits | percentiles("engine/first_token_s", first)
+
+
+def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:
+    """The share of prompt tokens that need no computing. A turn's prompt is all of its segment before it."""
+    cached = given = 0
+    for episode in episodes:
+        for turn in episode.turns:
+            if turn.role == "assistant":
+                cached += turn.cached_tokens
+                given += len(episode.segments[turn.segment].prompt_ids) + turn.start
+    return {"prefix_cache/hit_rate": cached / given} if cached else {}
+
+
+def validation_series(names: Iterable[str]) -> list[str]:
+    """The metric names that are validation success: the mean over prompts, for each data source and way to sample."""
+    return sorted(name for name in names if name.startswith(VALIDATION) and "/mean@" in name)

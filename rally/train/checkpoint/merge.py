@@ -1,0 +1,212 @@
+"""`rally merge`: adapters and their base, weights in several files, or shards of FSDP become one folder that
+transformers loads whole.
+
+The folder is written aside and read back before it gets its name: no weight may be missing in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig
+
+from rally.models.load import INDEX, WHOLE, LoadError, load_model, load_model_config, load_tokenizer
+from rally.models.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
+from rally.models.vision_io import auto_class, patches_for
+from rally.types import RallyError
+
+NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+HF = "huggingface"
+"""The folder beside the shards that has the model's configuration and tokenizer."""
+
+
+class ShardError(RallyError):
+    """Shards that do not make a whole."""
+
+
+def has_shards(folder: Path) -> bool:
+    return any(NAME.fullmatch(file.name) for file in folder.iterdir())
+
+
+def joined_shards(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the model, whole."""
+    ranks = [_read(file) for file in shard_files(folder)]
+    if odd := next((name for rank in ranks for name in rank.keys() ^ ranks[0].keys()), None):
+        raise ShardError(f"{odd} is in some shards of {folder} and not in others; copy those of one run")
+    return {name: _joined(name, [rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The file of each rank, in order; all must be there."""
+    found = {int(match[2]): (file, int(match[1])) for file in folder.iterdir() if (match := NAME.fullmatch(file.name))}
+    worlds = {world for _, world in found.values()}
+    if len(worlds) != 1:
+        raise ShardError(f"{folder} holds shards of runs on {sorted(worlds)} devices; keep those of one run")
+    [world] = worlds
+    if lost := sorted(set(range(world)) - found.keys()):
+        raise ShardError(f"{folder} lacks the shard of rank {lost[0]} of {world}; copy all of them")
+    return [found[rank][0] for rank in range(world)]
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        state: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ShardError(f"{file} cannot be read ({reason}); merge it with the program that wrote it") from error
+    if not isinstance(state, Mapping):
+        raise ShardError(f"{file} holds no tensors by name; merge it with the program that wrote it")
+    return state
+
+
+def _joined(name: str, pieces: Sequence[Any]) -> Tensor:
+    first = pieces[0]
+    if not isinstance(first, DTensor):
+        whole: Tensor = first.clone()  # tied weights share memory in the file of a single device
+        return whole
+    cut = [placement for placement in first.placements if isinstance(placement, Shard)]
+    if len(cut) > 1:
+        raise ShardError(f"{name} is cut along several dimensions; merge it with the program that wrote it")
+    # copies of the model lie along the other dimensions of the mesh: one of them is enough
+    along = [slice(None) if isinstance(placement, Shard) else slice(0, 1) for placement in first.placements]
+    ranks = first.device_mesh.mesh[tuple(along)].flatten().tolist()
+    own: list[Tensor] = [pieces[rank].to_local() for rank in ranks]
+    return torch.cat(own, dim=cut[0].dim) if cut else own[0].clone()
+
+
+PROCESSOR = "preprocessor_config.json"
+
+
+class MergeError(RallyError):
+    """Nothing to merge, or nothing that can be merged."""
+
+
+class Merged(NamedTuple):
+    folder: Path
+    what: str
+
+
+def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) -> Merged:
+    """Write the whole model of a checkpoint or model folder to `out`."""
+    target = out or checkpoint / "merged"
+    source = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
+    _refuse(source, target)
+    work = target.with_name(f".writing_{target.name}_{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        if is_adapter_folder(source):
+            _merge_adapters(source, work, base)
+            what = "adapters merged into their base"
+        elif has_shards(source):
+            what = f"shards of {_merge_fsdp(source, work)} devices merged into one model"
+        else:
+            what = f"{_merge_shards(source, work)} files merged into one"
+        _check_whole(work)
+        if target.is_dir():  # the configuration and tokenizer that were beside the shards
+            os.replace(work / WHOLE, target / WHOLE)
+        else:
+            work.rename(target)
+    except SafetensorError as problem:  # a file that is not whole, and what the disk refused
+        raise MergeError(
+            f"{source} cannot be merged into {target} ({problem}); make room there, or copy a damaged file again"
+        ) from problem
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Merged(target, what)
+
+
+def _refuse(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise MergeError(f"there is no folder {source}; name a checkpoint, such as checkpoints/global_step_20")
+    if target.exists() and not _awaits_weights(source, target):
+        raise MergeError(f"{target} is already there; remove it, or choose another place with --out")
+    if is_adapter_folder(source) or (source / INDEX).is_file() or has_shards(source):
+        return
+    if (source / WHOLE).is_file():
+        raise MergeError(f"{source} is one whole model already, there is nothing to merge; load it as it is")
+    raise MergeError(f"{source} holds neither {CONFIG} nor {INDEX}; name a folder of adapters or of a model in shards")
+
+
+def _awaits_weights(source: Path, target: Path) -> bool:
+    """Whether `target` is the folder beside shards that has everything of the model but its weights."""
+    return target.resolve() == (source / HF).resolve() and has_shards(source) and not (target / WHOLE).exists()
+
+
+def _merge_fsdp(source: Path, target: Path) -> int:
+    described = source / HF
+    if not (described / "config.json").is_file():
+        raise MergeError(f"{described / 'config.json'} is missing, so nobody knows the model; copy it there")
+    dtype = getattr(torch, _stored_dtype(str(described)))
+    weights = {name: value.to(dtype).contiguous() for name, value in joined_shards(source).items()}
+    save_file(weights, target / WHOLE, metadata={"format": "pt"})
+    for file in described.iterdir():
+        if file.is_file():
+            shutil.copy2(file, target / file.name)
+    return len(shard_files(source))
+
+
+def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
+    recorded = json.loads((source / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    path = base or recorded
+    if not path:
+        raise MergeError(f"{source / CONFIG} does not name the base model; name it with --base")
+    try:
+        model = load_model(path, dtype=_stored_dtype(path), called="--base")
+    except LoadError as problem:
+        raise MergeError(f"the model under the adapters may have moved: {problem}") from problem
+    add_adapters(model, LoraSettings(start=str(source)), path)
+    plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
+    tokenizer = source if (source / "tokenizer_config.json").is_file() else path
+    load_tokenizer(str(tokenizer)).save_pretrained(target)
+    if patches := patches_for(model.config, str(source if (source / PROCESSOR).is_file() else path), {}):
+        patches.processor.save_pretrained(target)
+
+
+def _stored_dtype(path: str) -> str:
+    """The dtype of the base on disk: the merged weights are rounded once, to that."""
+    if path.endswith(".gguf"):
+        return "float32"
+    stored = load_model_config(path, called="--base").dtype
+    return str(stored or "float32").removeprefix("torch.")
+
+
+def _merge_shards(source: Path, target: Path) -> int:
+    """All tensors into one file, everything else beside it; returns how many files there were."""
+    places: dict[str, str] = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    shards = sorted(set(places.values()))
+    weights: dict[str, Tensor] = {}
+    for shard in shards:
+        if not (source / shard).is_file():
+            raise MergeError(f"{source / shard} is missing, so the model cannot be merged; copy all its files")
+        with safe_open(source / shard, framework="pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    if lost := sorted(places.keys() - weights.keys()):
+        raise MergeError(f"{lost[0]} is in none of the files that {INDEX} names; copy all files of the model again")
+    save_file(weights, target / WHOLE, metadata={"format": "pt"})
+    for file in source.iterdir():
+        if file.is_file() and file.name not in {INDEX, *shards}:
+            shutil.copy2(file, target / file.name)
+    return len(shards)
+
+
+def _check_whole(folder: Path) -> None:
+    """Weights that a file lacks would be random numbers after loading, and nobody would be told."""
+    kind = auto_class(AutoConfig.from_pretrained(folder))
+    loaded: Any = kind.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    found = loaded[1]
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
+    if wrong:
+        raise MergeError(f"the merged model would not load as it was ({wrong[0]}); the folder was not written")

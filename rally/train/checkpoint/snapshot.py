@@ -1,0 +1,237 @@
+"""What a checkpoint holds is copied at once and written later: training may go on meanwhile and changes none of it.
+
+A part of a checkpoint is a function that writes into the checkpoint's folder. It is made on the training thread, from
+then on owns all the memory it needs, and may be called on any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
+from rally.models.parallel import model_state, ranks_of, whole
+from rally.models.vision_io import processor_files
+from rally.util.threads import started
+
+THREADS = 8
+PIECE = 32 * 2**20
+"""Bytes that a thread takes at once."""
+
+
+def threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="rally-host")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same on the CPU, each in memory of its own."""
+    made = [
+        torch.empty(one.shape, dtype=one.dtype) if _by_pieces(one) else one.detach().to("cpu", copy=True)
+        for one in tensors
+    ]
+    fill([(one, copy) for one, copy in zip(tensors, made, strict=True) if _by_pieces(one)])
+    return made
+
+
+def _by_pieces(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.is_contiguous()
+
+
+def fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the first of each pair over the second, which is on the CPU; both are contiguous and alike."""
+    with threads() as workers:
+        for _ in workers.map(_copy, (piece for pair in pairs for piece in _pieces(*pair))):
+            pass  # whoever failed is heard of here
+
+
+class _Piece(NamedTuple):
+    source: Tensor
+    target: Tensor
+
+
+def _pieces(source: Tensor, target: Tensor) -> Iterator[_Piece]:
+    given, taken = as_bytes(source), as_bytes(target)
+    for at in range(0, len(given), PIECE):
+        yield _Piece(given[at : at + PIECE], taken[at : at + PIECE])
+
+
+def _copy(piece: _Piece) -> None:
+    piece.target.numpy()[:] = staged(piece.source).numpy()  # torch would start further threads for it
+
+
+_of_thread = threading.local()
+
+
+def staged(piece: Tensor) -> Tensor:
+    """At most PIECE bytes in main memory, for this thread and until it stages the next."""
+    if piece.device.type == "cpu":
+        return piece
+    with torch.cuda.device(piece.device):  # a new thread is at the first GPU, and would begin to use it
+        if not hasattr(_of_thread, "pinned"):
+            _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        pinned: Tensor = _of_thread.pinned
+        return pinned[: len(piece)].copy_(piece)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """`state` must not change until this returns. What the disk refuses is an OSError, where torch would raise a
+    RuntimeError about positions in a file."""
+    handed = _Handed({tensor.untyped_storage().data_ptr() for tensor in tensors_in(state)})
+    with path.open("wb") as file:
+        saving = started(lambda: handed.take(state), "rally-state")
+        try:
+            while (data := handed.given.get()) is not None:
+                file.write(data)
+        finally:
+            wait([saving])
+    saving.result()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of mappings, lists and tuples in it, but for those that are spread over ranks."""
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+class _Handed:
+    """What torch.save takes for a file. Memory whose address is `lasting` outlives the saving and is written from where
+    it lies; torch reuses all other as soon as `write` returns, so that is copied. The last thing given is None."""
+
+    def __init__(self, lasting: set[int]) -> None:
+        self._lasting = lasting
+        self.given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
+
+    def take(self, state: Any) -> None:
+        try:
+            torch.save(state, cast(BinaryIO, self))
+        finally:
+            self.given.put(None)
+
+    def write(self, data: memoryview) -> int:
+        lasts = len(data) > 0 and np.frombuffer(data, np.uint8).ctypes.data in self._lasting
+        self.given.put(data if lasts else bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """torch asks for it; the file is flushed by who writes it."""
+
+
+Part = Callable[[Path], None]
+WHOLE = "huggingface"  # the folder of the merged model, inside that of its adapters
+
+
+class Weights(NamedTuple):
+    """Of a model, or of its adapters; `merged`: of the model with these merged in, where both are wanted."""
+
+    own: dict[str, Tensor]
+    merged: dict[str, Tensor] | None
+
+
+def copied_weights(model: PreTrainedModel, *, merged: bool) -> Weights:
+    adapted = has_adapters(model)
+    own = copied(adapter_weights(model) if adapted else model_state(model))
+    return Weights(own, copied(merged_weights(model)) if merged and adapted else None)
+
+
+def model_part(
+    folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, merged: bool = False
+) -> Part:
+    """A Hugging Face folder with its tokenizer; of a model with adapters a PEFT folder, which with `merged` holds the
+    folder of the whole model as well."""
+    adapted = has_adapters(model)
+    weights, both = copied_weights(model, merged=merged)
+    saver = model if ranks_of(model).count == 1 else plain_twin(model)
+    files = {**_tokenizer_files(tokenizer), **processor_files(model)}
+
+    def write(checkpoint: Path) -> None:
+        target = checkpoint / folder
+        if adapted:
+            save_adapters(model, weights, target)
+        else:
+            saver.save_pretrained(target, state_dict=weights)
+        _write_files(files, target)
+        if both is not None:
+            plain_twin(model).save_pretrained(target / WHOLE, state_dict=both)
+            _write_files(files, target / WHOLE)
+
+    return write
+
+
+def state_part(name: str, state: Mapping[str, Any]) -> Part:
+    """Tensors and plain values as one file of torch."""
+    mine = copied(dict(state))
+    return lambda checkpoint: write_state(mine, checkpoint / name)
+
+
+def json_part(name: str, state: Mapping[str, Any]) -> Part:
+    """Plain values as text that gives back an equal state; ValueError or TypeError for what JSON would change."""
+    text = json.dumps(state)
+    if json.loads(text) != state:
+        raise ValueError("it would come back changed")
+
+    def write(checkpoint: Path) -> None:
+        (checkpoint / name).write_text(text, encoding="utf-8")
+
+    return write
+
+
+def copied(value: Any) -> Any:
+    """The same on the CPU, in memory of its own. Tensors that are one stay one: tied weights are written once."""
+    found = {_identity(tensor): tensor for tensor in tensors_in(value)}
+    return _with(dict(zip(found, copies(list(found.values())), strict=True)), value)
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _with(made: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
+    """`value` with the copies in it; what is spread over ranks is put together now, by all of them in this order."""
+    if isinstance(value, DTensor):
+        return whole(value)
+    if isinstance(value, Tensor):
+        return made[_identity(value)]
+    if isinstance(value, Mapping):
+        return {name: _with(made, inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with(made, inner) for inner in value)
+    return value
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bytes]:
+    """A run's tokenizer does not change, takes a third of a second to write, and may not be written while another
+    thread encodes with it: so it is written once, on the training thread, and remembered."""
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        root = Path(place)
+        return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def _write_files(files: Mapping[str, bytes], target: Path) -> None:
+    for name, content in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(content)

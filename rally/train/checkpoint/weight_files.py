@@ -1,0 +1,130 @@
+"""A model folder for servers is written anew after every step: what changes are the weights, and these go into files of
+the same layout by many threads.
+
+The first folder is written by transformers, which knows the names and shapes of the format. Only where it then holds
+the weights under their own names, bit for bit, does its layout serve for those that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rally.train.checkpoint.snapshot import PIECE, as_bytes, staged, threads
+
+BYTES_OF_LENGTH = 8  # before the header of a safetensors file
+
+
+class Place(NamedTuple):
+    """Where one weight lies in its file."""
+
+    weight: str
+    start: int
+    end: int
+
+
+class Shard(NamedTuple):
+    """A safetensors file but for the weights themselves."""
+
+    name: str
+    head: bytes
+    places: tuple[Place, ...]
+
+
+class Layout(NamedTuple):
+    """A model folder but for the weights themselves."""
+
+    shards: tuple[Shard, ...]
+    others: Mapping[str, bytes]
+
+
+class WeightWriter:
+    """Writes the policy into a folder that is not there yet. `first` writes one by transformers, `weights` are those
+    that it holds."""
+
+    def __init__(self, first: Callable[[Path], None], weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._first = first
+        self._weights = weights
+        self._layout: Layout | None = None
+        self._looked = False
+
+    def __call__(self, folder: Path) -> None:
+        if self._layout is not None:
+            write(self._layout, self._weights(), folder)
+            return
+        self._first(folder)
+        if not self._looked:
+            self._layout = layout_of(folder, self._weights())
+            self._looked = True
+
+
+def layout_of(folder: Path, weights: Mapping[str, Tensor]) -> Layout | None:
+    """The layout of a folder that holds just these weights; None if it holds anything else."""
+    shards = []
+    for path in sorted(folder.glob("*.safetensors")):
+        shard = _shard(path)
+        whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        if not all(_holds(whole, place, weights) for place in shard.places):
+            return None
+        shards.append(shard)
+    others = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+    return Layout(tuple(shards), others)
+
+
+def _shard(path: Path) -> Shard:
+    with path.open("rb") as file:
+        length = file.read(BYTES_OF_LENGTH)
+        text = file.read(int.from_bytes(length, "little"))
+    head = length + text
+    entries = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name != "__metadata__"}
+    places = (Place(name, len(head) + start, len(head) + end) for name, (start, end) in entries.items())
+    return Shard(path.name, head, tuple(places))
+
+
+def _holds(whole: Tensor, place: Place, weights: Mapping[str, Tensor]) -> bool:
+    weight = weights.get(place.weight)
+    return weight is not None and torch.equal(whole[place.start : place.end], as_bytes(weight).cpu())
+
+
+def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """A folder of this layout with these weights."""
+    folder.mkdir(parents=True)
+    with ExitStack() as opened, threads() as workers:
+        pieces: list[Piece] = []
+        for shard in layout.shards:
+            file = opened.enter_context((folder / shard.name).open("wb"))
+            file.write(shard.head)
+            file.flush()
+            for place in shard.places:
+                pieces += _pieces(file.fileno(), place, as_bytes(weights[place.weight]))
+        for _ in workers.map(_write_piece, pieces):
+            pass  # whoever failed is heard of here
+    for name, content in layout.others.items():
+        (folder / name).write_bytes(content)
+
+
+class Piece(NamedTuple):
+    """Bytes of a weight, and where they go."""
+
+    file: int
+    start: int
+    data: Tensor
+
+
+def _pieces(file: int, place: Place, data: Tensor) -> list[Piece]:
+    assert len(data) == place.end - place.start, f"{place.weight} has another size than before"
+    return [Piece(file, place.start + at, data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
+
+
+def _write_piece(piece: Piece) -> None:
+    left, start = staged(piece.data).numpy().data, piece.start
+    while left:
+        done = os.pwrite(piece.file, left, start)
+        left, start = left[done:], start + done

@@ -1,0 +1,1 @@
+"""The training forward pass: log-probabilities of packed rows."""

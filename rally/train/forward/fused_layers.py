@@ -1,0 +1,230 @@
+"""The training forward of the families we know, with one kernel where the module has five: the same numbers, sooner.
+
+Linear layers are the module's own, those with a plain LoRA adapter as the three products of adapters.py. What lies
+between them (norms, rotations, gated activations) keeps its inputs alone for the backward pass. Anything else, and
+anything without a GPU, goes through the module's own forward, which says what this one must compute.
+
+Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rally.models.attention import Scores, grouped_attention, packed_hidden, visible
+from rally.models.families import (
+    ACTIVATIONS,
+    LayerParts,
+    Norm,
+    activation_name,
+    known,
+    kv_shape,
+    offset_norms,
+    parts_of,
+    rotary_of,
+)
+from rally.models.kernels.dispatch import has_triton
+from rally.models.lora import linear
+from rally.models.parallel import ranks_of
+from rally.models.vision import Seen, image_features
+from rally.train.packing import PackedImages, PackedRows, placed
+
+# the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class PackedAttention:
+    """The queries of a branch are the last of its keys; nothing is padded.
+
+    In half precision on a GPU all branches are one call, elsewhere those of one shape are.
+    """
+
+    def __init__(self, packed: PackedRows) -> None:
+        shapes = itertools.groupby(zip(packed.queries, packed.keys, strict=True))
+        self.runs = [(len(list(group)), t, length) for (t, length), group in shapes]  # branches, queries, keys
+        self.source_S = packed.source_S
+        self.most_queries, self.most_keys = max(packed.queries), max(packed.keys)
+        self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
+        attend = self._in_one_call if scores.plain and fits_one_call(q_THD) else self._by_shape
+        return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scores)
+
+    def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
+        output = varlen_attn(
+            q_THD,
+            k_SKD,
+            v_SKD,
+            self.query_ends,
+            self.key_ends,
+            self.most_queries,
+            self.most_keys,
+            scale=scores.scale,
+            window_size=(-1 if scores.window is None else scores.window - 1, 0),  # keys left and right of a query's own
+            **GROUPED_HEADS,
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
+        # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
+        queries = q_THD.split([branches * t for branches, t, _ in self.runs])
+        keys, values = (x.split([branches * length for branches, _, length in self.runs]) for x in (k_SKD, v_SKD))
+        outputs = []
+        for (branches, t, length), *parts in zip(self.runs, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, (branches, -1)) for x in parts)
+            mask = self._mask(t, length, scores.window, q)
+            outputs.append(grouped_attention(q, k, v, scores, mask, causal=mask is None).flatten(0, 1))
+        return torch.cat(outputs)
+
+    def _history(self, x_TKD: Tensor) -> Tensor:
+        return x_TKD if self.source_S is None else _History.apply(x_TKD, self.source_S)  # type: ignore[no-any-return]
+
+    def _mask(self, t: int, length: int, window: int | None, like: Tensor) -> Tensor | None:
+        """None: plainly causal. Otherwise what to add to the scores, the same in all layers."""
+        narrow = window if window is not None and window < length else None
+        if t == length and narrow is None:
+            return None
+        shape = (t, length, narrow)
+        if shape not in self._masks:
+            seen = visible(torch.tensor([length - t], device=like.device), t, length, narrow)
+            self._masks[shape] = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
+        return self._masks[shape]
+
+
+def fits_one_call(q_THD: Tensor) -> bool:
+    """What torch's variable-length flash attention takes."""
+    return (
+        q_THD.is_cuda
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and q_THD.shape[-1] % 8 == 0
+        and q_THD.shape[-1] <= 256
+        and torch.cuda.get_device_capability(q_THD.device) >= (8, 0)
+    )
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return placed(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+
+
+class _History(torch.autograd.Function):
+    """Keys or values of every branch's whole history. The gradient of a token that many branches see is summed in
+    float32: in bf16, what the last of them adds would be rounded away."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TKD: Tensor, source_S: Tensor) -> Tensor:
+        ctx.save_for_backward(source_S)
+        ctx.like = x_TKD.shape
+        history: Tensor = x_TKD.flatten(1).index_select(0, source_S).unflatten(1, x_TKD.shape[1:])
+        return history
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (source_S,) = ctx.saved_tensors
+        (gradient,) = gradients
+        exact = gradient.flatten(1).to(torch.promote_types(gradient.dtype, torch.float32))
+        total = exact.new_zeros((ctx.like[0], exact.shape[1])).index_add_(0, source_S, exact)
+        return total.to(gradient.dtype).view(ctx.like), None
+
+
+class Ops(NamedTuple):
+    """Signatures and meanings are those of `rally.models.kernels.autograd`."""
+
+    rms_norm: Callable[..., Tensor]
+    add_and_norm: Callable[..., tuple[Tensor, Tensor]]
+    gated: Callable[..., Tensor]
+    rotate: Callable[..., Tensor]
+
+
+def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    """Last hidden states [T, C] of the packed tokens."""
+    attention = PackedAttention(packed)
+    if _gains(model):
+        return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
+    positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
+    return packed_hidden(model, packed.ids_T, positions, attention, _seen(model, packed.images))
+
+
+def _seen(model: PreTrainedModel, images: PackedImages | None) -> Seen | None:
+    """The features of all images by one run of the tower; what stands several times gets several gradients."""
+    if images is None:
+        return None
+    return Seen(images.at_V, image_features(model, images.images).rows(images.feature_V))
+
+
+def compiled_ops() -> Ops:
+    from rally.models.kernels import autograd
+
+    return Ops(autograd.rms_norm, autograd.add_and_norm, autograd.gated, autograd.rotate)
+
+
+def _gains(model: PreTrainedModel) -> bool:
+    size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
+    whole = ranks_of(model).count == 1  # else a layer's weights are there only while the layer itself is called
+    return whole and has_triton() and fits_one_call(size) and known(model)
+
+
+def fused_hidden(
+    model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, attention: PackedAttention, ops: Ops
+) -> Tensor:
+    base = cast(Any, model.base_model)
+    layers = [_FusedLayer(parts_of(module, model), model, ops) for module in base.layers]
+    stream_TC = base.embed_tokens(ids_T)
+    rotary = rotary_of(base, stream_TC, positions_T, {layer.parts.kind for layer in layers})
+    for number, layer in enumerate(layers):
+        arguments = (number, stream_TC, *rotary[layer.parts.kind], attention)
+        again = base.is_gradient_checkpointing and base.training
+        stream_TC = checkpoint(layer, *arguments, use_reentrant=False) if again else layer(*arguments)
+    return ops.rms_norm(stream_TC, base.norm.weight, layers[0].eps, offset=layers[0].offset)
+
+
+class _FusedLayer:
+    """One decoder layer as a function of the residual stream."""
+
+    def __init__(self, parts: LayerParts, model: PreTrainedModel, ops: Ops) -> None:
+        self.parts, self.ops = parts, ops
+        self.eps: float = model.config.get_text_config().rms_norm_eps
+        self.offset = offset_norms(model)
+        self.activation = ACTIVATIONS[activation_name(model)]
+        self.size = kv_shape(model).size
+
+    def __call__(
+        self, number: int, stream_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: PackedAttention
+    ) -> Tensor:
+        parts = self.parts
+        x_TC = self._norm(stream_TC, parts.input_norm)
+        mixed_TC = self._norm(self._attend(number, x_TC, cos_TD, sin_TD, attention), parts.attention_norm)
+        stream_TC, x_TC = self.ops.add_and_norm(
+            mixed_TC, stream_TC, parts.middle_norm.weight, self.eps, offset=self.offset
+        )
+        mlp = parts.mlp
+        product = self.ops.gated(linear(mlp.gate_proj, x_TC), linear(mlp.up_proj, x_TC), self.activation)
+        return stream_TC + self._norm(linear(mlp.down_proj, product), parts.mlp_norm)
+
+    def _attend(self, number: int, x_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: PackedAttention) -> Tensor:
+        own, parts = self.parts.attention, self.parts
+        q_THD, k_TKD, v_TKD = (
+            linear(layer, x_TC).unflatten(1, (-1, self.size)) for layer in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        q_THD = self.ops.rotate(self._head_norm(q_THD, parts.q_norm), cos_TD, sin_TD)
+        k_TKD = self.ops.rotate(self._head_norm(k_TKD, parts.k_norm), cos_TD, sin_TD)
+        mixed_THD = attention.attend(number, q_THD, k_TKD, v_TKD, Scores(parts.scale, parts.window))
+        return linear(own.o_proj, mixed_THD.flatten(1))
+
+    def _norm(self, x_TC: Tensor, norm: Norm | None) -> Tensor:
+        return x_TC if norm is None else self.ops.rms_norm(x_TC, norm.weight, self.eps, offset=self.offset)
+
+    def _head_norm(self, x_THD: Tensor, norm: Norm | None) -> Tensor:
+        return x_THD if norm is None else self._norm(x_THD.flatten(0, 1), norm).view_as(x_THD)

@@ -1,0 +1,69 @@
+"""The training forward: log-probabilities of sampled tokens, never holding all logits at once.
+
+It runs the same module, attention registration and output head as the embedded engine, so rollout and training see the
+same policy.
+
+Shapes: M sampled tokens, U different ones among them (same history, same token), C hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rally.models.attention import head_logits
+from rally.models.lm_head import HeadLogprobs, chunk_rows, plain_weight
+from rally.models.parallel import ranks_of
+from rally.train.forward.fused_layers import hidden_states
+from rally.train.packing import PackedRows
+
+
+class TokenLogprobs(NamedTuple):
+    logp_M: Tensor
+    entropy_M: Tensor
+
+
+def token_logprobs(
+    model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
+) -> TokenLogprobs:
+    """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
+    return ranks_of(model).within(model, _token_logprobs, packed, temperature, entropy_gradient)
+
+
+def _token_logprobs(
+    model: PreTrainedModel, packed: PackedRows, temperature: float, entropy_gradient: bool
+) -> TokenLogprobs:
+    hidden_TC = hidden_states(model, packed)
+    hidden_UC = hidden_TC.index_select(0, packed.predict_U)
+    rows = chunk_rows(model.config.get_text_config().vocab_size, hidden_UC.device)
+    weight = plain_weight(model)
+    if weight is None:
+        logp_U, entropy_U = _any_head(model, hidden_UC, packed.targets_U, temperature, rows, entropy_gradient)
+    else:
+        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, temperature, rows, entropy_gradient)
+    return TokenLogprobs(*(x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U)))
+
+
+def _any_head(
+    model: PreTrainedModel, hidden_UC: Tensor, targets_U: Tensor, temperature: float, rows: int, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The same through autograd, for heads that are more than one matrix; it says what `HeadLogprobs` must compute."""
+    parts = [
+        checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
+        for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)
+    ]
+    logp_U, entropy_U = (torch.cat(x) for x in zip(*parts, strict=True))
+    return logp_U, entropy_U
+
+
+def _chunk(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    logp = torch.log_softmax(head_logits(model, hidden).float() / temperature, dim=-1)
+    seen = logp if entropy_gradient else logp.detach()
+    entropy = -(seen.exp() * seen).sum(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), entropy

@@ -1,0 +1,108 @@
+"""What the sampled tokens of rows are given before any loss: whole-batch numbers, so that no later cut changes them.
+
+Shapes: M sampled tokens of all rows, in their order, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rally.algos.losses import SurrogateSettings, kl_estimate, mark_tokens
+from rally.algos.off_policy_correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
+from rally.models.parallel import ALONE, Ranks
+from rally.train.micro_batches import Cut, cut_for, in_order, share_of
+from rally.train.packing import PackedRows, Row, pack
+
+
+class CorrectedRows(NamedTuple):
+    rows: list[Row]
+    metrics: dict[str, float]
+
+
+def over_rows(
+    rows: Sequence[Row],
+    forward: Callable[[PackedRows], Tensor],
+    device: torch.device,
+    cut: Cut,
+    ranks: Ranks = ALONE,
+) -> Tensor:
+    """What `forward` gives each sampled token, such as its log-probability, without a gradient."""
+    parts = cut_for(ranks, rows, cut)
+    mine_M = torch.zeros(0)
+    with torch.no_grad():
+        for part in share_of(ranks, parts):
+            numbers_M = forward(pack(part.rows, device)).float().cpu()
+            mine_M = torch.cat([mine_M, numbers_M]) if part.counts else mine_M
+    found: dict[int, Tensor] = {}
+    for one, numbers_M in zip(parts, in_order(ranks, parts, mine_M), strict=True):
+        found |= zip(map(id, one), numbers_M.float().split([len(row.sampled) for row in one]), strict=True)
+    return torch.cat([torch.zeros(0), *(found[id(row)] for row in rows)])
+
+
+def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSettings) -> CorrectedRows:
+    """`logp_M`, the trainer's own log-probabilities, become the old ones; what the engine recorded becomes weights."""
+    recorded_M, row_M = _recorded(rows), _row_numbers(rows)
+    weights_M, kept_M = torch.ones_like(logp_M), torch.ones_like(logp_M, dtype=torch.bool)
+    if settings.level is not None:
+        weights_M = truncated_weights(logp_M, recorded_M, row_M, settings.level, settings.threshold)
+    for test, lowest, highest in settings.rejections:
+        kept_M &= kept_tokens(logp_M, recorded_M, row_M, test, lowest, highest)
+    used_M = weights_M
+    if settings.normalize and settings.level is not None:
+        used_M = of_mean_one(weights_M, row_M, settings.level)
+    sizes = [len(row.sampled) for row in rows]
+    old, weights = logp_M.split(sizes), (used_M * kept_M).split(sizes)
+    changed = [
+        replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
+        for row, p, w in zip(rows, old, weights, strict=True)
+    ]
+    return CorrectedRows(changed, _metrics(logp_M, recorded_M, weights_M, kept_M, settings) if rows else {})
+
+
+def _metrics(
+    logp_M: Tensor, recorded_M: Tensor, weights_M: Tensor, kept_M: Tensor, settings: CorrectionSettings
+) -> dict[str, float]:
+    k3 = float(kl_estimate(recorded_M, logp_M, "k3").mean(dtype=torch.float64))
+    found = {
+        "actor/rollout_mismatch_kl": k3,
+        "actor/rollout_mismatch_max": float((logp_M - recorded_M).abs().max()),
+        "rollout_corr/kl": float((recorded_M - logp_M).mean(dtype=torch.float64)),
+        "rollout_corr/k3_kl": k3,
+    }
+    if settings.level is not None:
+        found |= {
+            "rollout_corr/rollout_is_mean": float(weights_M.mean(dtype=torch.float64)),
+            "rollout_corr/rollout_is_min": float(weights_M.min()),
+            "rollout_corr/rollout_is_max": float(weights_M.max()),
+            "rollout_corr/rollout_is_ratio_fraction_high": float((weights_M >= settings.threshold).double().mean()),
+        }
+    if settings.rejections:
+        found["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept_M.double().mean())
+    return found
+
+
+def marked_rows(rows: Sequence[Row], settings: SurrogateSettings) -> list[Row]:
+    """Rows of one mini-batch, their tokens marked by the covariance of advantage and old log-probability."""
+    advantages_M = torch.tensor([a for row in rows for a in row.advantages or (0.0,) * len(row.sampled)])
+    if not advantages_M.numel():
+        return list(rows)
+    parts = mark_tokens(_recorded(rows), advantages_M, settings).split([len(row.sampled) for row in rows])
+    return [replace(row, marked=tuple(part.tolist())) for row, part in zip(rows, parts, strict=True)]
+
+
+def kl_rewards(rows: Sequence[Row], reference_M: Tensor, kind: str, coefficient: float) -> Tensor:
+    """What each sampled token loses for being unlikely under the reference."""
+    return -coefficient * kl_estimate(_recorded(rows), reference_M, kind)
+
+
+def _recorded(rows: Sequence[Row]) -> Tensor:
+    return torch.tensor([p for row in rows for p in row.logprobs])
+
+
+def _row_numbers(rows: Sequence[Row]) -> Tensor:
+    return torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row.sampled) for row in rows], dtype=torch.long))

@@ -1,0 +1,1 @@
+"""Sampling and scoring the episodes of one step."""

@@ -1,0 +1,142 @@
+"""Dynamic sampling: a step trains on the first groups, in the order of their prompts, that differ within themselves.
+
+A group whose episodes are all equal teaches nothing. As soon as that is known, another prompt begins in the same
+rollout; nobody waits for a whole further batch. Every group that began is waited for, and the order of the prompts
+decides, not who was quick. So neither short episodes nor fast tools are favoured, and which prompts begin depends on
+how groups end but never on when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rally.loops import Job
+from rally.train.rollout.rollout import FailurePolicy, RolloutResult, counts_zero, policy_for
+from rally.types import Episode, RallyError
+
+REWARD_NAMES = ("reward", "seq_reward", "seq_final_reward")
+
+
+class MetricError(RallyError):
+    """The metric that groups are judged by is not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSettings:
+    """`metric` must differ within a group. A step begins with `first` prompts and never tries more than `most`."""
+
+    metric: str
+    first: int
+    most: int | None = None
+
+
+@dataclass
+class LiveGroups:
+    """One step's groups as they end. `wanted` live ones fill it; there are `places` prompts in a fixed order, and
+    `jobs_at` gives the episodes of so many of them from one on."""
+
+    settings: FilterSettings
+    wanted: int
+    places: int
+    jobs_at: Callable[[int, int], list[Job]]
+    policy: FailurePolicy
+    begun: int = 0
+    live: dict[str, bool] = field(default_factory=dict)
+    _running: dict[str, int] = field(default_factory=dict)  # by group: episodes that have not ended
+    _ended: dict[str, list[Episode]] = field(default_factory=dict)
+    _episodes: int = 0
+    _failures: int = 0
+    _hopeless: bool = False
+
+    def begin(self) -> list[Job]:
+        return self._begin(min(self.settings.first, self._most))
+
+    def after(self, episodes: Sequence[Episode]) -> list[Job]:
+        """Another prompt begins for each group that has ended in vain, while more are wanted than can still come."""
+        for episode in episodes:
+            self._note(episode)
+        possible = sum(self.live.values()) + len(self._running)
+        if self._hopeless or self._failures > self.policy.max_failed_share * self._episodes:
+            return []  # the run is about to stop; more episodes would not change that
+        return self._begin(min(self.wanted - possible, self._most - self.begun))
+
+    def chosen(self, result: RolloutResult) -> RolloutResult:
+        """The first live groups stay; the others, all equal or more than wanted, are set aside."""
+        groups = list(dict.fromkeys(e.group for e in result.episodes))
+        kept = set([g for g in groups if self.live[g]][: self.wanted])
+        return replace(
+            result,
+            episodes=[e for e in result.episodes if e.group in kept],
+            filtered=[e for e in result.episodes if e.group not in kept],
+            filtering=self._metrics(),
+        )
+
+    @property
+    def words(self) -> str:
+        """What is said when the step falls short."""
+        settings, have = self.settings, self.wanted - self.missing
+        why = "every row has been tried" if self._most == self.places else "max_num_gen_batches allows no more"
+        return (
+            f"of {self.begun} groups only {have} differ in {settings.metric} ({self.wanted} wanted, {why}); it trains "
+            "on these; groups/missing counts on"
+        )
+
+    @property
+    def missing(self) -> int:
+        """How many groups the step is short of."""
+        return max(0, self.wanted - sum(self.live.values()))
+
+    @property
+    def _most(self) -> int:
+        return self.places if self.settings.most is None else min(self.settings.most, self.places)
+
+    def _metrics(self) -> dict[str, float]:
+        live = sum(self.live.values())
+        return {
+            "train/num_gen_batches": self.begun / self.settings.first,
+            "groups/begun": float(self.begun),
+            "groups/refilled": float(self.begun - min(self.settings.first, self._most)),
+            "groups/filtered_all_equal": float(len(self.live) - live),
+            "groups/surplus": float(max(0, live - self.wanted)),
+            "groups/missing": float(self.missing),
+        }
+
+    def _begin(self, count: int) -> list[Job]:
+        count = max(0, count)
+        jobs = self.jobs_at(self.begun, count)
+        self.begun += count
+        self._episodes += len(jobs)
+        for job in jobs:
+            self._running[job.group] = self._running.get(job.group, 0) + 1
+        return jobs
+
+    def _note(self, episode: Episode) -> None:
+        group = episode.group
+        self._ended.setdefault(group, []).append(episode)
+        self._failures += episode.reward is None
+        self._hopeless |= episode.reward is None and policy_for(episode, self.policy) == "raise"
+        self._running[group] -= 1
+        if not self._running[group]:
+            del self._running[group]
+            ended = self._ended.pop(group)
+            if all(e.reward is not None or counts_zero(e, self.policy) for e in ended):
+                self.live[group] = len({metric_of(e, self.settings.metric) for e in ended}) > 1
+
+
+def metric_of(episode: Episode, metric: str) -> float:
+    """The number by which a group is judged; an episode that failed and counts as 0 has 0."""
+    if episode.reward is None:
+        return 0.0
+    info = episode.reward_info
+    if metric in REWARD_NAMES:
+        return episode.reward
+    score = info.get("score", episode.reward)
+    value = info.get(metric, score if metric in ("score", "acc") else None)
+    if not isinstance(value, (bool, int, float)):
+        known = ", ".join(key for key, given in info.items() if isinstance(given, (bool, int, float)))
+        raise MetricError(
+            f"algorithm.filter_groups.metric={metric} is no number that the reward of episode {episode.id} came with; "
+            f"use reward, or one of what it came with: {known or 'nothing'}"
+        )
+    return float(value)

@@ -1,0 +1,262 @@
+"""One rollout: prompts become scored episodes, and failure never biases a group.
+
+An episode is scored as soon as it ends, while others still run. What failed follows its policy (`retry` was tried by
+then, `drop_group`, `zero`, `raise`) and is counted; past the budget the run stops with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+from rally.data import episode_seed
+from rally.loops import Finish, Job, Runner
+from rally.rewards import Score, Scorer, Shaping
+from rally.track.timing import Timed, untimed
+from rally.train.batch import GREEDY
+from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
+
+OnError = Literal["retry", "drop_group", "zero", "raise"]
+
+
+class RolloutError(RallyError):
+    """Too much went wrong in a rollout to go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """What becomes of an episode that failed, and how many may."""
+
+    loop: OnError = "retry"
+    reward: OnError = "drop_group"
+    reward_retries: int = 1
+    max_failed_share: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutResult:
+    """`episodes` are whole groups, all scored. For the record: `failed` were dropped or zeroed, and `set_aside` did not
+    fail but went with a group that was dropped. `filtered` are whole scored groups that are not trained on, and
+    `baselines` the greedy episodes that the others were compared with."""
+
+    episodes: list[Episode]
+    failed: list[Episode] = field(default_factory=list)
+    set_aside: list[Episode] = field(default_factory=list)
+    filtered: list[Episode] = field(default_factory=list)
+    baselines: list[Episode] = field(default_factory=list)
+    filtering: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling
+    dropped_groups: int = 0
+
+    @property
+    def scored(self) -> list[Episode]:
+        """What was sampled in whole groups: it tells how the policy does on their prompts, trained on or not."""
+        return self.episodes + self.filtered
+
+    @property
+    def everything(self) -> list[Episode]:
+        whole = self.scored + self.baselines
+        kept = {e.id for e in whole}
+        return whole + [e for e in self.failed if e.id not in kept] + self.set_aside
+
+    @property
+    def sampled(self) -> list[Episode]:
+        return [e for e in self.everything if not e.baseline]
+
+    def metrics(self) -> dict[str, float]:
+        loops = sum(e.stop_reason is StopReason.ERROR for e in self.failed)
+        return {
+            "failures/loop": float(loops),
+            "failures/reward": float(len(self.failed) - loops),
+            "failures/dropped_groups": float(self.dropped_groups),
+            "failures/set_aside": float(len(self.set_aside)),
+            **self.filtering,
+        }
+
+
+class Refill(Protocol):
+    """Watches groups end, and lets others begin in their place."""
+
+    def after(self, episodes: Sequence[Episode]) -> list[Job]:
+        """Episodes have ended, scored if they could be; what begins now."""
+        ...
+
+    def chosen(self, result: RolloutResult) -> RolloutResult:
+        """The finished rollout, with the groups to train on apart from those to set aside."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """Runs loops and scorer over jobs."""
+
+    runner: Runner
+    scorer: Scorer
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
+    seed: int = 0
+    shaping: Shaping = field(default_factory=Shaping)
+    step_timeout: float | None = None  # seconds until training episodes that still run are ended with what they have
+    in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
+
+    def jobs(
+        self,
+        tasks: Iterable[Task],
+        n: int,
+        step: int,
+        validate: bool = False,
+        *,
+        first: int = 0,
+        baseline: bool = False,
+        suffix: str = "",
+    ) -> list[Job]:
+        """`n` jobs per task, and a greedy one if it has a baseline; `first` is the place of the first task. Seeds
+        depend on (seed, step, place, sample) alone; validation keeps its own over steps. `suffix` is that of a further
+        validation pass: its episodes and groups have names of their own."""
+        kind = "v" if validate else "t"
+        apart = f"-{suffix}" if suffix else ""
+        return [
+            Job(
+                task=task,
+                episode_id=f"{kind}{step:06d}-{place:05d}{apart}-{'greedy' if k == n else k}",
+                group=f"{kind}{step:06d}-{place:05d}{apart}",
+                seed=episode_seed(self.seed + (1 if validate else 0), 0 if validate else step, place, k),
+                step=step,
+                validate=validate,
+                check_tokens=k == 0,  # one of a group is enough, and the full rendering is slow
+                baseline=k == n,
+            )
+            for place, task in enumerate(tasks, first)
+            for k in range(n + baseline)
+        ]
+
+    async def collect(
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        *,
+        on_done: Callable[[], None] = lambda: None,
+        refill: Refill | None = None,
+        timed: Timed = untimed,
+    ) -> RolloutResult:
+        async def finish(episode: Episode) -> Episode:
+            scored = episode if self.in_batch else self.shaping.apply(await self._score(episode))
+            on_done()
+            return scored
+
+        try:
+            timeout = None if any(job.validate for job in jobs) else self.step_timeout
+            if self.in_batch:
+                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout, timed)
+            else:
+                more = None if refill is None else lambda episode: refill.after([episode])
+                episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout)
+        except* RallyError as group:
+            raise group.exceptions[0] from None
+        result = settle(episodes, self.policy)
+        return result if refill is None else refill.chosen(result)
+
+    async def _in_batches(
+        self,
+        jobs: Sequence[Job],
+        sampling: SamplingParams,
+        finish: Finish,
+        refill: Refill | None,
+        timeout: float | None,
+        timed: Timed,
+    ) -> list[Episode]:
+        """What is scored together is known together, so what replaces it begins together."""
+        episodes: list[Episode] = []
+        began = time.perf_counter()
+        while jobs:
+            left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
+            ended = await self.runner.run(jobs, sampling, finish=finish, timeout=left)
+            with timed("reward"):
+                scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
+            jobs = [] if refill is None else refill.after(scored)
+            episodes += scored
+        return episodes
+
+    async def _score(self, episode: Episode) -> Episode:
+        for _ in range(self._tries):
+            if episode.error is None and episode.reward is None:
+                episode = with_score(episode, await self.scorer.score(episode))
+        return episode
+
+    async def _score_together(self, episodes: Sequence[Episode]) -> list[Episode]:
+        done = list(episodes)
+        for _ in range(self._tries):
+            left = [i for i, episode in enumerate(done) if episode.error is None and episode.reward is None]
+            scores = await self.scorer.score_batch([done[i] for i in left])
+            for i, score in zip(left, scores, strict=True):
+                done[i] = with_score(done[i], score)
+        return done
+
+    @property
+    def _tries(self) -> int:
+        return 1 + (self.policy.reward_retries if self.policy.reward == "retry" else 0)
+
+
+def with_score(episode: Episode, score: Score) -> Episode:
+    """The episode with its reward, or with the reason why it has none."""
+    timings = {**episode.timings, "score": score.seconds}
+    if score.reward is None:
+        return replace(episode, timings=timings, extra={**episode.extra, "reward_error": score.error})
+    extra = {key: value for key, value in episode.extra.items() if key != "reward_error"}
+    return replace(episode, reward=score.reward, reward_info=score.info, timings=timings, extra=extra)
+
+
+def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
+    """Apply the failure policy to a finished rollout."""
+    failed = [e for e in episodes if e.reward is None]
+    for episode in failed:
+        if policy_for(episode, policy) == "raise":
+            raise RolloutError(f"episode {episode.id} failed and the policy is to stop: {_reason(episode)}")
+    if len(failed) > policy.max_failed_share * len(episodes):
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
+            f"{policy.max_failed_share} allows; the first said: {_reason(failed[0])}"
+        )
+    zeroed = {e.id for e in failed if counts_zero(e, policy)}
+    dropped = {e.group for e in failed if e.id not in zeroed}
+    kept = [e.scored(0.0, e.reward_info) if e.id in zeroed else e for e in episodes if e.group not in dropped]
+    mates = [e for e in episodes if e.group in dropped and e.reward is not None]
+    sampled, baselines = _with_baselines(kept)
+    return RolloutResult(
+        episodes=sampled, failed=failed, set_aside=mates, baselines=baselines, dropped_groups=len(dropped)
+    )
+
+
+class _Compared(NamedTuple):
+    sampled: list[Episode]
+    baselines: list[Episode]
+
+
+def _with_baselines(episodes: Sequence[Episode]) -> _Compared:
+    """Greedy episodes apart; what they earned is recorded with those that are compared with them."""
+    baselines = [e for e in episodes if e.baseline]
+    earned = {e.group: {GREEDY: e.reward} for e in baselines}
+    sampled = [replace(e, reward_info=e.reward_info | earned.get(e.group, {})) for e in episodes if not e.baseline]
+    return _Compared(sampled, baselines)
+
+
+def counts_zero(episode: Episode, policy: FailurePolicy) -> bool:
+    """Whether a failed episode stays, with a reward of 0."""
+    return policy_for(episode, policy) == "zero" and bool(episode.segments)
+
+
+def policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
+    return policy.loop if episode.stop_reason is StopReason.ERROR else policy.reward
+
+
+def _reason(episode: Episode) -> str:
+    return str(episode.error or episode.extra.get("reward_error") or "no reason was given")
+
+
+@dataclass(frozen=True)
+class ValidationPass:
+    """One way to sample the validation set: `n` samples per prompt; `suffix` keeps its metrics apart."""
+
+    sampling: SamplingParams
+    n: int
+    suffix: str = ""

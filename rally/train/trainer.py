@@ -1,0 +1,375 @@
+"""The fit loop: rollout, advantages, update, validation, checkpoint, in that order, until the last step.
+
+A step is a pure function of the weights, the optimizer, the sampler's state and (seed, step): all seeds are. So
+resuming from a checkpoint continues the same run, and everything of later steps found in the run folder is set aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rally.algos.credit_assignment import CreditSettings
+from rally.chat import ChatCodec
+from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
+from rally.engines.base import TrainingEngine
+from rally.loops import Job
+from rally.rewards import reward_metrics
+from rally.track import (
+    RunConsole,
+    RunFolder,
+    Sinks,
+    conversation_text,
+    rollout_metrics,
+    tool_warnings,
+    validation_metrics,
+)
+from rally.track.timing import PhaseClock, Timed, memory_used, token_times, untimed
+from rally.train.batch import TrainBatch, advantage_spans, build_batch, rows_of
+from rally.train.checkpoint.snapshot import Part, json_part
+from rally.train.checkpoint.store import COUNTERS, CheckpointStore
+from rally.train.critic import Critic
+from rally.train.divergence import keeping_diverged
+from rally.train.health_checks import WatchSettings, findings, watched
+from rally.train.interrupt import Interrupt
+from rally.train.loss_inputs import kl_rewards
+from rally.train.policy import Policy, due, step_seed
+from rally.train.reference import KlControl, Reference, awake
+from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
+from rally.train.rollout.rollout import Rollout, RolloutResult, ValidationPass
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+from rally.types import Episode, SamplingParams
+from rally.util.threads import Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """When things happen."""
+
+    total_steps: int
+    batch_size: int
+    n: int
+    seed: int = 0
+    credit: CreditSettings = field(default_factory=CreditSettings)
+    filter: FilterSettings | None = None  # None: every group of the batch is trained on
+    reward_kl_kind: str = "kl"
+    save_freq: int = -1
+    test_freq: int = -1
+    val_before_train: bool = True
+    val_batch_size: int | None = None
+    max_prompt_length: int | None = None
+    mismatch_alarm: float = 0.01
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    show_validation: int = 0  # conversations printed after a validation
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run, and the loop over them."""
+
+    settings: FitSettings
+    update: UpdateSettings
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    codec: ChatCodec
+    engine: TrainingEngine
+    rollout: Rollout
+    sampling: SamplingParams
+    validation: Sequence[ValidationPass]
+    train_tasks: TaskSet
+    sampler: RowSampler
+    val_tasks: TaskSet | None
+    folder: RunFolder
+    checkpoints: CheckpointStore
+    console: RunConsole
+    sinks: Sinks
+    reference: Reference | None = None
+    reward_kl: KlControl | None = None  # None: no KL in the reward
+    critic: Critic | None = None
+    extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
+    start_step: int = 0
+    recorder: Recorder = field(default_factory=Recorder)
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    done: int = field(default=0, init=False)  # the last step that has ended
+    history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
+
+    async def fit(self) -> dict[str, float]:
+        """Train to the last step, or until somebody interrupts; returns the last validation's metrics."""
+        self.done = self.start_step
+        last: dict[str, float] = {}
+        await self.engine.start()
+        saving: dict[str, float] = {}  # how long the last checkpoint took is told with the step after it
+        if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
+            last = await self.validate(0)
+            self._log(0, last)
+        if self.interrupt.requested:
+            return last
+        for step in range(self.start_step + 1, self.settings.total_steps + 1):
+            self.checkpoints.check()
+            metrics = saving | await self.train_step(step)
+            saving = {}
+            final = step == self.settings.total_steps
+            if self.val_tasks and (final or due(step, self.settings.test_freq)):
+                last = await self.validate(step)
+                metrics |= last
+            self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
+            self.done = step
+            saved = final or self.interrupt.requested or due(step, self.settings.save_freq)
+            if saved:
+                saving = self._save(step)
+            if saved and self.interrupt.requested:
+                break
+        self.checkpoints.wait()
+        return last
+
+    def _save(self, step: int) -> dict[str, float]:
+        clock = PhaseClock(self.folder, step)
+        with clock("save_checkpoint"), self.console.phase("saving", 1) as phase:
+            self.checkpoints.save(step, self.policy, self.tokenizer, learned(self.sampler), more=self._parts())
+            phase.advance()
+        return clock.metrics()
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        clock = PhaseClock(self.folder, step)
+        began, busy = time.perf_counter(), self.engine.busy_seconds
+        with clock("gen"):
+            result = await self._collect(step, clock)
+        used = (self.engine.busy_seconds - busy) / (time.perf_counter() - began)
+        metrics = {"engine/idle_share": max(0.0, 1 - used)}  # a request given up before may end in this rollout
+        metrics |= rollout_metrics(result.sampled, self.settings.max_prompt_length)
+        metrics |= result.metrics() | reward_metrics(result.scored)
+        metrics |= self._learned(step, result.scored)
+        self._record(step, result.everything, validate=False)
+        with clock("update_weights"):
+            await self.engine.rest()
+        with clock("update_actor"):
+            metrics |= self._update(step, result.episodes, clock)
+        with clock("update_weights"):
+            metrics |= await self.engine.publish()
+        metrics |= clock.metrics() | {"timing_s/step": time.perf_counter() - began}
+        self._add_rates(metrics, step, result.everything)
+        self._watch(metrics, result.everything)
+        return metrics
+
+    async def _collect(self, step: int, timed: Timed) -> RolloutResult:
+        settings, size = self.settings, self.settings.batch_size
+        rows = draw(self.sampler, step, size, len(self.train_tasks))
+        if settings.filter is not None:
+            rows += draw_further(self.sampler, step, len(self.train_tasks))
+
+        def jobs_at(first: int, count: int) -> list[Job]:
+            tasks = [self.train_tasks[row] for row in rows[first : first + count]]
+            return self.rollout.jobs(tasks, settings.n, step, first=first, baseline=settings.credit.needs_greedy)
+
+        groups = None
+        if settings.filter is not None:
+            groups = LiveGroups(settings.filter, size, len(rows), jobs_at, self.rollout.policy)
+        jobs = jobs_at(0, size) if groups is None else groups.begin()
+        total = len(jobs) if groups is None else None  # with refills nobody knows yet
+        with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
+            result = await self.rollout.collect(
+                jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed)
+            )
+        if groups is not None and groups.missing:
+            self.console.warn_once("missing", f"step {step}: {groups.words}")
+        return result
+
+    def _shown(self, timed: Timed) -> Timed:
+        """Scoring a whole batch is a phase that a person sees; episodes scored one by one are seen as they end."""
+
+        @contextmanager
+        def scoring(name: str) -> Iterator[None]:
+            with timed(name), self.console.phase("scoring", 1) as phase:
+                yield
+                phase.advance()
+
+        return scoring
+
+    def _learned(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """The sampler's own numbers, once it has seen how the episodes went."""
+        return {f"curriculum/{name}": value for name, value in (self.sampler.update(step, episodes) or {}).items()}
+
+    def _update(self, step: int, episodes: Sequence[Episode], timed: Timed) -> dict[str, float]:
+        if not episodes:
+            self.console.warn_once("empty", f"step {step}: no group is left to train on")
+            with self.engine.updating():
+                return {}  # but the version is a new one: a run that resumes here has nothing cached either
+        count = self._mini_batches(step, len({e.group for e in episodes}))
+        torch.manual_seed(step_seed(self.settings.seed, step))
+        with (
+            self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
+            self.engine.updating(),
+            awake(self.reference),
+            keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
+        ):
+            penalties_M = self._reward_kl(episodes, timed)
+            metrics: dict[str, float] = {}
+            batch = self._batch(step, episodes, penalties_M, metrics, phase.advance, timed)
+            rows = batch.rows
+            self.recorder.write(lambda: self.folder.log_advantages(step, advantage_spans(episodes, rows)))
+            if self._trains(step):
+                metrics |= update_policy(
+                    self.policy,
+                    batch,
+                    self.update,
+                    step=step,
+                    reference=self.reference if self.update.kl_coef else None,
+                    progress=phase.advance,
+                    timed=timed,
+                )
+        advantages = batch.advantages_M
+        if self.reward_kl is not None and penalties_M is not None and penalties_M.numel():
+            coefficient = self.reward_kl.coefficient
+            kl = -float(penalties_M.mean(dtype=torch.float64)) / coefficient
+            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+            self.reward_kl.see(kl, len(episodes))
+        return metrics | {
+            "critic/advantages/mean": float(advantages.mean()),
+            "critic/advantages/max": float(advantages.max()),
+            "critic/advantages/min": float(advantages.min()),
+            "groups/live_share": batch.live_share,
+        }
+
+    def _mini_batches(self, step: int, groups: int) -> int:
+        """How many the update of a step has, the critic's included."""
+        critic = 0 if self.critic is None else self.critic.settings.mini_batches(groups)
+        return critic + (-(-groups // self.update.mini_batch_groups) * self.update.epochs if self._trains(step) else 0)
+
+    def _trains(self, step: int) -> bool:
+        """Whether the policy learns in this step; while a critic warms up it does not."""
+        return self.critic is None or step > self.critic.settings.warmup_steps
+
+    def _batch(
+        self,
+        step: int,
+        episodes: Sequence[Episode],
+        penalties_M: Tensor | None,
+        metrics: dict[str, float],
+        progress: Callable[[], None],
+        timed: Timed,
+    ) -> TrainBatch:
+        """The episodes with their advantages; a critic that gave them then learns what it should have expected."""
+        if self.critic is None:
+            return build_batch(episodes, self.settings.credit, penalties_M)
+        with timed("values"):
+            judgement = self.critic.judge(episodes, self.settings.credit, penalties_M)
+        with timed("update_critic"):
+            metrics |= judgement.metrics | self.critic.update(judgement.critic, step=step, progress=progress)
+        return judgement.policy
+
+    def _parts(self) -> list[Part]:
+        """What a checkpoint holds beside the policy and the sampler."""
+        counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
+        return [counters, *(one.part() for one in (self.critic, self.reward_kl) if one is not None)]
+
+    def _reward_kl(self, episodes: Sequence[Episode], timed: Timed) -> Tensor | None:
+        """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""
+        if self.reward_kl is None:
+            return None
+        assert self.reference is not None
+        reference, update, rows = self.reference, self.update, rows_of(episodes)
+        with timed("ref"):
+            logp_M = reference_logprobs(self.policy, reference, rows, update)
+        return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
+
+    async def validate(self, step: int) -> dict[str, float]:
+        """Every validation prompt, by every pass; greedy and sampled metrics keep separate names."""
+        if self.val_tasks is None:
+            return {}
+        metrics: dict[str, float] = {}
+        clock = PhaseClock(self.folder, step)
+        with clock("testing"):
+            passes: list[list[Episode]] = []
+            for one in self.validation:
+                jobs = self.rollout.jobs(self.val_tasks, one.n, step, validate=True, suffix=one.suffix)
+                size = (self.settings.val_batch_size or len(self.val_tasks)) * one.n
+                episodes: list[Episode] = []
+                label = f"validation {one.suffix}".strip()
+                with self.console.phase(label, len(jobs)) as phase:
+                    for first in range(0, len(jobs), size):
+                        part = jobs[first : first + size]
+                        result = await self.rollout.collect(
+                            part, one.sampling, on_done=phase.advance, timed=self._shown(untimed)
+                        )
+                        episodes += result.everything
+                metrics |= validation_metrics(episodes, one.n, one.suffix)
+                passes.append(episodes)
+            self._record(step, [episode for episodes in passes for episode in episodes], validate=True)
+        self._show(passes[0])
+        return metrics | clock.metrics()
+
+    def _show(self, episodes: Sequence[Episode]) -> None:
+        for episode in [e for e in episodes if e.segments][: self.settings.show_validation]:
+            self.console.show(conversation_text(episode, self.codec.decode))
+
+    def _record(self, step: int, episodes: Sequence[Episode], *, validate: bool) -> None:
+        more = [self.extra_episode_folders[validate]] if validate in self.extra_episode_folders else []
+        for folder in (self.folder, *more):
+            self.recorder.write(partial(folder.log_episodes, step, episodes, validate=validate))
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        self.recorder.wait()
+        self.sinks.log(step, metrics)
+
+    def _add_rates(self, metrics: dict[str, float], step: int, episodes: Sequence[Episode]) -> None:
+        tokens = sum(len(s.ids) for e in episodes for s in e.segments)
+        seconds = metrics["timing_s/step"]
+        metrics |= {
+            "perf/total_num_tokens": float(tokens),
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds,
+            "perf/samples_per_s": len(episodes) / seconds,
+            **token_times(metrics, episodes),
+            **memory_used(),
+            "training/global_step": float(step),
+            "training/epoch": float((step - 1) // steps_per_epoch(len(self.train_tasks), self.settings.batch_size)),
+            "engine/weight_version": float(self.engine.weight_version),
+        }
+
+    def _watch(self, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
+        """Say in words, once, what a person should look at."""
+        mismatch = metrics.get("actor/rollout_mismatch_kl", 0.0)
+        if mismatch > self.settings.mismatch_alarm:
+            self.console.warn_once(
+                "mismatch",
+                f"rollout and trainer disagree about the policy (k3 = {mismatch:.2g}, over rollout.mismatch_alarm="
+                f"{self.settings.mismatch_alarm}); advantages are computed for another policy than the one trained",
+            )
+        self.history.append(watched(metrics))
+        for finding in findings(self.history, self.settings.watch):
+            self.console.warn_once(*finding)
+        for warning in tool_warnings(episodes):
+            self.console.warn_once(*warning)
+        differing = [e for e in episodes if "tokenization_difference" in e.extra]
+        metrics["tokenization/difference_rate"] = len(differing) / max(1, len(episodes))
+        if differing:
+            self.console.warn_once("tokens", str(differing[0].extra["tokenization_difference"]))
+
+
+def _source(episode: Episode) -> dict[str, Any]:
+    return {"id": episode.id, "group": episode.group, "task": episode.task.id, "reward": episode.reward}
+
+
+def run(trainer: Trainer) -> dict[str, float]:
+    """Run the loop to its end, then close what it opened."""
+
+    async def whole() -> dict[str, float]:
+        async with trainer.rollout.scorer:
+            try:
+                async with trainer.policy.ranks.watching():
+                    return await trainer.fit()
+            finally:
+                trainer.recorder.close()
+                await trainer.engine.close()
+
+    with trainer.sinks:
+        return asyncio.run(whole())

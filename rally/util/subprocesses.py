@@ -1,0 +1,129 @@
+"""A server as a child: it has a log that is quoted when it fails, and never outlives this program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_OUTPUT = 1_000_000
+_CHUNK = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """How a program ended. `code` is negative when a signal ended it; `cut` bytes of output were not kept."""
+
+    code: int
+    output: bytes
+    cut: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.output.decode("utf-8", "replace")
+
+
+async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output: int = MAX_OUTPUT) -> Ran:
+    """Run a program to its end, output and errors together. Cancelling the call, as a deadline does, kills it."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # so that one kill reaches what the program has started, too
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_feed(process, stdin))
+            reading = group.create_task(_read(process, max_output))
+        output, cut = reading.result()
+        return Ran(code=await process.wait(), output=output, cut=cut)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read what it is given
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, most: int) -> tuple[bytes, int]:
+    assert process.stdout is not None
+    kept = bytearray()
+    cut = 0
+    while chunk := await process.stdout.read(_CHUNK):
+        room = most - len(kept)
+        kept += chunk[:room]
+        cut += max(0, len(chunk) - room)
+    return bytes(kept), cut
+
+
+POLL_SECONDS = 0.1
+POLITE_SECONDS = 5.0
+QUOTED_LINES = 12
+
+
+class ServerProcess:
+    """One run of a server. Start it from the program's main thread: the kernel ties the child to the thread that made
+    it."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        launcher = [sys.executable, "-I", str(Path(__file__).with_name("process_guard.py")), str(POLITE_SECONDS)]
+        with log.open("ab") as out:
+            out.write(f"$ {' '.join(command)}\n".encode())
+            out.flush()
+            self._begins = out.tell()
+            self._child = subprocess.Popen(
+                [*launcher, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+    async def ended(self) -> None:
+        """Returns when it has ended, for whatever reason."""
+        while self.alive:
+            await asyncio.sleep(POLL_SECONDS)
+
+    def last_words(self) -> str:
+        """Where the log is, and its last lines, indented."""
+        with self.log.open("rb") as file:
+            file.seek(self._begins)
+            lines = file.read().decode(errors="replace").splitlines()
+        quoted = "\n".join(f"  {line}" for line in lines[-QUOTED_LINES:])
+        return f"its log is {self.log} and ends with\n{quoted}" if quoted else f"its log, {self.log}, is empty"
+
+    async def stop(self) -> None:
+        """End it and everything it started."""
+        if self.alive:
+            self._child.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + POLITE_SECONDS + 2
+            while self.alive and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._child.wait)

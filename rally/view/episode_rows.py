@@ -1,0 +1,171 @@
+"""One recorded line becomes one row of the table, the words it is found by, and its lane in the timeline of its step.
+
+Lines are read as JSON and never built into episodes: a viewer must show what is there, also when an older or a newer
+Rally wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rally.track.run_folder.episode_json import Opaque, restore
+from rally.types import Image
+
+Json = dict[str, Any]
+FIRST_WORDS = 160  # characters of question and answer that a row shows
+
+Lane = tuple[str, float, float]
+"""What an episode was doing, from when to when, in seconds."""
+
+
+class Summary(NamedTuple):
+    """The columns of the table. `started` is when the first lane begins, in unix seconds, or None where the record has
+    no times (in records before `timings["started"]` it counts from an unknown moment); `lanes` count from it."""
+
+    id: str
+    step: int
+    validate: int
+    baseline: int
+    grp: str
+    task: str
+    source: str
+    reward: float | None
+    stop: str
+    turns: int
+    calls: int
+    errors: int
+    sampled: int
+    tokens: int
+    seconds: float
+    question: str
+    answer: str
+    started: float | None
+    lanes: str
+
+
+COLUMNS = Summary._fields[:-1]
+"""Of the table; lanes are kept apart, because they would be most of what a search through the rows has to read."""
+
+
+def shown(value: Any) -> Any:
+    """A recorded value as JSON that a person can read: the markers of values that JSON cannot hold are resolved."""
+    return _readable(restore(value))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else repr(k): _readable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(v) for v in value]
+    if isinstance(value, Image):
+        return f"<image {value.hash}: {value.width} x {value.height}>"
+    if isinstance(value, Opaque):
+        return f"<{value.type}: {value.text}>"
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    if isinstance(value, int) and value.bit_length() > 53:
+        return str(value)  # a seed has 63 bits, and a script's numbers 53
+    return value
+
+
+def summarize(episode: Json) -> Summary:
+    """The row of an episode as it was recorded."""
+    turns, segments = episode["turns"], episode["segments"]
+    results = [result for turn in turns for result in turn["tool_results"]]
+    lanes = list(_lanes(episode))
+    begin = min((lane[1] for lane in lanes), default=0.0)
+    return Summary(
+        id=text_of(episode["id"]),
+        step=episode["step"],
+        validate=int(episode["validate"]),
+        baseline=int(episode.get("baseline", False)),
+        grp=text_of(episode["group"]),
+        task=text_of(episode["task"]["id"]),
+        source=text_of(episode["task"]["data_source"]),
+        reward=_finite(episode["reward"]),
+        stop=episode["stop_reason"],
+        turns=len(turns) + 1,
+        calls=len(results),
+        errors=sum(result["status"] != "ok" for result in results),
+        sampled=sum(sum(segment["response_mask"]) for segment in segments),
+        tokens=sum(len(segment["response_ids"]) for segment in segments),
+        seconds=_seconds(episode["timings"], "total"),
+        question=_first_words(_question(episode["task"])),
+        answer=_first_words(next((text_of(t["text"]) for t in reversed(turns) if t["role"] == "assistant"), "")),
+        started=begin if lanes else None,
+        lanes=json.dumps([[kind, round(start - begin, 4), round(end - begin, 4)] for kind, start, end in lanes]),
+    )
+
+
+def searched(episode: Json) -> str:
+    """All words an episode is found by: what was asked, said, called, answered and expected, and what went wrong."""
+    task = episode["task"]
+    parts = [episode["id"], task["id"], task["data_source"], task["ground_truth"], episode["error"]]
+    parts += [message.get("content") for message in task["prompt"] if isinstance(message, dict)]
+    for turn in episode["turns"]:
+        parts.append(turn["text"])
+        parts += [result["response"]["text"] for result in turn["tool_results"]]
+    return "\n".join(text for part in parts if part is not None and (text := text_of(part)))
+
+
+def text_of(value: Any) -> str:
+    """The words in a recorded value: a text as it is, the texts of content parts, anything else as JSON."""
+    if isinstance(value, str) and value.isascii():
+        return value
+    return _words(shown(value))
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(_words, value))
+    if isinstance(value, dict) and value.get("type") == "image":
+        return "[image]"
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        value = value["text"]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # SQLite takes no lone surrogates
+
+
+def _question(task: Json) -> str:
+    messages = [m for m in task["prompt"] if isinstance(m, dict)]
+    asked = [m for m in messages if m.get("role") == "user"] or messages
+    return text_of(asked[-1].get("content") or "") if asked else ""
+
+
+def _first_words(text: str) -> str:
+    words = " ".join(text[: 8 * FIRST_WORDS].split())
+    return words if len(words) <= FIRST_WORDS else words[: FIRST_WORDS - 1] + "…"
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _seconds(times: Mapping[str, Any], name: str) -> float:
+    """0 where an older record has none."""
+    return _finite(times.get(name)) or 0.0
+
+
+def _lanes(episode: Json) -> Iterator[Lane]:
+    """Turn by turn; the score comes last, when everything was said."""
+    began = end = _seconds(episode["timings"], "started")
+    for turn in episode["turns"]:
+        if (took := _seconds(turn, "seconds")) > 0:
+            start = began + _seconds(turn, "started")
+            end = start + took
+            yield from _turn_lanes(turn, start, end)
+    if (score := _seconds(episode["timings"], "score")) > 0 and episode["turns"]:
+        yield "score", end, end + score
+
+
+def _turn_lanes(turn: Mapping[str, Any], start: float, end: float) -> Iterator[Lane]:
+    if turn["role"] != "assistant":
+        yield turn["role"], start, end
+        return
+    begun = min(end, start + _seconds(turn, "queued"))
+    first = min(end, max(begun, start + _seconds(turn, "first_token")))
+    for kind, since, until in (("queue", start, begun), ("prefill", begun, first), ("decode", first, end)):
+        if until > since:
+            yield kind, since, until

@@ -1,0 +1,177 @@
+"""An exported page is one file that needs no server and no network: the same page with its data inside, and a sentence
+about everything that was left out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
+
+from rally.redact import redacted_json
+from rally.types import RallyError
+from rally.util.jsonl import write_atomic
+from rally.view.episode_query import Query
+from rally.view.page import INDEX, page_files
+from rally.view.run_data import Run
+
+Json = dict[str, Any]
+START = "app.js"
+PAGE = 500  # rows asked for at a time
+NO_TOKENIZER = (
+    "Where this was exported there was no tokenizer; tokens are shown as numbers beside the text of their turn. "
+    "To export it with one, give --tokenizer."
+)
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILINE)
+_LINKS = re.compile(r"<link .*?>\n<script .*?</script>\n", re.DOTALL)
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    path: Path
+    episodes: int
+    left_out: int
+
+
+def write_export(runs: Sequence[Run], out: Path, asked: str = "", limit: int = 512) -> Exported:
+    """Write the page over these runs to `out`: every metric, and at most `limit` episodes of each run. `asked` is a
+    filter as in the page's links; by default the last training and the last validation step are chosen."""
+    answers: Json = {}
+    notes, inside = [], 0
+    for number, run in enumerate(runs):
+        run.indexer.catch_up()
+        rows = list(_chosen(run, asked, limit))
+        answers |= {f"runs/{number}/{path}": answer for path, answer in _answers(run, rows)}
+        notes.append(_note(run, rows, asked))
+        inside += len(rows)
+    answers["state"] = {"runs": [run.state() for run in runs]}
+    write_atomic(out, bundle({"answers": answers, "notes": notes}))
+    return Exported(out, inside, sum(run.state()["episodes"] for run in runs) - inside)
+
+
+def bundle(data: Mapping[str, Any]) -> str:
+    """The page as one text. The browser may run our script, known by its hash, and load nothing."""
+    files = page_files()
+    script, style = "".join(_modules(files, START, set())), files["style.css"]
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    # With every < written as an escape, no text of a model can end the element that holds it.
+    inside = redacted_json(data).replace("<", "\\u003c")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+    tail = f'<script type="application/json" id="data">{inside}</script>\n<script type="module">{script}</script>\n'
+    page = _LINKS.sub(lambda _: head, files[INDEX])
+    return page.replace("</body>", tail + "</body>")
+
+
+def _modules(files: Mapping[str, str], name: str, done: set[str]) -> Iterator[str]:
+    """The modules one after the other, each after those it imports, each in a scope of its own."""
+    done.add(name)
+    for _, other in _IMPORT.findall(files[name]):
+        if other not in done:
+            yield from _modules(files, other, done)
+    body = _IMPORT.sub(
+        lambda found: f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};\n", files[name]
+    )
+    names = ", ".join(found[1] for found in _EXPORT.finditer(body))
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    yield f"const {_variable(name)} = (() => {{\n{body}return {{ {names} }};\n}})();\n"
+
+
+def _variable(name: str) -> str:
+    return "module_" + name.removesuffix(".js")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _chosen(run: Run, asked: str, limit: int) -> Iterator[Json]:
+    left = limit
+    with closing(run.index.connect()) as db:
+        for query in [_parsed(asked)] if asked else list(_last_steps(run)):
+            after = None
+            while left > 0:
+                page = query.page(db, after, limit=min(PAGE, left))
+                left -= len(page.rows)
+                yield from page.rows
+                after = page.next
+                if after is None:
+                    break
+
+
+def _parsed(asked: str) -> Query:
+    try:
+        pairs = dict(parse_qsl(asked, strict_parsing=True))
+    except ValueError:
+        raise RallyError(
+            f"the filter {asked!r} is not of the form step=10..20&kind=val, as in the page's links"
+        ) from None
+    return Query.parse(pairs)
+
+
+def _last_steps(run: Run) -> Iterator[Query]:
+    steps = run.facets()["steps"]
+    for validate, kind in ((1, "val"), (0, "train")):
+        own = [row[0] for row in steps if row[1] == validate]
+        if own:
+            yield Query.parse({"kind": kind, "step": str(max(own)), "sort": "id", "desc": "0"})
+
+
+def _answers(run: Run, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
+    yield "metrics", run.metrics()
+    yield "rows", rows
+    yield "facets", _facets(rows)
+    inside = {row["id"] for row in rows}
+    for step in sorted({row["step"] for row in rows}):
+        yield f"timeline/{step}", _timeline(run.timeline(step), inside)
+    shown: set[str] = set()
+    for row in rows:
+        whole = run.episode(row["id"])
+        yield "episode?" + urlencode({"id": row["id"]}), _episode(whole)
+        shown |= {span["hash"] for segment in whole["segments"] for span in segment["images"]}
+    for name in sorted(shown):
+        data, mime = run.image(name)
+        yield f"images/{name}", f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def _timeline(whole: Json, inside: Set[str]) -> Json:
+    """With all lanes, else the engine would seem idle where it was not; those of episodes left out lead nowhere."""
+    return {**whole, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in whole["episodes"]]}
+
+
+def _episode(whole: Json) -> Json:
+    """Without where a tokenizer was looked for: that is a path of this machine."""
+    return {**whole, "note": NO_TOKENIZER if whole["note"] else ""}
+
+
+def _facets(rows: Sequence[Json]) -> Json:
+    """As of a whole run, over the chosen rows."""
+    steps = sorted({(row["step"], row["validate"]) for row in rows})
+    own = {key: [row["reward"] for row in rows if (row["step"], row["validate"]) == key] for key in steps}
+    scored = {key: [reward for reward in own[key] if reward is not None] for key in steps}
+    return {
+        "steps": [[*key, len(own[key]), sum(scored[key]) / len(scored[key]) if scored[key] else None] for key in steps],
+        "stops": Counter(row["stop"] for row in rows).most_common(),
+        "sources": Counter(row["source"] for row in rows).most_common(),
+    }
+
+
+def _note(run: Run, rows: Sequence[Json], asked: str) -> str:
+    whole = run.state()["episodes"]
+    kinds = sorted({(row["validate"], row["step"]) for row in rows})
+    what = asked or ", ".join(f"{'validation' if validate else 'training'} step {step}" for validate, step in kinds)
+    left = f"; {whole - len(rows):,} were left out" if whole > len(rows) else ""
+    return (
+        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {whole:,} episodes "
+        f"({what or 'none'}){left}."
+    )

@@ -1,0 +1,193 @@
+"""One run as the page sees it: every answer is made from the files of its folder and from the index over them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rally.track.display_text import one_line
+from rally.track.run_folder.folder import ImageFolder
+from rally.types import RallyError
+from rally.util.jsonl import JsonLines
+from rally.view.episode_index import Index, Indexer
+from rally.view.episode_query import PAGE, Query, QueryError
+from rally.view.episode_rows import shown
+from rally.view.token_text import Found, find_tokenizer, given_tokenizer, pieces
+
+Json = dict[str, Any]
+PAGING = ("after", "skip", "limit", "count")
+
+
+class Missing(RallyError):
+    """Something that the run does not have."""
+
+
+class Picture(NamedTuple):
+    data: bytes
+    mime: str
+
+
+class Run:
+    """A run folder that is being looked at."""
+
+    def __init__(self, path: Path, name: str, tokenizer: Found | None = None) -> None:
+        self.path, self.name = path, name
+        self._tokenizer = tokenizer
+        self.index = Index(path)
+        self.indexer = Indexer(self.index)
+        self._metrics = JsonLines(path / "metrics.jsonl")
+        self._phases = JsonLines(path / "timeline.jsonl")
+        self._images = ImageFolder(path)
+        self._lock = threading.Lock()
+        self._advantages: tuple[tuple[str, int], dict[str, Any]] = (("", 0), {})
+
+    @cached_property
+    def tokenizer(self) -> Found:
+        return self._tokenizer or find_tokenizer(self.path)
+
+    def state(self) -> Json:
+        """What changes while the run goes on; the page asks every second."""
+        with self._lock:
+            self._metrics.look()
+            self._phases.look()
+            steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
+            metrics, phases = [len(self._metrics.rows), self._metrics.bad], len(self._phases.rows)
+        return {"name": self.name, "step": steps, "metrics": metrics, "phases": phases, **self.indexer.progress()}
+
+    def metrics(self, wanted: Collection[str] | None = None) -> Json:
+        """The steps, all names, and for those wanted (by default all) their values, null where there is none."""
+        with self._lock:
+            self._metrics.look()
+            merged: dict[int, Json] = {}
+            for row in self._metrics.rows:
+                merged.setdefault(row["step"], {}).update(row)
+        steps = sorted(merged)
+        names = sorted({name for row in merged.values() for name in row} - {"step"})
+        chosen = names if wanted is None else [name for name in names if name in wanted]
+        values = {name: [merged[step].get(name) for step in steps] for name in chosen}
+        return {"steps": steps, "names": names, "values": values}
+
+    def facets(self) -> Json:
+        """What there is to choose from: steps with their episodes, stop reasons, data sources."""
+        with closing(self.index.connect()) as db:
+            steps = db.execute("SELECT step, validate, count(*), avg(reward) FROM episodes GROUP BY step, validate")
+            return {
+                "steps": [list(row) for row in steps],
+                "stops": db.execute("SELECT stop, count(*) FROM episodes GROUP BY stop ORDER BY 2 DESC").fetchall(),
+                "sources": db.execute(
+                    "SELECT source, count(*) FROM episodes GROUP BY source ORDER BY 2 DESC"
+                ).fetchall(),
+            }
+
+    def rows(self, asked: Mapping[str, str]) -> Json:
+        """A page of the table; with `count`, also how many rows there are."""
+        query = Query.parse({k: v for k, v in asked.items() if k not in PAGING})
+        try:
+            skip, limit = int(asked.get("skip", 0)), int(asked.get("limit", PAGE))
+        except ValueError:
+            raise QueryError("skip and limit are whole numbers") from None
+        with closing(self.index.connect()) as db:
+            page = query.page(db, asked.get("after"), max(0, skip), max(1, limit))
+            count = query.count(db) if asked.get("count") else None
+        return {"rows": page.rows, "next": page.next, "count": count}
+
+    def beside(self, asked: Mapping[str, str]) -> Json:
+        """Where the episode `id` is in a table, and which are beside it."""
+        query = Query.parse({k: v for k, v in asked.items() if k != "id"})
+        with closing(self.index.connect()) as db:
+            return query.beside(db, asked.get("id", ""))._asdict()
+
+    def timeline(self, step: int) -> Json:
+        """When each phase of a step ran, and what each of its episodes was doing."""
+        with self._lock:
+            self._phases.look()
+            phases = [[p["phase"], p["start"], p["end"]] for p in self._phases.rows if p["step"] == step]
+        with closing(self.index.connect()) as db:
+            found = db.execute(
+                "SELECT id, validate, reward, stop, started, lanes FROM episodes JOIN lanes USING (n) "
+                "WHERE step = ? AND started IS NOT NULL ORDER BY started, n",
+                (step,),
+            ).fetchall()
+        names = ("id", "validate", "reward", "stop", "started")
+        lanes = [{**dict(zip(names, row, strict=False)), "lanes": json.loads(row[-1])} for row in found]
+        return {"step": step, "phases": phases, "episodes": lanes}
+
+    def episode(self, name: str) -> Json:
+        """One whole episode, read from its line, with the text and the advantage of every token."""
+        with closing(self.index.connect()) as db:
+            place = db.execute("SELECT file, offset, length FROM episodes WHERE id = ?", (name,)).fetchone()
+        if place is None:
+            raise Missing(f"{self.name} has no episode {name}; perhaps it is not in the index yet")
+        file, offset, length = place
+        try:
+            with (self.index.episodes / file).open("rb") as lines:
+                lines.seek(offset)
+                recorded = json.loads(lines.read(length))
+        except (FileNotFoundError, ValueError):
+            raise Missing(f"{file} was just written anew or set aside; ask again in a second") from None
+        advantages = self._advantages_of(file).get(name, [])
+        segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
+        rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
+        return {**rest, "segments": segments, "note": self.tokenizer.note}
+
+    def _segment(self, segment: Json, advantages: Sequence[Any]) -> Json:
+        decode = self.tokenizer.decode
+        return {
+            **{key: value for key, value in segment.items() if key not in ("response_logprobs", "images")},
+            "images": [_span(*span) for span in segment.get("images", ())],
+            "response_logprobs": shown(segment["response_logprobs"]),
+            "prompt_text": pieces(decode, segment["prompt_ids"]) if decode else None,
+            "response_text": pieces(decode, segment["response_ids"]) if decode else None,
+            "advantages": advantages[0] if advantages else None,
+        }
+
+    def image(self, name: str) -> Picture:
+        """The image with this hash."""
+        place = self._images.find(name)
+        if place is None:
+            raise Missing(f"{self.name} has no such image")
+        return Picture(place.read_bytes(), f"image/{place.suffix[1:]}")
+
+    def _advantages_of(self, file: str) -> dict[str, Any]:
+        """By episode, for the step of an episode file; the step last asked for is remembered."""
+        path = self.path / "advantages" / file
+        try:
+            key = (file, path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            return {}
+        if self._advantages[0] != key:
+            with path.open(encoding="utf-8") as lines:
+                found = [json.loads(line) for line in lines]
+            self._advantages = key, {one["id"]: one["segments"] for one in found}
+        return self._advantages[1]
+
+
+def _span(start: int, rows: int, columns: int, image: Json) -> Json:
+    named = {"hash": image["$image"], "width": image["width"], "height": image["height"]}
+    return {"start": start, "rows": rows, "columns": columns, **named}
+
+
+def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[Run]:
+    """The runs, each with a name of its own: the last part of its path, or more of it where these are equal. A
+    `tokenizer` that is named goes before what the runs say."""
+    for path in paths:
+        if not path.is_dir():
+            raise RallyError(f"there is no run folder at {path}; give the folder that the run was started with")
+        if not any((path / name).exists() for name in ("metrics.jsonl", "episodes")):
+            raise RallyError(f"{path} is no run folder: it has neither metrics.jsonl nor episodes/")
+    whole = [path.resolve() for path in paths]
+    found = given_tokenizer(tokenizer) if tokenizer else None
+    return [Run(path, _short_name(path, whole), found) for path in whole]
+
+
+def _short_name(path: Path, all_paths: Sequence[Path]) -> str:
+    for parts in range(1, len(path.parts)):
+        name = "/".join(path.parts[-parts:])
+        if sum("/".join(other.parts[-parts:]) == name for other in all_paths) == 1:
+            return one_line(name)
+    return one_line(str(path))

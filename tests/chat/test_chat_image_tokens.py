@@ -1,0 +1,147 @@
+"""A conversation with images, grown turn by turn, is the template's own rendering of it, and every image has its
+place: as many tokens as the processor says, none that the policy could have sampled."""
+
+from typing import Any
+
+import pytest
+from chat_cases import observed, replies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer, picture
+
+from rally.chat import ChatCodec, TemplateError, tiny_tokenizer
+from rally.images.patches import Patches
+from rally.types import Segment
+
+CODEC = make_codec()
+PAD_ID = CODEC.tokenizer.convert_tokens_to_ids(PAD)
+IMAGES = [make_image(i, width, height) for i, (width, height) in enumerate([(24, 16), (8, 8), (16, 40), (60, 60)])]
+
+parts = st.lists(
+    st.sampled_from(IMAGES).map(lambda image: {"type": "image", "image": image})
+    | (observed | st.just(f"a {PAD} b")).map(lambda text: {"type": "text", "text": text}),
+    min_size=1,
+    max_size=4,
+)
+shown = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(["tool", "user"]), parts)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": draw(parts)}]
+    for _ in range(draw(st.integers(1, 3))):
+        messages += [draw(replies(2)), *draw(st.lists(shown, min_size=1, max_size=3))]
+    return messages
+
+
+def plain(messages: list[dict[str, Any]]) -> bool:
+    """No reply begins with a newline, which a full rendering would merge with the prompt's."""
+    said = [CODEC.decode(CODEC.encode_assistant(m)) for m in messages if m["role"] == "assistant"]
+    return not any(text.lstrip(" \t")[:1] in "\r\n" for text in said)
+
+
+@settings(max_examples=60)
+@given(conversations())
+def test_turn_by_turn_is_the_full_rendering(messages: list[dict[str, Any]]) -> None:
+    prompt = CODEC.prompt(messages[:1])
+    segment, at = Segment(prompt_ids=prompt.ids, images=prompt.images), 1
+    while at < len(messages):
+        segment = segment.append_observed(CODEC.encode_assistant(messages[at]))
+        end = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
+        segment = segment.append_observed(*CODEC.delta(messages[at + 1 : end]))
+        at = end
+    whole = CODEC.rerender(messages)
+    assert CODEC.decode(segment.ids) == CODEC.decode(whole.ids)
+    if plain(messages):
+        assert (segment.ids, segment.images) == whole
+    given_images = [
+        p["image"] for m in messages if isinstance(m["content"], list) for p in m["content"] if "image" in p
+    ]
+    assert [span.image for span in segment.images] == given_images
+    inside = {i for span in segment.images for i in range(span.start, span.end)}
+    assert {i for i, token in enumerate(segment.ids) if token == PAD_ID} == inside
+
+
+def test_an_image_is_as_wide_as_its_processor_says() -> None:
+    patches = make_patches()
+    for image in IMAGES:
+        [span] = CODEC.prompt([{"role": "user", "content": [{"type": "image", "image": image}]}]).images
+        patched = patches.of(image)
+        assert 4 * (span.end - span.start) == len(patched.pixels) == patched.grid[1] * patched.grid[2]
+        assert (span.rows * 2, span.columns * 2) == patched.grid[1:]
+
+
+def test_nobody_can_write_an_image() -> None:
+    messages = [
+        {"role": "system", "content": f"You see {PAD}."},
+        {"role": "user", "content": f"{PAD} and <|vision_start|>"},
+        {"role": "assistant", "content": f"I say {PAD}"},
+        {"role": "user", "content": [{"type": "image", "image": IMAGES[0]}, {"text": PAD}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": PAD, "arguments": {PAD: [PAD]}}}]},
+        {"role": "tool", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": PAD}]},
+    ]
+    ids, images = CODEC.rerender(messages)
+    inside = [i for span in images for i in range(span.start, span.end)]
+    assert len(images) == 2 and [i for i, t in enumerate(ids) if t == PAD_ID] == inside
+
+
+def test_pixels_are_not_kept_with_the_prompts_that_were_encoded() -> None:
+    codec = make_codec()
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (picture(1), picture(2))]
+    first, second = (codec.prompt(messages) for messages in asked)
+    assert first.ids == second.ids and first.images[0].image != second.images[0].image
+    assert codec._prompt_ids.cache_info().currsize == 1
+
+
+def test_the_sanity_check_knows_that_images_are_wide() -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": IMAGES[0]}]}]
+    ids = CODEC.encode_prompt(messages)
+    reply = {"role": "assistant", "content": "noise"}
+    assert CODEC.sanity(ids + CODEC.encode_assistant(reply), [*messages, reply], "strict") is None
+    assert CODEC.sanity(ids[:-4] + ids[-3:] + CODEC.encode_assistant(reply), [*messages, reply], "strict")
+
+
+def test_conversations_to_imitate_say_where_their_images_are() -> None:
+    seen = [{"type": "image", "image": IMAGES[0]}]
+    told = [{"role": "user", "content": seen}, {"role": "assistant", "content": "a"}]
+    told += [{"role": "tool", "content": seen}, {"role": "assistant", "content": "b"}]
+    ids, mask, images = CODEC.encode_conversation(told)
+    assert all(set(ids[s.start : s.end]) == {PAD_ID} and not any(mask[s.start : s.end]) for s in images)
+    assert (
+        len(images) == 2 and CODEC.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "a<|im_end|>b<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("codec", "sentence"),
+    [
+        (ChatCodec(make_tokenizer()), "the model is for text alone"),
+        (ChatCodec(make_tokenizer(), patches=make_patches(), chat_template=TEMPLATE.replace(PAD, "")), "shows 0 of 1"),
+    ],
+)
+def test_what_cannot_show_an_image_says_so(codec: ChatCodec, sentence: str) -> None:
+    with pytest.raises(TemplateError, match=sentence):
+        codec.prompt([{"role": "user", "content": [{"type": "image", "image": IMAGES[0]}]}])
+
+
+def test_a_tokenizer_without_the_placeholder_is_refused() -> None:
+    with pytest.raises(TemplateError, match=r"has no token \d+, which stands for images"):
+        ChatCodec(tiny_tokenizer(), patches=make_patches())
+
+
+def test_patches_are_made_once_and_not_kept_for_ever() -> None:
+    made = []
+    processor = make_patches().processor
+
+    class Counted:
+        merge_size = processor.merge_size
+
+        def __call__(self, **given: Any) -> Any:
+            made.append(given)
+            return processor(**given)
+
+    patches = Patches(Counted(), PAD_ID, kept_bytes=40_000)
+    for image in (IMAGES[0], IMAGES[0], IMAGES[1], IMAGES[0], IMAGES[3], IMAGES[0]):
+        patches.of(image)
+    assert len(made) == 4
+    assert {patches.size(image) for image in IMAGES[:2]} == {(2, 3), (1, 1)} and len(made) == 4  # counting makes none

@@ -1,0 +1,142 @@
+"""Updates that one process makes alone and two make together. As a program, the second of the two:
+python pair.py MEETING."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from small_models import make_model
+from torch import Tensor
+from train_cases import calm_model, uneven_episodes
+from transformers import PreTrainedModel
+
+from rally.algos.credit_assignment import CreditSettings
+from rally.algos.off_policy_correction import CorrectionSettings
+from rally.distributed.process_group import Group
+from rally.distributed.worker import Member
+from rally.models import attention
+from rally.models.lora import LoraSettings, add_adapters
+from rally.models.parallel import ALONE, Ranks, model_state
+from rally.runs.build.engines import whole_weights
+from rally.train.batch import build_batch, rows_of
+from rally.train.checkpoint.snapshot import copied
+from rally.train.critic import Critic, CriticSettings
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
+from rally.train.update import UpdateSettings, reference_logprobs, update_policy
+from rally.train.value_model import with_value_head
+
+STEPS = 3
+SECONDS = 250.0
+
+
+@dataclass(frozen=True)
+class Case:
+    settings: UpdateSettings
+    family: str = "qwen2"
+    dtype: torch.dtype = torch.float32
+    checkpointing: bool = False
+    few: bool = False  # one row alone
+    lora: bool = False
+    reshard: bool = True
+
+
+def settings(**given: Any) -> UpdateSettings:
+    return UpdateSettings(**{"mini_batch_groups": 2, **given})
+
+
+CASES = {
+    "plain": Case(settings()),
+    "one row": Case(settings(), few=True),
+    "kl to a reference": Case(settings(kl_coef=0.1)),
+    "entropy": Case(settings(entropy_coeff=0.01)),
+    "an odd number of parts": Case(settings(max_tokens=50), family="llama"),
+    "few rows at a time, computed twice": Case(settings(max_rows=2, shuffle_seed=1), checkpointing=True),
+    "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
+    "layers kept whole": Case(settings(kl_coef=0.1), reshard=False),
+    "adapters": Case(settings(kl_coef=0.1), lora=True),
+    "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
+}
+
+
+class Result(NamedTuple):
+    weights: dict[str, Tensor]
+    metrics: list[dict[str, float]]
+    reference_M: Tensor
+    state: dict[str, Any]
+
+
+def model_for(case: Case, seed: int) -> PreTrainedModel:
+    model = calm_model(seed) if case.family == "qwen2" else make_model(case.family, seed)
+    return model.to(case.dtype)  # type: ignore[arg-type]
+
+
+def policy_for(case: Case, ranks: Ranks) -> Policy:
+    model = model_for(case, 0)
+    if case.lora:
+        add_adapters(model, LoraSettings(rank=2), "nowhere")
+    attention.install(model)
+    ranks.spread(model)
+    return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
+
+
+def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
+    if case.lora:
+        return BaseOfPolicy(policy.model)
+    model = model_for(case, 5)
+    ranks.spread(model)
+    return FrozenModel(model)
+
+
+def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
+    if isinstance(ranks, Member):
+        ranks = Member(ranks._group, reshard=case.reshard)
+    policy = policy_for(case, ranks)
+    reference = reference_for(case, policy, ranks)
+    asked = reference if case.settings.kl_coef else None
+    metrics = []
+    for seed in range(STEPS):
+        episodes = uneven_episodes(seed)
+        batch = build_batch(episodes[:2] if case.few else episodes)
+        if case.few:
+            batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
+        with awake(asked if ranks.number == 0 else None):  # the run is what wakes it
+            metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
+    reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
+    return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
+
+
+class Taught(NamedTuple):
+    weights: dict[str, Tensor]
+    metrics: list[dict[str, float]]
+    values_M: Tensor
+
+
+def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
+    """A critic that judges and learns."""
+    body = with_value_head(calm_model().base_model.to(dtype))
+    ranks.spread(body)
+    learner = Policy(body, OptimizerSettings(lr=1e-3), STEPS)
+    critic = Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
+    metrics = []
+    for seed in range(STEPS):
+        judged = critic.judge(uneven_episodes(seed), CreditSettings(estimator="gae"), None)
+        metrics.append({**judged.metrics, **critic.update(judged.critic, step=seed)})
+    return Taught(model_state(body), metrics, critic.values(rows_of(uneven_episodes())))
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def together(number: int, meeting: Path) -> Member:
+    return Member(Group(number, 2, meeting, "cpu", SECONDS))
+
+
+if __name__ == "__main__":
+    ranks = together(1, Path(sys.argv[1]))
+    for case in CASES.values():
+        result_of(case, ranks)
+    for dtype in DTYPES:
+        taught(dtype, ranks)

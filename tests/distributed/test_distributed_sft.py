@@ -1,0 +1,85 @@
+"""Fine-tuning over two processes teaches what one teaches, and one goes on from what they wrote."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from train_cases import EASY, Paper, write_model
+from transformers import AutoModelForCausalLM
+
+from rally.config import ConfigError, SftConfig, load_sft_config
+from rally.data import write_rows
+from rally.distributed import sft
+from rally.models.parallel import ALONE
+from rally.recipes.arithmetic.data import conversations
+from rally.runs import sft as sft_run
+from rally.runs.build.inputs import RunError, check_sight
+from rally.track import RunFolder
+
+TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
+
+
+def config_of(home: Path, out: Path, *words: str) -> SftConfig:
+    data = [f"data.train_files={home}/train.parquet", f"data.val_files={home}/test.parquet", "data.train_batch_size=7"]
+    more = [
+        f"model.path={home}/model",
+        "optim.lr=1e-4",
+        "optim.lr_scheduler=constant",
+        f"trainer.default_local_dir={out}",
+        "trainer.test_freq=1",
+    ]
+    return load_sft_config(overrides=[*data, *more, *words])
+
+
+@pytest.mark.slow
+def test_two_ranks_teach_what_one_teaches(tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    write_model(tmp_path / "model")
+    for name, count in (("train", 24), ("test", 5)):
+        write_rows(conversations(count, {"good": 1.0}, EASY, 0, name), tmp_path / f"{name}.parquet")
+    alone = sft(config_of(tmp_path, tmp_path / "one", "trainer.total_training_steps=3"), paper.console)
+    both = config_of(
+        tmp_path, tmp_path / "two", "trainer.total_training_steps=2", "data.max_token_len_per_gpu=300", *TWO
+    )
+    assert sft(both, paper.console).steps == 2
+    sft(config_of(tmp_path, tmp_path / "two", "trainer.total_training_steps=3"), paper.console)
+    told, expected = ([row.metrics for row in RunFolder(tmp_path / name).read_metrics()] for name in ("two", "one"))
+    for name in ("train/loss", "train/grad_norm", "train/tokens", "val/loss"):
+        assert [one[name] for one in told] == pytest.approx([one[name] for one in expected], rel=1e-5)
+    assert told[-1]["val/loss"] < told[0]["val/loss"] and alone.steps == 3
+    last = "checkpoints/global_step_3/actor"
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name / last) for name in ("one", "two"))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("model.fsdp_config.optimizer_offload=true", "an optimizer that waits in main memory, which is for one GPU"),
+        ("data.micro_batch_size=4", "could mean one GPU or all 2; leave it out and set data.micro_batch_size_per_gpu"),
+        ("model.fsdp_config.fsdp_size=1", "weights lie on all 2 GPUs; leave it out"),
+    ],
+)
+def test_what_is_for_one_gpu_is_one_sentence(word: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_sft_config(overrides=[*TWO, word])
+    [problem] = caught.value.problems
+    assert told in problem
+
+
+def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
+    config = load_sft_config(overrides=TWO)
+    with pytest.raises(RunError, match="which start the other processes; leave it out here"):
+        sft_run.sft(config)
+
+
+def test_a_model_that_sees_is_for_one_gpu() -> None:
+    class Two(type(ALONE)):  # type: ignore[misc]
+        count = 2
+
+    patches = object()
+    check_sight("a/b", patches, ALONE)  # type: ignore[arg-type]
+    check_sight("a/b", None, Two())
+    with pytest.raises(RunError, match="a/b sees images, which is for one GPU"):
+        check_sight("a/b", patches, Two())  # type: ignore[arg-type]

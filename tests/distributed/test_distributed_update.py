@@ -1,0 +1,82 @@
+"""Two ranks make the update that one makes: the same weights, the same numbers told, the same state kept."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from pair import CASES, DTYPES, Result, Taught, result_of, taught, together
+from torch import Tensor
+
+HERE = Path(__file__).parent
+
+
+class Pair(NamedTuple):
+    """What two processes make of every case, and of critics."""
+
+    results: dict[str, Result]
+    critics: dict[torch.dtype, Taught]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    meeting = tmp_path_factory.mktemp("pair") / "meeting"
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "helpers", HERE)))
+    command = [sys.executable, str(HERE / "pair.py"), str(meeting)]
+    second = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    try:
+        ranks = together(0, meeting)
+        results = {name: result_of(case, ranks) for name, case in CASES.items()}
+        yield Pair(results, {dtype: taught(dtype, ranks) for dtype in DTYPES})
+        assert second.wait(30) == 0
+    finally:
+        second.kill()
+        second.wait()
+        dist.destroy_process_group()
+
+
+def assert_alike(alone: dict[str, Tensor], both: dict[str, Tensor], tolerance: float) -> None:
+    assert alone.keys() == both.keys()
+    for key, weight in alone.items():
+        assert torch.allclose(both[key], weight, rtol=0, atol=tolerance), key
+
+
+def assert_told_alike(alone: list[dict[str, float]], both: list[dict[str, float]], **tolerance: float) -> None:
+    for one, two in zip(alone, both, strict=True):
+        assert one.keys() == two.keys()
+        assert two == pytest.approx(one, **tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_make_the_update_of_one(pair: Pair, name: str) -> None:
+    alone, both = result_of(CASES[name]), pair.results[name]
+    half = CASES[name].dtype != torch.float32
+    assert_alike(alone.weights, both.weights, 2e-3 if half else 1e-6)
+    assert_told_alike(alone.metrics, both.metrics, rel=0.05 if half else 1e-5, abs=2e-2 if half else 1e-5)
+    assert torch.allclose(alone.reference_M, both.reference_M, atol=0.1 if half else 1e-5)
+    assert_same_shape(alone.state, both.state)
+
+
+def assert_same_shape(one: Any, two: Any) -> None:
+    """What is kept for a checkpoint is whole, under the same names."""
+    assert type(one) is type(two)
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            assert_same_shape(value, two[key])
+    elif isinstance(one, Tensor):
+        assert one.shape == two.shape and one.dtype == two.dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_teach_a_critic_what_one_teaches(pair: Pair, dtype: torch.dtype) -> None:
+    alone, both, half = taught(dtype), pair.critics[dtype], dtype != torch.float32
+    assert_alike(alone.weights, both.weights, 2e-2 if half else 1e-5)
+    assert_told_alike(alone.metrics, both.metrics, rel=0.05 if half else 1e-4, abs=2e-2 if half else 1e-5)
+    assert torch.allclose(alone.values_M, both.values_M, atol=2e-2 if half else 1e-5)
+    assert float(alone.values_M.std()) > 0, "it has learned something"

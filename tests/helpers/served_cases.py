@@ -1,0 +1,92 @@
+"""A tiny model that knows one tool call by heart, and `rally serve engine` over it as a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from rally.chat import ChatCodec, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "tiny"
+QUESTION = [{"role": "user", "content": "What is 12*3?"}]
+CALL = {"name": "calculator", "arguments": {"expression": "12*3"}}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": PARAMETERS}}]
+
+
+def write_model(folder: Path) -> Path:
+    """After QUESTION it calls the calculator, greedily; after anything else it babbles."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.1, **sizes
+    )
+    model = Qwen2ForCausalLM(config)
+    learn_call(model, ChatCodec(tokenizer, tools=TOOLS))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def learn_call(model: PreTrainedModel, codec: ChatCodec) -> None:
+    function: dict[str, Any] = {"id": "call_0", "type": "function", "function": CALL}
+    reply = {"role": "assistant", "content": "", "tool_calls": [function]}
+    ids, mask, _ = codec.encode_conversation([*QUESTION, reply])
+    ids_1T = torch.tensor([ids])
+    labels_1T = torch.where(torch.tensor([mask]) == 1, ids_1T, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(40):
+        loss = model(input_ids=ids_1T, labels=labels_1T).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1, "the call was not learned"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EngineProcess:
+    """`rally serve engine`, which can be killed."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        words = ["serve", "engine", str(folder), "--port", str(self.port), "--name", NAME, "--memory", "0.02", *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rally.cli", *words], stdout=subprocess.DEVNULL, env=environment
+        )
+
+    def wait_ready(self) -> None:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            assert self._process.poll() is None, f"the server ended with {self._process.returncode}"
+            try:
+                assert httpx.get(f"{self.url}/health").status_code == 200
+                return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise AssertionError("the server does not answer")
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return {name: float(value) for name, value in (ln.rsplit(" ", 1) for ln in lines if not ln.startswith("#"))}
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,137 @@
+"""The chunked head computes what autograd computes on whole logits, for every head that it is used for."""
+
+import pytest
+import torch
+from small_models import VOCABULARY, make_model
+from train_cases import Gradients, difference, size, uneven_episodes
+from transformers import PreTrainedModel
+
+from rally.models import attention
+from rally.models import lm_head as head
+from rally.models.lm_head import HeadLogprobs, chunk_rows, plain_weight
+from rally.train.batch import build_batch
+from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
+from rally.train.packing import PackedRows, pack
+
+CPU = torch.device("cpu")
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logp = torch.log_softmax(hidden @ weight.t() / temperature, -1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, 50, (23,), generator=generator)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 23, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_equals_autograd_on_whole_logits(rows: int, temperature: float) -> None:
+    """Entropy and log-probability both have a gradient here, each token another one."""
+    hidden, weight, targets = problem()
+    slopes = torch.linspace(-1, 2, len(hidden))
+    found = HeadLogprobs.apply(hidden, weight, targets, temperature, rows, True)
+    expected = reference(hidden, weight, targets, temperature)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    ours, theirs = (
+        torch.autograd.grad((logp * slopes).sum() + (entropy * slopes.flip(0)).sum(), (hidden, weight))
+        for logp, entropy in (found, expected)
+    )
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_without_being_asked_the_entropy_has_no_gradient() -> None:
+    hidden, weight, targets = problem()
+    logp, entropy = HeadLogprobs.apply(hidden, weight, targets, 1.0, 5, False)
+    assert logp.requires_grad and not entropy.requires_grad
+
+
+def test_a_sure_token_has_exact_numbers() -> None:
+    """Logits of hundreds must overflow nowhere, and what is certain has log-probability and entropy 0."""
+    hidden, weight = torch.tensor([[300.0], [-300.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
+    logp, entropy = HeadLogprobs.apply(hidden, weight, torch.tensor([0, 0]), 1.0, 1, False)
+    assert logp.tolist() == [0, -600] and entropy.tolist() == [0, 0]
+
+
+def test_in_bf16_results_are_float32_and_gradients_bf16() -> None:
+    hidden, weight, targets = problem(torch.bfloat16)
+    logp, entropy = HeadLogprobs.apply(hidden, weight, targets, 1.0, 5, False)
+    assert logp.dtype == entropy.dtype == torch.float32
+    logp.sum().backward()
+    exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    reference(exact_hidden, exact_weight, targets, 1.0)[0].sum().backward()
+    for half, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert half.dtype == torch.bfloat16
+        assert float((half.float() - exact).norm() / exact.norm()) < 0.02
+
+
+def with_bias(model: PreTrainedModel) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, VOCABULARY))
+
+
+def with_wrapper(model: PreTrainedModel) -> None:
+    class Adapted(torch.nn.Linear):
+        """Stands for a head with LoRA."""
+
+    weight = model.lm_head.weight
+    model.lm_head = Adapted(weight.shape[1], weight.shape[0], bias=False)
+    model.lm_head.weight = weight
+
+
+HEADS = {
+    "bias": with_bias,
+    "softcap": lambda model: setattr(model.config, "final_logit_softcapping", 3.0),
+    "scale": lambda model: setattr(model.config, "logit_scale", 0.5),
+    "adapter": with_wrapper,
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_other_heads_go_the_long_way_and_count(kind: str) -> None:
+    model, plain = make_model(), make_model()
+    HEADS[kind](model)
+    assert plain_weight(plain) is plain.lm_head.weight and plain_weight(model) is None
+    for one in (model, plain):
+        attention.install(one)
+    packed = pack(build_batch(uneven_episodes()).rows, CPU)
+    found, same = token_logprobs(model, packed), token_logprobs(plain, packed)
+    assert torch.allclose(found.logp_M, same.logp_M, atol=1e-5) == (kind == "adapter")
+    found.logp_M.sum().backward()
+    assert float(model.lm_head.weight.grad.abs().max()) > 0
+
+
+def learned(model: PreTrainedModel, packed: PackedRows) -> tuple[TokenLogprobs, Gradients]:
+    model.zero_grad()
+    found = token_logprobs(model, packed, entropy_gradient=True)
+    (found.logp_M.sum() + 0.1 * found.entropy_M.sum()).backward()
+    return found, {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapter"])
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    model = make_model()
+    attention.install(model)
+    if kind == "adapter":
+        with_wrapper(model)
+    packed = pack(build_batch(uneven_episodes()).rows, CPU)
+    whole, whole_gradients = learned(model, packed)
+    monkeypatch.setattr(head, "MAX_LOGITS", {"cpu": 5 * VOCABULARY})
+    assert chunk_rows(VOCABULARY, CPU) == 5 < len(packed.predict_U)
+    parts, parts_gradients = learned(model, packed)
+    assert torch.allclose(whole.logp_M, parts.logp_M, atol=1e-6)
+    assert torch.allclose(whole.entropy_M, parts.entropy_M, atol=1e-6)
+    assert difference(whole_gradients, parts_gradients) <= 1e-6 * size(whole_gradients)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, targets = problem()
+    frozen = weight.detach()
+    HeadLogprobs.apply(hidden, frozen, targets, 1.0, 5, False)[0].sum().backward()
+    assert hidden.grad is not None and frozen.grad is None

@@ -1,0 +1,107 @@
+"""What is said about the memory of a model that sees is what its tower holds and what of it is trained."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from vision_cases import FAMILIES, make_image, make_patches, make_vision_model, write_vision_model
+
+from rally.config import Config, load_config
+from rally.doctor.doctor import examine
+from rally.engines.embedded import EngineSettings, memory_plan
+from rally.engines.embedded.memory_plan import plan_memory, step_bytes
+from rally.models.lora import LoraSettings, add_adapters
+from rally.models.vision import KEPT_BYTES, image_features, tower_of
+from rally.models.vision_io import freeze_tower
+from rally.models.vision_memory import tower_shape
+from rally.runs.cost_estimate import activation_bytes, size_from, size_of
+
+A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+def config_of(*keys: str) -> Config:
+    return load_config(overrides=["data.max_prompt_length=512", "data.max_response_length=512", *keys])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(rank=4, targets=("q_proj", "qkv"))])
+def test_weights_are_counted_as_the_module_has_and_trains_them(family: str, lora: LoraSettings | None) -> None:
+    model = make_vision_model(family)
+    described, every = size_from(model.config, lora), sum(p.numel() for p in model.parameters())
+    if lora:
+        add_adapters(model, lora, "base")
+    assert described.parameters == every
+    assert described.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_is_not_trained(family: str) -> None:
+    model = make_vision_model(family)
+    freeze_tower(model)
+    assert size_from(model.config, tower_frozen=True) == size_of(model)
+    tower = tower_of(model)
+    assert tower is not None
+    assert size_of(model).trained == size_of(model).parameters - sum(p.numel() for p in tower.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_those_that_torch_keeps(family: str, dtype: torch.dtype) -> None:
+    model = make_vision_model(family).to(dtype)
+    weights, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    image = make_image(width=48, height=48)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        image_features(model, [image])
+    shape, patches = tower_shape(model.config), len(make_patches().of(image).pixels)
+    assert shape is not None and patches == make_patches().most
+    told = patches * shape.learning(checkpointing=False) * dtype.itemsize
+    assert told == pytest.approx(sum(size for size, _ in held.values()), rel=0.08)
+
+
+def test_the_engine_leaves_room_for_the_largest_image_and_for_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_vision_model()
+    text = make_vision_model().config.get_text_config()
+    settings = EngineSettings(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64)
+    sight = step_bytes(model.config, settings, 4, make_patches()) - step_bytes(text, settings, 4)
+    shape = tower_shape(model.config)
+    assert shape is not None and tower_shape(text) is None
+    assert sight == KEPT_BYTES + 4 * (144 * shape.looking() + (36 + 64) * shape.features)
+    assert step_bytes(model.config, settings, 4) > step_bytes(model.config, settings, 4, make_patches())
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 3 * KEPT_BYTES)
+    assert plan_memory(model, settings).pages > 0
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2 * KEPT_BYTES)  # of which the engine may have half
+    with pytest.raises(memory_plan.EngineError, match="does not fit into the 0 tokens of KV"):
+        plan_memory(model, settings)
+
+
+def test_the_update_holds_more_the_more_of_the_tower_it_learns() -> None:
+    described = make_vision_model().config
+    text = described.get_text_config()
+    held = {
+        what: activation_bytes(config_of(*keys), described, 4) - activation_bytes(config_of(*keys), text, 4)
+        for what, keys in {
+            "all": (f"{M}.enable_gradient_checkpointing=false",),
+            "checkpoints": (),
+            "frozen": (f"{A}.freeze_vision_tower=true",),
+            "adapters": (f"{M}.lora_rank=4",),
+        }.items()
+    }
+    assert held["all"] > held["checkpoints"] > held["frozen"] == held["adapters"] > 0
+
+
+def test_the_doctor_tells_what_is_trained_of_a_model_that_sees(tmp_path: Path) -> None:
+    folder = write_vision_model(tmp_path / "model")
+    keys = [f"{M}.path={folder}", f"{A}.freeze_vision_tower=true", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    found = "".join(one.text for one in examine(None, keys) if one.check == "memory")
+    model = make_vision_model("qwen3_vl")
+    freeze_tower(model)
+    size = size_of(model)
+    assert re.search(rf"{size.parameters / 1e6:,.1f} million weights, {size.trained / 1e6:,.1f} million of them", found)

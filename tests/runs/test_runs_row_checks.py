@@ -1,0 +1,64 @@
+"""Rows that would fail in every episode stop a run before weights are loaded; those that repeat are told."""
+
+from pathlib import Path
+
+import pytest
+from train_cases import Paper, run_config
+
+from rally.data import load_tasks, write_rows
+from rally.interactions import Interactions
+from rally.runs.build.inputs import read_inputs
+from rally.runs.row_checks import RowError, check_rows, warn_of_repeats
+from rally.tools import ToolBox
+
+BUILT_IN_REWARD = "custom_reward_function={path: null}"
+R = "actor_rollout_ref.rollout"
+
+
+def odd(home: Path, folder: Path, **fields: object) -> str:
+    """A file whose one row is not as it should be."""
+    write_rows([load_tasks(home / "test.parquet")[0].row | fields], folder / "odd.jsonl")
+    return f"data.train_files={folder}/odd.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"data_source": "my/task"}, "row odd:0: no reward function for data_source 'my/task'"),
+        ({"agent_name": "my_agnt"}, "row odd:0: there is no agent loop called 'my_agnt'; known are black_box,"),
+        (
+            {"extra_info": {"tool_selection": "calculator"}},
+            "row odd:0: extra_info.tool_selection is 'calculator'; make it",
+        ),
+        ({"extra_info": {"tool_selection": [["a"]]}}, "row odd:0: extra_info.tool_selection is [['a']]; make it"),
+        ({"tools": ["calc"]}, "row odd:0: there is no tool 'calc'; the tools are calculator"),
+    ],
+)
+def test_rows_whose_episodes_would_all_fail_are_told_before_weights_are_loaded(
+    fields: dict[str, object], sentence: str, home: Path, tmp_path: Path
+) -> None:
+    config = run_config(home, tmp_path / "out", odd(home, tmp_path, **fields), BUILT_IN_REWARD)
+    with pytest.raises(RowError) as told:
+        read_inputs(config, Paper().console)
+    assert str(told.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("more", [[], [BUILT_IN_REWARD, f"{R}.agent_loop_class=my_loop.Own"]])
+def test_a_function_or_a_loop_of_ones_own_may_score_anything(home: Path, tmp_path: Path, more: list[str]) -> None:
+    config = run_config(home, tmp_path / "out", odd(home, tmp_path, data_source="my/task"), *more)
+    check_rows(config, load_tasks(config.data.train_files), Interactions([]), ToolBox([]))
+
+
+def test_a_batch_larger_than_the_data_is_told(paper: Paper) -> None:
+    warn_of_repeats(40, 32, paper.console)
+    assert not paper.text
+    warn_of_repeats(40, 800, paper.console)
+    assert "data.train_batch_size=800 is more than the 40 training rows" in paper.text
+
+
+def test_prompts_are_measured_on_a_system_that_tells_no_affinity(
+    home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    inputs = read_inputs(run_config(home, tmp_path), paper.console)
+    assert inputs.train_tasks is not None and len(inputs.train_tasks) == 12

@@ -1,0 +1,86 @@
+"""Episodes that were sampled once are not sampled again, and are scored and trained on as before."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from train_cases import TASK, Paper, episode, run_config
+from vision_cases import picture
+
+from rally.images.loading import read_image
+from rally.loops import Job, Runner
+from rally.runs.build.episodes import dump_of
+from rally.runs.train import train
+from rally.track import RunFolder
+from rally.train.rollout.rollout_cache import SkippingRunner
+from rally.types import Episode, ImageSpan, SamplingParams, Segment
+
+R = "actor_rollout_ref.rollout"
+
+
+def run(home: Path, folder: Path, dump: Path, *more: str) -> list[Episode]:
+    config = run_config(
+        home,
+        folder,
+        f"{R}.skip_rollout=true",
+        f"{R}.skip_dump_dir={dump}",
+        "data.val_files=null",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
+        *more,
+    )
+    paper = Paper()
+    train(config, paper.console)
+    assert "whatever weights sampled them" in paper.text
+    return list(RunFolder(folder).read_episodes(1))
+
+
+def skipped(episodes: list[Episode]) -> list[bool]:
+    return [bool(episode.extra.get("rollout_skipped")) for episode in episodes]
+
+
+def test_a_second_run_takes_what_the_first_sampled(home: Path, tmp_path: Path) -> None:
+    first = run(home, tmp_path / "first", tmp_path / "dump")
+    again = run(home, tmp_path / "again", tmp_path / "dump", "custom_reward_function.reward_kwargs.bonus=1.0")
+    assert not any(skipped(first)) and all(skipped(again)) and len(again) == 12
+    assert [e.segments for e in again] == [e.segments for e in first]
+    assert all(b.reward == a.reward + 1.0 for a, b in zip(first, again, strict=True)), "scored anew"
+    [file] = (tmp_path / "dump").glob("default_rally/GBS3_N4_in32_out24_*/1.jsonl")  # other numbers are another folder
+    file.write_text(file.read_text()[:-40])
+    torn = run(home, tmp_path / "torn", tmp_path / "dump")
+    assert skipped(torn).count(False) == 1, "what is torn is sampled again"
+    assert len(file.read_text().splitlines()) == 12
+    file.write_text(file.read_text().replace("What is", "What was", 1))
+    assert skipped(run(home, tmp_path / "other", tmp_path / "dump")).count(False) == 1, "another question of that name"
+    [row] = [row for row in RunFolder(tmp_path / "again").read_metrics() if row.step == 1]
+    assert row.metrics["episodes/skipped"] == 12
+
+
+def test_what_another_model_or_other_prompts_sampled_is_not_taken(home: Path, tmp_path: Path) -> None:
+    places = {
+        dump_of(run_config(home, tmp_path, f"{R}.skip_rollout=true", word))
+        for word in (f"{R}.n=4", f"{R}.temperature=0.7", f"actor_rollout_ref.model.path={tmp_path}")
+    }
+    assert len(places) == 3
+
+
+def test_pictures_of_episodes_are_kept_with_them(tmp_path: Path) -> None:
+    shown = read_image(picture())
+    prompt = ({"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "?"}]},)
+    job = Job(task=replace(TASK, prompt=prompt), episode_id="e", group="g", seed=3, step=1)
+    span = ImageSpan(start=0, rows=1, columns=1, image=shown)
+    held = replace(episode("e", "g", None, Segment(prompt_ids=(5,), images=(span,))), task=job.task, seed=3)
+
+    async def sample(*_: object) -> Episode:
+        return held
+
+    def skipping_runner() -> SkippingRunner:
+        return SkippingRunner(engine=None, codec=None, toolbox=None, dump=tmp_path)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Runner, "episode", sample)
+        asyncio.run(skipping_runner().episode(job, SamplingParams(), None))
+    again = asyncio.run(skipping_runner().episode(job, SamplingParams(), None))
+    assert again.segments == held.segments
+    assert again.segments[0].images[0].image.read() == shown.read()

@@ -33,24 +33,24 @@ WINDOW: int | None = None
 BATCH, CONTEXTS, RAGGED = 256, (330, 801), 0.3
 DECODE_SWEEP = (
     decode.tuning(HEAD_SIZE),  # block, warps, stages, split
-    decode.Tuning(64, 4, 2),
-    decode.Tuning(64, 8, 3),
-    decode.Tuning(32, 2, 3),
-    decode.Tuning(32, 4, 3),
-    decode.Tuning(32, 4, 4),
-    decode.Tuning(128, 4, 2),
-    decode.Tuning(128, 8, 2),
-    decode.Tuning(64, 4, 3, split=256),
-    decode.Tuning(64, 4, 3, split=1024),
+    decode.DecodeTuning(64, 4, 2),
+    decode.DecodeTuning(64, 8, 3),
+    decode.DecodeTuning(32, 2, 3),
+    decode.DecodeTuning(32, 4, 3),
+    decode.DecodeTuning(32, 4, 4),
+    decode.DecodeTuning(128, 4, 2),
+    decode.DecodeTuning(128, 8, 2),
+    decode.DecodeTuning(64, 4, 3, split=256),
+    decode.DecodeTuning(64, 4, 3, split=1024),
 )
 EXTEND_SWEEP = (
     (128, extend.tuning(HEAD_SIZE, 128)),  # rows of a tile; block, warps, stages
-    (128, extend.Tuning(64, 8, 2)),
-    (128, extend.Tuning(128, 8, 2)),
-    (128, extend.Tuning(32, 8, 3)),
+    (128, extend.ExtendTuning(64, 8, 2)),
+    (128, extend.ExtendTuning(128, 8, 2)),
+    (128, extend.ExtendTuning(32, 8, 3)),
     (64, extend.tuning(HEAD_SIZE, 64)),
-    (64, extend.Tuning(64, 4, 2)),
-    (64, extend.Tuning(32, 4, 3)),
+    (64, extend.ExtendTuning(64, 4, 2)),
+    (64, extend.ExtendTuning(32, 4, 3)),
 )
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "scale": HEAD_SIZE**-0.5, "window": WINDOW}
 

@@ -26,7 +26,7 @@ from benchmarks.report import Circumstances
 from rally.algos.advantages import ESTIMATORS
 from rally.algos.losses import SURROGATES
 from rally.config import Config, load_config
-from rally.config.actor import PolicyLoss
+from rally.config.actor import PolicyLossConfig
 from rally.config.algorithm import AlgorithmConfig
 from rally.config.errors import ConfigError
 from rally.demo.demo import DemoResult, DemoSettings, before_and_after, training_config
@@ -106,7 +106,7 @@ def methods(demo: DemoModels) -> list[Method]:
         Method(kind, name, (f"{key}={name}", *NEEDS.get(name, ())))
         for kind, key, section, field in (
             ("estimator", ESTIMATOR, AlgorithmConfig, "adv_estimator"),
-            ("loss", LOSS, PolicyLoss, "loss_mode"),
+            ("loss", LOSS, PolicyLossConfig, "loss_mode"),
         )
         for name in get_args(section.model_fields[field].annotation)
         if _first_name(name, kind)

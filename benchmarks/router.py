@@ -2,7 +2,8 @@
 
     python -m benchmarks.router [--episodes 10000] [--servers 8] [--at-once 1024] [--seed 0]
 
-No time passes: `Board` is driven by the events of a model in which a server's step takes longer the more requests share
+No time passes: `RoutingPolicy` is driven by the events of a model in which a server's step takes longer the more
+requests share
 it, and a prompt that is not in a server's cache must be computed. Imbalance is how far the work of one server is from
 the mean of those that lived all the time; crowding is the most in flight at one server over the mean, averaged over
 time. The other rows are what people do without such a router.
@@ -19,8 +20,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rally.engines.router.routing_policy import Board
-from rally.engines.router.server_state import RouterSettings, Standing, Ticket
+from rally.engines.router.routing_policy import RoutingPolicy
+from rally.engines.router.server_state import RouterSettings, ServerState, Ticket
 
 STEP, STEP_PER_REQUEST = 0.008, 0.00008  # seconds of one step, and what each request in it adds
 PREFILL = 1 / 60  # of a step's share, for each prompt token that was not cached
@@ -103,7 +104,7 @@ def make_episodes(count: int, seed: int) -> list[Episode]:
 class Simulation:
     """Events in the order of their times; everything the router would learn in the same order."""
 
-    def __init__(self, board: Board, servers: int, episodes: list[Episode], at_once: int) -> None:
+    def __init__(self, board: RoutingPolicy, servers: int, episodes: list[Episode], at_once: int) -> None:
         self.board, self.now, self.serial = board, 0.0, 0
         self.machines = {f"s{i}": Machine(f"s{i}") for i in range(servers)}
         for name in self.machines:
@@ -226,10 +227,10 @@ class Simulation:
         )
 
 
-class Hashed(Board):
+class Hashed(RoutingPolicy):
     """What many do: the session's name decides, whatever the servers have to do."""
 
-    def _emptiest(self, ticket: Ticket, now: float) -> Standing | None:
+    def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
         usable = [s for s in self.servers.values() if s.usable]
         return usable[zlib.crc32(str(ticket.session).encode()) % len(usable)]
 
@@ -244,9 +245,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     boards = {
-        "router": Board(settings(seed=given.seed)),
-        "sessions never leave": Board(settings(seed=given.seed, lag_factor=math.inf)),
-        "each turn to the emptiest": Board(settings(seed=given.seed, lag_factor=0.0, lag_margin=-1)),
+        "router": RoutingPolicy(settings(seed=given.seed)),
+        "sessions never leave": RoutingPolicy(settings(seed=given.seed, lag_factor=math.inf)),
+        "each turn to the emptiest": RoutingPolicy(settings(seed=given.seed, lag_factor=0.0, lag_margin=-1)),
         "hash of the session": Hashed(settings(seed=given.seed, lag_factor=math.inf)),
     }
     print(f"{given.episodes:,} episodes, {given.at_once:,} at once, {given.servers} servers, seed {given.seed}")

@@ -28,7 +28,7 @@ from benchmarks.mismatch import PROMPTS, Mismatch, compare
 from benchmarks.rollout_workloads import Reply, Workload, play
 from rally.chat import ChatCodec
 from rally.config import Config, load_config
-from rally.engines.remote import RemoteEngine, WeightHandles, WeightTransport
+from rally.engines.remote import CudaIpcWeights, RemoteEngine, WeightTransport
 from rally.engines.remote.canary import canary
 from rally.models.load import load_model, load_tokenizer, pick_device
 from rally.runs import build
@@ -172,7 +172,7 @@ async def updates(engine: RemoteEngine, model: PreTrainedModel, spec: Spec) -> l
     has them, and by files."""
     own = engine.weights
     ways: dict[str, WeightTransport] = {"files": own}
-    if isinstance(own, WeightHandles):
+    if isinstance(own, CudaIpcWeights):
         ways = {"ipc": own, "files": build.transport_of(spec.config(BY_FILES), model)}
     sleeps = [False] * UPDATES + [True] * (UPDATES if engine.settings.sleeps else 0)
     told = []

@@ -19,7 +19,7 @@ import uvicorn
 from PIL import Image
 
 from benchmarks.browser import Browser
-from rally.view.run_data import Run, open_runs
+from rally.view.run_data import RunData, open_runs
 from rally.view.server import create_app
 
 IMAGES = Path(__file__).parents[1] / "docs/images"
@@ -38,7 +38,7 @@ class Shot(NamedTuple):
     dark: bool = False
 
 
-def shots(run: Run) -> list[Shot]:
+def shots(run: RunData) -> list[Shot]:
     """Views of steps in which something is to be seen: early ones, whose groups do not agree yet."""
     group = _mixed_group(run.rows({"step": "1", "kind": "train", "limit": "1000"})["rows"])
     failed = run.rows({"errors": "1", "kind": "train", "limit": "1"})["rows"][0]["id"]
@@ -64,7 +64,7 @@ def _mixed_group(rows: list[dict[str, Any]]) -> str:
     return min((group for group in rewards if sum(rewards[group]) > 1), key=lambda group: sum(rewards[group]))
 
 
-def serve(run: Run) -> tuple[uvicorn.Server, str]:
+def serve(run: RunData) -> tuple[uvicorn.Server, str]:
     server = uvicorn.Server(uvicorn.Config(create_app([run]), port=0, log_level="warning"))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:

@@ -16,7 +16,7 @@ from small_models import make_model
 from rally import hub
 from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.models.load import LoadError, load_model, load_model_config, load_tokenizer
-from rally.retrieval.encoder import Encoder, Recipe
+from rally.retrieval.encoder import Encoder, EncoderSettings
 from rally.retrieval.hits import RetrievalError
 
 Point = Callable[[int], None]
@@ -87,7 +87,7 @@ def test_without_a_network_a_name_is_one_sentence_at_once(
 def test_the_encoder_of_an_index_too() -> None:
     began = time.monotonic()
     with pytest.raises(RetrievalError, match="the encoder no-one/no-encoder cannot be loaded"):
-        Encoder("no-one/no-encoder", Recipe(), "cpu")
+        Encoder("no-one/no-encoder", EncoderSettings(), "cpu")
     assert time.monotonic() - began < 5
 
 

@@ -27,7 +27,7 @@ class Decisions(NamedTuple):
     lengths_N: Tensor
 
 
-class Judged(NamedTuple):
+class GaeResult(NamedTuple):
     """Advantages of sampled tokens, and the returns that the values of decisions are trained towards."""
 
     advantages_M: Tensor
@@ -56,11 +56,11 @@ def decisions(scored: Scored, settings: CreditSettings) -> Decisions:
     return Decisions(torch.cumsum(tokens_D, 0) - tokens_D, tokens_D, rewards_D, lengths_N)
 
 
-def judged(made: Decisions, values_D: Tensor, settings: CreditSettings) -> Judged:
+def judged(made: Decisions, values_D: Tensor, settings: CreditSettings) -> GaeResult:
     """GAE from decision to decision. Each token has the advantage of its decision, brought to mean 0 and variance 1
     over the tokens of the batch."""
     found = gae(made.rewards_D, values_D, made.lengths_N, gamma=settings.gamma, lam=settings.lam)
-    return Judged(whiten(found.advantages_M.repeat_interleave(made.tokens_D)), found.returns_M)
+    return GaeResult(whiten(found.advantages_M.repeat_interleave(made.tokens_D)), found.returns_M)
 
 
 def value_loss(values_D: Tensor, old_D: Tensor, returns_D: Tensor, clip: float) -> ValueLoss:

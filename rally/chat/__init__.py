@@ -2,16 +2,16 @@
 
 from rally.chat.codec import ChatCodec, EncodedConversation, Parsed
 from rally.chat.formats import FORMATS, ToolFormat, get_format
-from rally.chat.image_tokens import Encoded
-from rally.chat.template_probe import Difference, SanityMode, TemplateReport
+from rally.chat.image_tokens import EncodedMessages
+from rally.chat.template_probe import SanityMode, TemplateDifference, TemplateReport
 from rally.chat.templates import Escaped, TemplateError
 from rally.chat.tiny_tokenizer import tiny_tokenizer
 
 __all__ = [
     "FORMATS",
     "ChatCodec",
-    "Difference",
-    "Encoded",
+    "TemplateDifference",
+    "EncodedMessages",
     "EncodedConversation",
     "Escaped",
     "Parsed",

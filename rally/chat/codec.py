@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rally.chat.deltas import Turns
+from rally.chat.deltas import TurnTexts
 from rally.chat.formats import get_format
-from rally.chat.image_tokens import Encoded, Pictures
+from rally.chat.image_tokens import EncodedMessages, ImageTokens
 from rally.chat.template_probe import SanityMode, TemplateReport, compare, probe
 from rally.chat.templates import Escaped, Template, TemplateError, content_of, openai_shape
 from rally.images.patches import Patches
@@ -62,11 +62,11 @@ class ChatCodec:
     ) -> None:
         self.tokenizer = tokenizer
         self.patches = patches  # None: the policy sees no images
-        self._pictures = Pictures(tokenizer, patches)
+        self._pictures = ImageTokens(tokenizer, patches)
         self.format = get_format(tool_format)
         self._template = Template(tokenizer, tools, chat_template, template_kwargs or {}, self._pictures.token)
         self._max_cached = max_cached
-        self._turns = Turns(self._template)
+        self._turns = TurnTexts(self._template)
         self._family: dict[str, ChatCodec] = {_key(self._template.tools): self}
         self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
         self._delta_ids = lru_cache(maxsize=max_cached // 4)(self._encode_delta_text)
@@ -110,11 +110,11 @@ class ChatCodec:
         """
         return self.delta(messages, closed).ids
 
-    def prompt(self, messages: Sequence[Message]) -> Encoded:
+    def prompt(self, messages: Sequence[Message]) -> EncodedMessages:
         """`encode_prompt`, and where its images stand."""
         return self._pictures.expand(self._prompt_ids(_key([_without_pixels(m) for m in messages])), messages)
 
-    def delta(self, messages: Sequence[Message], closed: bool = True) -> Encoded:
+    def delta(self, messages: Sequence[Message], closed: bool = True) -> EncodedMessages:
         """`encode_delta`, and where its images stand."""
         if any(m["role"] == "assistant" for m in messages):
             raise RallyError("a delta holds tool and user messages; what the assistant said is already in the history")
@@ -144,7 +144,7 @@ class ChatCodec:
         ids, images = list(prompt.ids), list(prompt.images)
         mask = [0] * len(ids)
         for before, at in zip([None, *replies], replies, strict=False):
-            delta = Encoded((), ()) if before is None else self.delta(messages[before + 1 : at])
+            delta = EncodedMessages((), ()) if before is None else self.delta(messages[before + 1 : at])
             reply = self.encode_assistant(messages[at])
             images += [span.moved(len(ids)) for span in delta.images]
             ids += [*delta.ids, *reply]
@@ -155,11 +155,11 @@ class ChatCodec:
         """The template's own rendering of the whole conversation: the slow spec of everything above."""
         return self._rendered(messages, generation_prompt).ids
 
-    def rerender(self, messages: Sequence[Message]) -> Encoded:
+    def rerender(self, messages: Sequence[Message]) -> EncodedMessages:
         """The history as the inference template would give it anew (multi_turn.history=rerender)."""
         return self._rendered(messages, generation_prompt=True)
 
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> Encoded:
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> EncodedMessages:
         ids = self._template.tokens(self._template.text(messages, generation_prompt))
         return self._pictures.expand(tuple(ids), messages)
 

@@ -28,7 +28,7 @@ class EndOfTurn(NamedTuple):
     text: str
 
 
-class Turns:
+class TurnTexts:
     """The pieces of a conversation as text: the prompt, a reply, and what follows a reply."""
 
     def __init__(self, template: Template) -> None:

@@ -17,14 +17,14 @@ from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message
 
 
-class Encoded(NamedTuple):
+class EncodedMessages(NamedTuple):
     """Ids, and which of them are images, counted from the first of these ids."""
 
     ids: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
 
 
-class Pictures:
+class ImageTokens:
     """One tokenizer's placeholder, and how many tokens an image takes; without `patches`, no image is taken at all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, patches: Patches | None) -> None:
@@ -39,11 +39,11 @@ class Pictures:
                 )
             self.token = str(known)
 
-    def expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Encoded:
+    def expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> EncodedMessages:
         """`ids` of a rendering of `messages`, with every image as wide as it is."""
         images = self._images(messages)
         if not images:
-            return Encoded(ids)
+            return EncodedMessages(ids)
         places = [i for i, token in enumerate(ids) if token == self.pad]
         self._check(len(places), len(images))
         wide: list[int] = []
@@ -53,7 +53,7 @@ class Pictures:
             spans.append(self._span(len(wide), image))
             wide += [self.pad] * (spans[-1].end - spans[-1].start)
             done = place + 1
-        return Encoded((*wide, *ids[done:]), tuple(spans))
+        return EncodedMessages((*wide, *ids[done:]), tuple(spans))
 
     def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Where images stand in a whole history, in their order; what was sampled (mask 1) is none of their places."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args
 
-from rally.chat.deltas import Turns
+from rally.chat.deltas import TurnTexts
 from rally.chat.templates import QUESTION, TemplateError
 from rally.types import Message, RallyError
 
@@ -44,7 +44,7 @@ CASES: dict[str, list[Message]] = {
 }
 
 
-class Difference(NamedTuple):
+class TemplateDifference(NamedTuple):
     """One conversation that the template renders otherwise than it was sampled."""
 
     case: str
@@ -63,7 +63,7 @@ class TemplateReport:
     calls_shown: bool
     braces_doubled: bool
     end_of_turn: str
-    differences: tuple[Difference, ...]
+    differences: tuple[TemplateDifference, ...]
 
     @property
     def hidden(self) -> str:
@@ -98,7 +98,7 @@ class TemplateReport:
         return "\n".join([*heads, *(f"{d.case}:\n{diff_words(d.expected_text, d.got_text)}" for d in self.differences)])
 
 
-def probe(turns: Turns) -> TemplateReport:
+def probe(turns: TurnTexts) -> TemplateReport:
     differences, kept, exact = [], True, True
     for case, messages in CASES.items():
         try:
@@ -107,7 +107,7 @@ def probe(turns: Turns) -> TemplateReport:
         except TemplateError as error:
             expected, got, last_delta = "", f"(refused: {error})", ""
         if got != expected:
-            differences.append(Difference(case, expected, got))
+            differences.append(TemplateDifference(case, expected, got))
         if "thinking" in case:
             kept = kept and THOUGHT in expected
         if messages[-1]["role"] == "tool":
@@ -129,7 +129,7 @@ class _Sampled(NamedTuple):
     last_delta: str
 
 
-def _as_sampled(turns: Turns, messages: Sequence[Message]) -> _Sampled:
+def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
     """The conversation as it would have grown turn by turn."""
     text, delta = turns.prompt(messages[:1]), ""
     for is_reply, group in groupby(messages[1:], key=lambda m: m["role"] == "assistant"):

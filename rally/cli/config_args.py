@@ -9,7 +9,7 @@ import typer
 
 from rally.types import RallyError
 
-Words = Annotated[
+ConfigArgs = Annotated[
     list[str] | None,
     typer.Argument(
         help="A YAML file first, if there is one, then key=value overrides such as data.train_batch_size=64.",
@@ -25,7 +25,7 @@ ConfigPath = Annotated[Path | None, typer.Option("--config-path", help="With --c
 ConfigName = Annotated[str | None, typer.Option("--config-name", help="The configuration file, less its .yaml.")]
 
 
-def split_words(
+def split_config_args(
     words: list[str] | None, config_path: Path | None = None, config_name: str | None = None
 ) -> tuple[Path | None, list[str]]:
     """A leading word without `=`, or the name, is the configuration file; all others are overrides."""

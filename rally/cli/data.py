@@ -17,7 +17,9 @@ app = typer.Typer(help="Write rows to train on.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")]
 
 
-Source = Annotated[Path | None, typer.Option(help="A folder with train.jsonl and test.jsonl; downloaded if not given.")]
+HotpotSource = Annotated[
+    Path | None, typer.Option(help="A folder with train.jsonl and test.jsonl; downloaded if not given.")
+]
 
 
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
@@ -53,7 +55,7 @@ def arithmetic(
 @app.command()
 def gsm8k(
     out: Out,
-    source: Source = None,
+    source: HotpotSource = None,
     flavor: Annotated[Flavor, typer.Option(help="Which kind of rows.")] = "agent_loop",
     tool: Annotated[Tool, typer.Option(help="The tool the prompt speaks of.")] = "calc_gsm8k_reward",
     sft: Annotated[bool, typer.Option(help="Also write conversations for `rally sft`, from the train split.")] = False,

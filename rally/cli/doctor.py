@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rally.cli.config_args import LOOSE, RecipeName, Words, recipe_path, split_words
+from rally.cli.config_args import LOOSE, ConfigArgs, RecipeName, recipe_path, split_config_args
 from rally.cli.console import quiet_console
 
 app = typer.Typer()
@@ -19,7 +19,7 @@ app = typer.Typer()
 
 @app.command(context_settings=LOOSE)
 def doctor(
-    words: Words = None,
+    words: ConfigArgs = None,
     recipe: RecipeName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     model_check: Annotated[
@@ -30,15 +30,15 @@ def doctor(
     ] = None,
 ) -> None:
     """Look at a run before it begins: exit code 0 all is well, 1 there are warnings, 2 there are errors."""
-    path, overrides = split_words(words)
+    path, overrides = split_config_args(words)
     where = recipe_path(recipe, path, "train")
     console = quiet_console()
     from rally.doctor import doctor as checks
-    from rally.doctor.case import Wishes
+    from rally.doctor.case import DoctorOptions
 
     began, findings = time.perf_counter(), []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # what a user's code prints must not spoil the JSON
-        for finding in checks.examine(where, overrides, Wishes(model_check=model_check, answer=answer)):
+        for finding in checks.examine(where, overrides, DoctorOptions(model_check=model_check, answer=answer)):
             findings.append(finding)
             if not as_json:
                 console.console.print(checks.as_text(finding), soft_wrap=True)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from rally.cli.config_args import LOOSE, RecipeName, Words, recipe_path, split_words
+from rally.cli.config_args import LOOSE, ConfigArgs, RecipeName, recipe_path, split_config_args
 from rally.cli.console import quiet_console
 
 app = typer.Typer()
 
 
 @app.command("eval", context_settings=LOOSE)
-def evaluate(words: Words = None, recipe: RecipeName = None) -> None:
+def evaluate(words: ConfigArgs = None, recipe: RecipeName = None) -> None:
     """Validate a model on data.val_files, without training."""
     from rally.config import load_config
 
-    path, overrides = split_words(words)
+    path, overrides = split_config_args(words)
     config = load_config(recipe_path(recipe, path, "train"), overrides)
     console = quiet_console()
     from rally.runs.evaluate import evaluate as run

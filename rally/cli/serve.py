@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rally.engines import EngineSettings
-    from rally.engines.embedded.settings import Words
+    from rally.engines.embedded.settings import OptionNames
     from rally.services.admission import Served
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
@@ -133,12 +133,12 @@ def engine(
     serve(create, host, port)
 
 
-def _options() -> Words:
+def _options() -> OptionNames:
     """What the user of `rally serve engine` calls the settings of its engine."""
-    from rally.engines.embedded.settings import Words
+    from rally.engines.embedded.settings import OptionNames
 
     length = "--max-model-len"
-    return Words(max_model_len=length, lengths=length, memory="--memory", plain="--dtype=float32")
+    return OptionNames(max_model_len=length, lengths=length, memory="--memory", plain="--dtype=float32")
 
 
 def _served(

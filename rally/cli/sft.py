@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rally.cli.config_args import LOOSE, ConfigName, ConfigPath, RecipeName, Words, recipe_path, split_words
+from rally.cli.config_args import LOOSE, ConfigArgs, ConfigName, ConfigPath, RecipeName, recipe_path, split_config_args
 from rally.cli.console import quiet_console
 from rally.cli.train import DryRun
 
@@ -21,7 +21,7 @@ Check = Annotated[
 
 @app.command(context_settings=LOOSE)
 def sft(
-    words: Words = None,
+    words: ConfigArgs = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
     check: Check = False,
@@ -31,7 +31,7 @@ def sft(
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
-    path, overrides = split_words(words, config_path, config_name)
+    path, overrides = split_config_args(words, config_path, config_name)
     config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
     config.require_training()
     console = quiet_console()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rally.cli.config_args import LOOSE, ConfigName, ConfigPath, RecipeName, Words, recipe_path, split_words
+from rally.cli.config_args import LOOSE, ConfigArgs, ConfigName, ConfigPath, RecipeName, recipe_path, split_config_args
 from rally.cli.console import quiet_console
 
 app = typer.Typer()
@@ -17,7 +17,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run,
 
 @app.command(context_settings=LOOSE)
 def train(
-    words: Words = None,
+    words: ConfigArgs = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
     config_path: ConfigPath = None,
@@ -26,7 +26,7 @@ def train(
     """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
     from rally.config import load_config
 
-    path, overrides = split_words(words, config_path, config_name)
+    path, overrides = split_config_args(words, config_path, config_name)
     config = load_config(recipe_path(recipe, path, "train"), overrides)
     config.require_training()
     console = quiet_console()

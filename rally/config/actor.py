@@ -82,7 +82,7 @@ class CheckpointConfig(Section):
     """Training goes on while a checkpoint is written, from a copy of the state in main memory."""
 
 
-class PolicyLoss(Section):
+class PolicyLossConfig(Section):
     loss_mode: Literal[
         "vanilla",
         "gspo",
@@ -153,7 +153,7 @@ class ActorConfig(Section):
     entropy_from_logits_with_chunking: bool = True
     """Logits are never all in memory at once, so both values are right."""
 
-    policy_loss: PolicyLoss = PolicyLoss()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     tau_pos: Positive = 1.0
     tau_neg: Positive = 1.05
     freeze_vision_tower: bool = False

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rally.config.aliases import SAME_AS, SFT_SAME_AS, with_ruling_keys
 from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
-from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, refusals
 from rally.config.errors import ConfigError, sentence
 from rally.config.files import Document, Notes, Tree, first_line, over, read_document
 from rally.config.schema import Config
@@ -29,36 +29,36 @@ def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> Config:
     """The training run that `base`, then the YAML file, then the overrides describe; later ones win."""
-    return _load(Config, (path, overrides, base), UNBUILT, CHECKS)
+    return _load(Config, (path, overrides, base), UNSUPPORTED, CHECKS)
 
 
 def load_sft_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> SftConfig:
     """The supervised fine-tuning run that `base`, then the YAML file, then the overrides describe; later ones win."""
-    return _load(SftConfig, (path, overrides, base), SFT_UNBUILT, SFT_CHECKS)
+    return _load(SftConfig, (path, overrides, base), SFT_UNSUPPORTED, SFT_CHECKS)
 
 
-class Read(NamedTuple):
+class LoadedConfig(NamedTuple):
     """A configuration with all that is wrong with it; None where it has no meaning at all."""
 
     config: Config | None
     problems: tuple[str, ...]
 
 
-def read_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Read:
+def read_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """As `load_config` does, for who wants to look further than the first mistake."""
     try:
-        return Read(*_read(Config, (path, overrides, None), UNBUILT, CHECKS))
+        return LoadedConfig(*_read(Config, (path, overrides, None), UNSUPPORTED, CHECKS))
     except ConfigError as error:
-        return Read(None, error.problems)
+        return LoadedConfig(None, error.problems)
 
 
 Sources = tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None]
 
 
 def _load(
-    schema: type[C], sources: Sources, unbuilt: Sequence[Unbuilt], checks: Sequence[Callable[[C], Iterator[str]]]
+    schema: type[C], sources: Sources, unbuilt: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
 ) -> C:
     config, problems = _read(schema, sources, unbuilt, checks)
     if config is None or problems:
@@ -67,7 +67,7 @@ def _load(
 
 
 def _read(
-    schema: type[C], sources: Sources, unbuilt: Sequence[Unbuilt], checks: Sequence[Callable[[C], Iterator[str]]]
+    schema: type[C], sources: Sources, unbuilt: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
 ) -> tuple[C | None, tuple[str, ...]]:
     path, overrides, base = sources
     document = read_document(Path(path)) if path is not None else Document([], Notes())
@@ -154,7 +154,7 @@ def _as_written(resolved: Any, written: Any) -> Any:
     return resolved
 
 
-def _refused(schema: type[Root], rest: Tree, unbuilt: Sequence[Unbuilt]) -> list[str]:
+def _refused(schema: type[Root], rest: Tree, unbuilt: Sequence[Unsupported]) -> list[str]:
     """What is not built among the keys without a mistake, so that a user reads of both at once."""
     try:
         return list(refusals(schema.model_validate(rest), unbuilt))

@@ -24,7 +24,7 @@ class ManagerModule(Section):
     name: str | None = None
 
 
-class RewardManager(Section):
+class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     name: Manager = "naive"
     module: ManagerModule = ManagerModule()
@@ -118,7 +118,7 @@ class RewardConfig(Section):
     on_error: OnError = "drop_group"
     custom_reward_function: CustomRewardFunction = CustomRewardFunction()
 
-    reward_manager: RewardManager = RewardManager()
+    reward_manager: RewardManagerConfig = RewardManagerConfig()
     reward_model: NewRewardModel = NewRewardModel()
     sandbox_fusion: SandboxFusion = SandboxFusion()
 

@@ -16,7 +16,7 @@ from rally.config.reward import (
     CustomRewardFunction,
     Manager,
     RewardConfig,
-    RewardManager,
+    RewardManagerConfig,
     RewardModelConfig,
     RewardShaping,
 )
@@ -78,7 +78,7 @@ class Config(Root):
     ] = ()
     """What a file of verl builds on; here that is Rally's own defaults, and the file goes over them."""
 
-    reward_manager: RewardManager = RewardManager()
+    reward_manager: RewardManagerConfig = RewardManagerConfig()
     critic: CriticConfig = CriticConfig()
     global_profiler: GlobalProfiler = GlobalProfiler()
     transfer_queue: TransferQueue = TransferQueue()

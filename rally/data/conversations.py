@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rally.data.messages import check_messages, decoded, load_images, place_images, shown
-from rally.data.row_files import DataError, Files, Place, Row, RowSet
+from rally.data.row_files import DataError, Files, Row, RowLocation, RowSet
 from rally.types import Message
 
 
@@ -43,7 +43,7 @@ def load_conversations(
     """
     read = partial(_pair, pair=pair) if pair else partial(_messages, field=messages_key)
 
-    def build(place: Place, row: Row) -> Conversation:
+    def build(place: RowLocation, row: Row) -> Conversation:
         images = load_images(row, image_key, place.folder)
         messages = place_images(read(row), images, place.folder, messages_key, image_key)
         thinking = row.get(enable_thinking_key)

@@ -34,7 +34,7 @@ class DataError(RallyError):
     """A data file, a row or one of its fields is not what it must be; the text says which, and what was expected."""
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """Where a row comes from: `name` is its file, short but unique in the set, in `folder`; `number` counts from 0."""
 
     name: str
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     folder: Path = Path()
 
 
-class Rows(Protocol):
+class RowFile(Protocol):
     """The rows of one file, kept compact and turned into Python one at a time."""
 
     def __len__(self) -> int: ...
@@ -149,14 +149,14 @@ def _parsed(text: bytes, where: str) -> Any:
         raise DataError(f"{where}: this is not valid JSON ({error}); write the file again") from error
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {
+_READERS: dict[str, Callable[[Path], RowFile]] = {
     ".parquet": ParquetRows.read,
     ".jsonl": JsonRows.read,
     ".json": JsonRows.read,
 }
 
 
-def read_rows(path: Path) -> Rows:
+def read_rows(path: Path) -> RowFile:
     """The rows of one file, by its suffix."""
     path = path.expanduser()
     if path.suffix not in _READERS:
@@ -173,7 +173,7 @@ class RowSet(Sequence[T]):
     a user's class made of the files.
     """
 
-    def __init__(self, files: Files, build: Callable[[Place, Row], T], rows: Rows | None = None) -> None:
+    def __init__(self, files: Files, build: Callable[[RowLocation, Row], T], rows: RowFile | None = None) -> None:
         listed = [files] if isinstance(files, str | Path) else list(files)
         if not listed:
             raise DataError("no data file is named; name at least one")
@@ -197,7 +197,7 @@ class RowSet(Sequence[T]):
         position = self._order[index]
         file = bisect_right(self._starts, position) - 1
         number = position - self._starts[file]
-        return self._build(Place(self._names[file], number, self._folder(file)), self._rows[file][number])
+        return self._build(RowLocation(self._names[file], number, self._folder(file)), self._rows[file][number])
 
     def __iter__(self) -> Iterator[T]:
         if isinstance(self._order, range):
@@ -226,12 +226,12 @@ class RowSet(Sequence[T]):
             head = f"{len(problems)} of {len(self)} rows cannot be used (rows are counted from 0):"
             raise DataError("\n  ".join([head, *problems[:_SHOWN_PROBLEMS], *more]))
 
-    def _scan(self) -> Iterator[tuple[Path, Place, Row]]:
+    def _scan(self) -> Iterator[tuple[Path, RowLocation, Row]]:
         # rows of a user's class are not told apart by file
         for at, (file, name, rows) in enumerate(zip(self.files, self._names, self._rows, strict=False)):
             folder = self._folder(at)
             for number, row in enumerate(rows):
-                yield file, Place(name, number, folder), row
+                yield file, RowLocation(name, number, folder), row
 
     def _folder(self, file: int) -> Path:
         return self.files[file].expanduser().parent

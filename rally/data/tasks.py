@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rally.data.messages import check_mapping, check_messages, load_images, place_images, shown
-from rally.data.row_files import DataError, Files, Place, Row, Rows, RowSet, plain, read_rows
+from rally.data.row_files import DataError, Files, Row, RowFile, RowLocation, RowSet, plain, read_rows
 from rally.importing import ImportFailed, import_path
 from rally.types import Message, Task
 
@@ -33,7 +33,7 @@ def load_tasks(
     max_samples: int = -1,
     shuffle: bool = False,
     seed: int = 0,
-    rows: Rows | None = None,
+    rows: RowFile | None = None,
 ) -> TaskSet:
     """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated; or of `rows`,
     which a user's class made of the files.
@@ -58,7 +58,7 @@ def _sample(total: int, count: int, shuffle: bool, seed: int) -> list[int]:
     return sorted(chosen)
 
 
-def _task(place: Place, row: Row, *, prompt_key: str, reward_fn_key: str, image_key: str) -> Task:
+def _task(place: RowLocation, row: Row, *, prompt_key: str, reward_fn_key: str, image_key: str) -> Task:
     data_source = row.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise DataError(f"{_found(row, reward_fn_key)}; it must be a string that names the reward, such as 'math'")

@@ -40,7 +40,7 @@ GOOD = "good"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lessons:
+class TeachingSettings:
     """How much is taught; the defaults were checked over several seeds on the demo's task (docs/demo.md)."""
 
     clean_blocks: tuple[int, ...] = (200, 100, 100)  # after each, greedy success must reach `gate` or more follow
@@ -52,7 +52,7 @@ class Lessons:
 
 
 @dataclass(frozen=True)
-class Material:
+class TeachingMaterial:
     """What is taught: conversations, the habits to be spoiled with by weight, and the longest an episode can be."""
 
     codec: ChatCodec
@@ -66,8 +66,8 @@ class Teacher:
     """Teaches one model; `success` plays held-out problems greedily with it and says how many it solves."""
 
     model: PreTrainedModel
-    material: Material
-    lessons: Lessons
+    material: TeachingMaterial
+    lessons: TeachingSettings
     success: Callable[[EmbeddedEngine], float]
     rng: random.Random
     console: RunConsole
@@ -139,7 +139,7 @@ MAX_TURNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class CourseSettings(Lessons):
+class CourseSettings(TeachingSettings):
     """Sizes of a course."""
 
     seed: int = 0
@@ -278,7 +278,7 @@ def teach(
     console: RunConsole,
 ) -> None:
     """Supervised fine-tuning: clean conversations until copying is sure, then the bad habits."""
-    material = Material(codec, course.tell, course.habits, course.prompt_length + course.response_length)
+    material = TeachingMaterial(codec, course.tell, course.habits, course.prompt_length + course.response_length)
     rng = random.Random(f"demo:{settings.seed}")
     Teacher(model, material, settings, lambda engine: success(course, engine, codec, gate), rng, console).teach()
 

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rally.distributed.process_group import Group
+from rally.distributed.process_group import ProcessGroup
 from rally.models.parallel import Message
-from rally.train.messages import Leave
+from rally.train.messages import Shutdown
 from rally.types import RallyError
 from rally.util.subprocesses import ServerProcess
 
@@ -42,7 +42,7 @@ class LostRank(RallyError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptainSettings:
+class ControllerSettings:
     """How many ranks there are, on what, and how they behave. `order_seconds`: how long one waits for the others in
     the midst of an order."""
 
@@ -54,16 +54,16 @@ class CaptainSettings:
     reshard: bool = True
 
 
-class Captain:
+class Controller:
     """`Ranks` as rank 0 sees them. A context: at its end the other ranks are gone."""
 
     number = 0
 
-    def __init__(self, settings: CaptainSettings) -> None:
+    def __init__(self, settings: ControllerSettings) -> None:
         self.settings = settings
         self.members: list[ServerProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix=f"rally-ranks-{os.getpid()}-"))
-        self._joined: Group | None = None
+        self._joined: ProcessGroup | None = None
         self._turn = threading.Lock()
         self._orders = itertools.count()
         self._current: int | None = None  # which order is under way
@@ -75,7 +75,7 @@ class Captain:
     def count(self) -> int:
         return self.settings.count
 
-    def __enter__(self) -> Captain:
+    def __enter__(self) -> Controller:
         return self
 
     def __exit__(
@@ -99,7 +99,9 @@ class Captain:
                     raise LostRank(f"the other ranks did not start in time; their logs are in {self.settings.logs}")
                 time.sleep(POLL_SECONDS / 4)
             settings = self.settings
-            self._joined = Group(0, settings.count, self._home / MEETING, settings.device, settings.order_seconds)
+            self._joined = ProcessGroup(
+                0, settings.count, self._home / MEETING, settings.device, settings.order_seconds
+            )
             self._joined.tell(plan)
 
     def spread(self, model: PreTrainedModel) -> None:
@@ -131,19 +133,19 @@ class Captain:
     def gathered(self, numbers_X: Tensor) -> list[Tensor]:
         return self._group.gathered(numbers_X)
 
-    def _part(self, group: Group) -> None:
+    def _part(self, group: ProcessGroup) -> None:
         """All leave together, if all wait for an order. Else those of GPUs stay joined until this program ends."""
         together = self._loss is None and self._current is None and not self._broken
         try:
             if together:
-                group.tell(Leave())
+                group.tell(Shutdown())
         except RuntimeError:  # one was lost at the very end, when nothing was left to do
             together = False
         if together or self.settings.device == "cpu":
             group.leave()
 
     @property
-    def _group(self) -> Group:
+    def _group(self) -> ProcessGroup:
         assert self._joined is not None, "the ranks have not begun"
         return self._joined
 

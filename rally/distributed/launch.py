@@ -6,17 +6,17 @@ from rally.config import Config, SftConfig
 from rally.config.actor import FsdpConfig
 from rally.config.checks.multi_gpu import served
 from rally.config.trainer import RunConfig
-from rally.distributed.controller import Captain, CaptainSettings
+from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
 from rally.runs import sft as sft_run
 from rally.runs import train as run
-from rally.runs.build.inputs import Outcome
+from rally.runs.build.inputs import RunOutcome
 from rally.track import RunConsole
 
 SFT_SECONDS = 600.0
 
 
-def train(config: Config, console: RunConsole | None = None) -> Outcome:
+def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
     """Train as configured, over trainer.n_gpus_per_node processes of which this is one."""
     console = console or RunConsole()
     if config.trainer.n_gpus_per_node == 1:
@@ -28,20 +28,20 @@ def train(config: Config, console: RunConsole | None = None) -> Outcome:
             f"own (rollout.name=rally rollout.data_parallel_size={config.rollout.data_parallel_size})"
         )
     seconds = float(config.actor_rollout_ref.nccl_timeout)
-    with Captain(_settings(config.trainer, config.actor.fsdp_config, seconds)) as captain:
+    with Controller(_settings(config.trainer, config.actor.fsdp_config, seconds)) as captain:
         return run.train(config, console, captain)
 
 
-def sft(config: SftConfig, console: RunConsole | None = None) -> Outcome:
+def sft(config: SftConfig, console: RunConsole | None = None) -> RunOutcome:
     """Fine-tune as configured, over trainer.n_gpus_per_node processes of which this is one."""
     if config.trainer.n_gpus_per_node == 1:
         return sft_run.sft(config, console)
-    with Captain(_settings(config.trainer, config.model.fsdp_config, SFT_SECONDS)) as captain:
+    with Controller(_settings(config.trainer, config.model.fsdp_config, SFT_SECONDS)) as captain:
         return sft_run.sft(config, console, captain)
 
 
-def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float) -> CaptainSettings:
-    return CaptainSettings(
+def _settings(trainer: RunConfig, fsdp: FsdpConfig, seconds: float) -> ControllerSettings:
+    return ControllerSettings(
         count=trainer.n_gpus_per_node,
         device=pick_device(trainer.device).type,
         logs=trainer.run_dir / "ranks",

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from rally.config import Config, SftConfig
 from rally.models.parallel import Message
-from rally.runs.build.models import Plan
+from rally.runs.build.models import RunPlan
 from rally.train.batch import TrainBatch
 from rally.train.messages import (
-    AskLogits,
-    AskLoss,
-    AskReference,
-    AskValues,
+    ComputeLogits,
+    ComputeLoss,
+    ComputeReference,
+    ComputeValues,
     GatherCritic,
     GatherState,
     GatherWeights,
-    Leave,
-    Supervise,
-    TeachCritic,
-    Update,
+    SftStep,
+    Shutdown,
+    UpdateCritic,
+    UpdatePolicy,
 )
 from rally.train.packing import Row
 
@@ -45,12 +45,12 @@ PER_ROW = {
     "returns": torch.float64,
 }
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
-BATCHES: dict[str, type[Update | TeachCritic]] = {"Update": Update, "TeachCritic": TeachCritic}
-ASKING: dict[str, type[AskReference | AskValues | AskLoss]] = {
-    kind.__name__: kind for kind in (AskReference, AskValues, AskLoss)
+BATCHES: dict[str, type[UpdatePolicy | UpdateCritic]] = {"UpdatePolicy": UpdatePolicy, "UpdateCritic": UpdateCritic}
+ASKING: dict[str, type[ComputeReference | ComputeValues | ComputeLoss]] = {
+    kind.__name__: kind for kind in (ComputeReference, ComputeValues, ComputeLoss)
 }
-BARE: dict[str, type[GatherWeights | GatherCritic | Leave]] = {
-    kind.__name__: kind for kind in (GatherWeights, GatherCritic, Leave)
+BARE: dict[str, type[GatherWeights | GatherCritic | Shutdown]] = {
+    kind.__name__: kind for kind in (GatherWeights, GatherCritic, Shutdown)
 }
 
 
@@ -58,19 +58,19 @@ def encode(message: Message) -> bytes:
     head: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
     match message:
-        case Plan(config, checkpoint, steps):
+        case RunPlan(config, checkpoint, steps):
             place = None if checkpoint is None else str(checkpoint)
             head |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
             head["schema"] = type(config).__name__
-        case Update(batch, step, seed) | TeachCritic(batch, step, seed):
+        case UpdatePolicy(batch, step, seed) | UpdateCritic(batch, step, seed):
             head |= {"step": step, "seed": seed}
             tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
-        case Supervise(rows, seed):
+        case SftStep(rows, seed):
             head["seed"] = seed
             tensors = rows_to_tensors(rows)
-        case AskReference(rows) | AskValues(rows) | AskLoss(rows):
+        case ComputeReference(rows) | ComputeValues(rows) | ComputeLoss(rows):
             tensors = rows_to_tensors(rows)
-        case AskLogits(ids):
+        case ComputeLogits(ids):
             head["ids"] = list(ids)
         case GatherState(merged):
             head["merged"] = merged
@@ -82,18 +82,18 @@ def decode(content: bytes) -> Message:
     end = 8 + int.from_bytes(content[:8], "big")
     head, tensors = json.loads(content[8:end]), load(content[end:])
     kind = head["kind"]
-    if kind == "Plan":
+    if kind == "RunPlan":
         place = head["checkpoint"]
         config = SCHEMAS[head["schema"]].model_validate(head["config"])
-        return Plan(config, None if place is None else Path(place), head["steps"])
+        return RunPlan(config, None if place is None else Path(place), head["steps"])
     if kind in BATCHES:
         return BATCHES[kind](_batch(tensors), head["step"], head["seed"])
-    if kind == "Supervise":
-        return Supervise(rows_of_tensors(tensors), head["seed"])
+    if kind == "SftStep":
+        return SftStep(rows_of_tensors(tensors), head["seed"])
     if kind in ASKING:
         return ASKING[kind](rows_of_tensors(tensors))
-    if kind == "AskLogits":
-        return AskLogits(head["ids"])
+    if kind == "ComputeLogits":
+        return ComputeLogits(head["ids"])
     return GatherState(head["merged"]) if kind == "GatherState" else BARE[kind]()
 
 

@@ -34,7 +34,7 @@ WITHIN = "rally_within"
 Found = TypeVar("Found")
 
 
-class Group:
+class ProcessGroup:
     """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order.
     For the next order the others wait as long as it takes."""
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from rally.config import SftConfig
 from rally.distributed.controller import here
-from rally.distributed.process_group import Group
+from rally.distributed.process_group import ProcessGroup
 from rally.models.parallel import Message, model_state
 from rally.runs import build
 from rally.runs.build.engines import logits_of
-from rally.runs.build.models import Plan
+from rally.runs.build.models import RunPlan
 from rally.runs.build.policies import critic_of, policy_of
 from rally.runs.sft import sft_policy_of, sft_settings_of
 from rally.sft.training import SftSettings, sft_loss, sft_step
@@ -31,17 +31,17 @@ from rally.train.checkpoint.snapshot import copied, copied_weights
 from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.critic import Critic
 from rally.train.messages import (
-    AskLogits,
-    AskLoss,
-    AskReference,
-    AskValues,
+    ComputeLogits,
+    ComputeLoss,
+    ComputeReference,
+    ComputeValues,
     GatherCritic,
     GatherState,
     GatherWeights,
-    Leave,
-    Supervise,
-    TeachCritic,
-    Update,
+    SftStep,
+    Shutdown,
+    UpdateCritic,
+    UpdatePolicy,
 )
 from rally.train.policy import Policy
 from rally.train.reference import Reference
@@ -50,10 +50,10 @@ from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 Found = TypeVar("Found")
 
 
-class Member:
+class Worker:
     """`Ranks` as one of those that obey sees them: nothing is announced."""
 
-    def __init__(self, group: Group, *, reshard: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, *, reshard: bool = True) -> None:
         self._group, self._reshard = group, reshard
 
     @property
@@ -86,7 +86,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Worker:
+class Executor:
     """What orders are done with."""
 
     policy: Policy
@@ -97,7 +97,7 @@ class Worker:
     def obey(self, order: Message) -> None:
         with self.policy.ranks.doing(order):
             match order:
-                case AskValues() | TeachCritic() | GatherCritic():
+                case ComputeValues() | UpdateCritic() | GatherCritic():
                     assert self.critic is not None
                     _mind_critic(self.critic, order)
                 case _:
@@ -108,18 +108,18 @@ class Worker:
     def _mind_policy(self, order: Message) -> None:
         policy = self.policy
         match order, self.settings:
-            case Update(batch, step, seed), UpdateSettings() as update:
+            case UpdatePolicy(batch, step, seed), UpdateSettings() as update:
                 torch.manual_seed(seed)
                 update_policy(policy, batch, update, step=step, reference=self.reference if update.kl_coef else None)
-            case AskReference(rows), UpdateSettings() as update:
+            case ComputeReference(rows), UpdateSettings() as update:
                 assert self.reference is not None
                 reference_logprobs(policy, self.reference, rows, update)
-            case Supervise(rows, seed), SftSettings() as supervision:
+            case SftStep(rows, seed), SftSettings() as supervision:
                 torch.manual_seed(seed)
                 sft_step(policy, rows, supervision)
-            case AskLoss(rows), SftSettings() as supervision:
+            case ComputeLoss(rows), SftSettings() as supervision:
                 sft_loss(policy, rows, supervision)
-            case AskLogits(ids), _:
+            case ComputeLogits(ids), _:
                 logits_of(policy.model, ids)
             case GatherWeights(), _:
                 model_state(policy.model)
@@ -130,40 +130,40 @@ class Worker:
                 raise AssertionError(f"{type(order).__name__} is not for this run")
 
 
-def _mind_critic(critic: Critic, order: AskValues | TeachCritic | GatherCritic) -> None:
+def _mind_critic(critic: Critic, order: ComputeValues | UpdateCritic | GatherCritic) -> None:
     match order:
-        case AskValues(rows):
+        case ComputeValues(rows):
             critic.values(rows)
-        case TeachCritic(batch, step, seed):
+        case UpdateCritic(batch, step, seed):
             torch.manual_seed(seed)
             critic.update(batch, step=step)
         case GatherCritic():
             critic.part()
 
 
-def worker_of(plan: Plan, group: Group) -> Worker:
+def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     """The same parts as rank 0 has."""
     config = plan.config
     checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
     if isinstance(config, SftConfig):
-        ranks = Member(group, reshard=config.model.fsdp_config.reshard_after_forward)
+        ranks = Worker(group, reshard=config.model.fsdp_config.reshard_after_forward)
         policy = sft_policy_of(config, checkpoint, plan.steps, ranks)
-        return Worker(policy, sft_settings_of(config))
-    ranks = Member(group, reshard=config.actor.fsdp_config.reshard_after_forward)
+        return Executor(policy, sft_settings_of(config))
+    ranks = Worker(group, reshard=config.actor.fsdp_config.reshard_after_forward)
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
-    return Worker(policy, build.update_settings_of(config), reference, critic)
+    return Executor(policy, build.update_settings_of(config), reference, critic)
 
 
 def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
     (meeting.parent / here(number)).touch()
-    group = Group(number, count, meeting, device, seconds)
+    group = ProcessGroup(number, count, meeting, device, seconds)
     plan = group.hear()
-    assert isinstance(plan, Plan), "a plan comes first"
-    worker = worker_of(plan, group)
-    while not isinstance(order := group.hear(), Leave):
-        assert not isinstance(order, Plan), "there is one plan"
+    assert isinstance(plan, RunPlan), "a plan comes first"
+    worker = executor_of(plan, group)
+    while not isinstance(order := group.hear(), Shutdown):
+        assert not isinstance(order, RunPlan), "there is one plan"
         worker.obey(order)
     group.leave()
 

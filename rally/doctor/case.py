@@ -19,7 +19,7 @@ from rally.data import TaskSet
 from rally.interactions import Interactions
 from rally.models.load import load_model_config
 from rally.runs import build
-from rally.runs.cost_estimate import Size, size_from
+from rally.runs.cost_estimate import ParameterCounts, size_from
 from rally.tools import ToolBox
 from rally.types import Task
 
@@ -30,7 +30,7 @@ TRAINING, VALIDATION = "the training rows", "the validation rows"
 STAND_IN = Task(id="stand-in", data_source="none", prompt=({"role": "user", "content": "What is 6*7?"},))
 
 
-class Piece(NamedTuple):
+class ReportText(NamedTuple):
     """Text to show below a finding: a note, or a stretch of tokens by how a run would treat them."""
 
     kind: Literal["note", "prompt", "sampled", "observed"]
@@ -43,33 +43,33 @@ class Finding(NamedTuple):
     check: str
     status: Status
     text: str
-    shown: tuple[Piece, ...] = ()
+    shown: tuple[ReportText, ...] = ()
 
 
-class Missing(Exception):
+class MissingPart(Exception):
     """A part that an earlier line of the report speaks of."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class DoctorOptions:
     """What a user asked the doctor for: the policy check with the real model, and an answer that must earn a reward."""
 
     model_check: bool = False
     answer: str | None = None
 
 
-class Case:
+class DoctorCase:
     """One configuration under examination."""
 
-    def __init__(self, config: Config, wishes: Wishes | None = None) -> None:
+    def __init__(self, config: Config, wishes: DoctorOptions | None = None) -> None:
         self.config = config
-        self.wishes = wishes or Wishes()
+        self.wishes = wishes or DoctorOptions()
         self._made: dict[str, Any] = {}
         self._failed: set[str] = set()
 
     def _part(self, name: str, make: Callable[[], T]) -> T:
         if name in self._failed:
-            raise Missing(name)
+            raise MissingPart(name)
         if name not in self._made:
             self._failed.add(name)  # until it is made: whatever is raised on the way leaves the mark
             self._made[name] = make()
@@ -116,7 +116,7 @@ class Case:
         )
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ParameterCounts:
         """Of the model, and of the adapters that would be trained."""
         model, described = self.config.model, self.model_config
         return self._part(

@@ -9,8 +9,8 @@ from typing import Any
 
 from rally.chat import ChatCodec
 from rally.chat.formats import FORMATS
-from rally.doctor.case import Case, Finding, Piece, Status
-from rally.models.untrained_tokens import KEY, advice, unlearned
+from rally.doctor.case import DoctorCase, Finding, ReportText, Status
+from rally.models.untrained_tokens import KEY, advice, untrained_tokens
 from rally.tools import BaseTool
 from rally.tools.sample_arguments import example_of
 from rally.types import Message, Task, ToolCall
@@ -19,7 +19,7 @@ TOO_LONG = 2000
 ANSWER, LAST_WORD = "(what the tool answers)", "(the policy's last word)"
 
 
-def tokenizer(case: Case) -> Iterator[Finding]:
+def tokenizer(case: DoctorCase) -> Iterator[Finding]:
     found = case.tokenizer
     size = case.model_config.get_text_config().vocab_size
     if len(found) > size:
@@ -29,11 +29,11 @@ def tokenizer(case: Case) -> Iterator[Finding]:
     yield Finding("tokenizer", "ok", f"{len(found):,} tokens, of the {size:,} that the model has")
 
 
-def template(case: Case) -> Iterator[Finding]:
+def template(case: DoctorCase) -> Iterator[Finding]:
     report = case.codec.probe()
     head, *rest = report.words.splitlines()
     diff = [line for line in rest if line != report.troubles]
-    shown = (Piece("note", "\n".join(diff)),) if diff else ()
+    shown = (ReportText("note", "\n".join(diff)),) if diff else ()
     strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
     if case.toolbox.names and report.troubles:
         yield Finding("template", "warning", report.troubles)
@@ -46,7 +46,7 @@ def template(case: Case) -> Iterator[Finding]:
     yield Finding("template", status, f"{head} {kept} {means}; docs/chat.md tells when to change it", shown)
 
 
-def prompt(case: Case) -> Iterator[Finding]:
+def prompt(case: DoctorCase) -> Iterator[Finding]:
     task = case.first_task
     codec = _codec_of(case, task)
     tool = next((one for one in case.toolbox.tools if codec.tools and one.name == _name(codec.tools[0])), None)
@@ -59,13 +59,13 @@ def prompt(case: Case) -> Iterator[Finding]:
         f"{task.id} with a made-up reply: {len(ids)} tokens, of which {sum(mask)} are sampled (mask 1) and trained on",
         shown,
     )
-    if tokens := unlearned(str(case.config.model.path), case.tokenizer, ids):
+    if tokens := untrained_tokens(str(case.config.model.path), case.tokenizer, ids):
         yield Finding("prompt", "warning", advice(tokens, case.tokenizer, KEY))
     if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
         yield _call_is_read(codec, messages)
 
 
-def _codec_of(case: Case, task: Task) -> ChatCodec:
+def _codec_of(case: DoctorCase, task: Task) -> ChatCodec:
     """With the tools that an episode of this row has."""
     chosen = task.extra_info.get("tool_selection")
     return case.codec if chosen is None else case.codec.with_tools(case.toolbox.schemas(chosen))
@@ -92,11 +92,11 @@ def exchange(task: Task, tool: BaseTool[Any] | None) -> list[Message]:
     ]
 
 
-def _pieces(codec: ChatCodec, ids: tuple[int, ...], mask: tuple[int, ...]) -> Iterator[Piece]:
+def _pieces(codec: ChatCodec, ids: tuple[int, ...], mask: tuple[int, ...]) -> Iterator[ReportText]:
     first = mask.index(1)
-    yield Piece("prompt", _cut(codec.decode(ids[:first])))
+    yield ReportText("prompt", _cut(codec.decode(ids[:first])))
     for sampled, run in groupby(zip(ids[first:], mask[first:], strict=True), key=lambda pair: pair[1]):
-        yield Piece("sampled" if sampled else "observed", codec.decode([token for token, _ in run]))
+        yield ReportText("sampled" if sampled else "observed", codec.decode([token for token, _ in run]))
 
 
 def _cut(text: str) -> str:
@@ -113,7 +113,7 @@ def _call_is_read(codec: ChatCodec, messages: list[Message]) -> Finding:
         return Finding("prompt", "ok", f"multi_turn.format={name} reads calls as the chat template writes them")
     others = [other for other, one in FORMATS.items() if _found(one.parse(text, codec.tools).calls, wanted)]
     told = f"multi_turn.format={name} does not read calls as the chat template writes them"
-    shown = (Piece("sampled", text),)
+    shown = (ReportText("sampled", text),)
     if others:
         return Finding("prompt", "error", f"{told}; set it to {others[0]}", shown)
     return Finding("prompt", "warning", f"{told}; give one that knows tools (custom_chat_template)", shown)

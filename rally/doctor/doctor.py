@@ -14,12 +14,12 @@ from rich.text import Text
 from rally.config import Config, ConfigError, read_config
 from rally.doctor import chat_template, environment, memory_and_time, reward_function, rollout_logprobs, tool_calls
 from rally.doctor import rows as doctor_rows
-from rally.doctor.case import Case, Finding, Missing, Wishes
+from rally.doctor.case import DoctorCase, DoctorOptions, Finding, MissingPart
 from rally.redact import redact
 from rally.track.display_text import OBSERVED_STYLE, PROMPT_STYLE, SAMPLED_STYLE, visible
 from rally.types import RallyError
 
-Look = Callable[[Case], Iterator[Finding]]
+Look = Callable[[DoctorCase], Iterator[Finding]]
 EXIT_CODES = {"ok": 0, "warning": 1, "error": 2}
 STATUS_STYLES = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
 PIECE_STYLES = {"note": "", "prompt": PROMPT_STYLE, "sampled": SAMPLED_STYLE, "observed": OBSERVED_STYLE}
@@ -47,14 +47,16 @@ CHECKS = (
 """In this order: what a check needs of another is found, or missed, there first."""
 
 
-def examine(path: str | Path | None, overrides: Sequence[str] = (), wishes: Wishes | None = None) -> Iterator[Finding]:
+def examine(
+    path: str | Path | None, overrides: Sequence[str] = (), wishes: DoctorOptions | None = None
+) -> Iterator[Finding]:
     """What is found out about a configuration, as it is found."""
     config, problems = read_config(path, overrides)
     problems = (*problems, *(_unnamed(config) if config is not None else ()))
     yield from (Finding("config", "error", text) for text in problems)
     if not problems:
         yield Finding("config", "ok", f"{path or 'the command line'} describes a run")
-    case = Case(config or Config(), wishes)
+    case = DoctorCase(config or Config(), wishes)
     try:
         for check in CHECKS if config is not None and config.model.path else ENVIRONMENT:
             yield from looked(check, case)
@@ -70,11 +72,11 @@ def _unnamed(config: Config) -> tuple[str, ...]:
     return ()
 
 
-def looked(check: Check, case: Case) -> Iterator[Finding]:
+def looked(check: Check, case: DoctorCase) -> Iterator[Finding]:
     """What a check finds, and how it ended if it did not end well."""
     try:
         yield from check.look(case)
-    except Missing as missing:
+    except MissingPart as missing:
         yield Finding(check.name, "warning", f"not looked at, because {missing} could not be had (see above)")
     except RallyError as error:
         yield Finding(check.name, "error", str(error))

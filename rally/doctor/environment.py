@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
 from rally.config.checks.multi_gpu import served
-from rally.doctor.case import Case, Finding
+from rally.doctor.case import DoctorCase, Finding
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import ask
 
@@ -32,7 +32,7 @@ class Need(NamedTuple):
     because: str
 
 
-def packages(case: Case) -> Iterator[Finding]:
+def packages(case: DoctorCase) -> Iterator[Finding]:
     problems = [*_extras(case.config), *_server(case.config)]
     try:
         about = metadata.metadata(OURS)
@@ -116,7 +116,7 @@ class Driver(NamedTuple):
     gpus: tuple[str, ...]
 
 
-def device(case: Case) -> Iterator[Finding]:
+def device(case: DoctorCase) -> Iterator[Finding]:
     if case.config.trainer.device == "cpu":
         yield Finding("device", "ok", "the CPU, as trainer.device says")
         return

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from rally.doctor.case import Case, Finding, Piece, Status
+from rally.doctor.case import DoctorCase, Finding, ReportText, Status
 from rally.engines.embedded.memory_plan import free_bytes, kv_bytes_per_token, step_bytes
 from rally.models.load import pick_dtype
 from rally.runs import build
 from rally.runs.build.training import total_steps_of
 from rally.runs.cost_estimate import (
     UTILISATION,
-    Cost,
     Hardware,
-    Size,
+    MemoryCost,
+    ParameterCounts,
     StepTime,
     activation_bytes,
     at_once,
@@ -52,24 +52,24 @@ class Estimate(NamedTuple):
     step: StepTime | None
 
 
-def cost(case: Case) -> Iterator[Finding]:
+def cost(case: DoctorCase) -> Iterator[Finding]:
     config, device = case.config, _device(case.config.trainer.device)
     here = this_machine(device)
     width = torch.empty((), dtype=pick_dtype(config.model.dtype, device)).element_size()
     costs = training_costs(config, case.model_config, case.size, width)
     kind = "float32" if width == 4 else "half precision"
     table = "\n".join(f"{one.what:<32} {shown_bytes(one.bytes):>12}" for one in (*costs, *_of_engine(case, width)))
-    yield Finding("memory", "ok", f"{_told(case.size, costs)} ({kind}, {here.name})", (Piece("note", table),))
+    yield Finding("memory", "ok", f"{_told(case.size, costs)} ({kind}, {here.name})", (ReportText("note", table),))
     elsewhere = device.type == "cpu" and config.trainer.device != "cpu"  # this machine may not be the one that trains
     yield _judge(case, estimate(case, here, width), "warning" if elsewhere else "error")
     if elsewhere:
         half = 4 if config.model.dtype == "float32" else 2
         lines = [_line(case, estimate(case, gpu, half)) for gpu in GPUS]
         told = f"estimates for one GPU, at {UTILISATION:.0%} of what it can do, with half of all token budgets used"
-        yield Finding("time", "ok", told, (Piece("note", "\n".join(lines)),))
+        yield Finding("time", "ok", told, (ReportText("note", "\n".join(lines)),))
 
 
-def estimate(case: Case, hardware: Hardware, width: int) -> Estimate:
+def estimate(case: DoctorCase, hardware: Hardware, width: int) -> Estimate:
     config, model_config, size = case.config, case.model_config, case.size
     costs, settings = training_costs(config, model_config, size, width), build.engine_settings_of(config)
     needed = sum(one.bytes for one in costs)
@@ -83,17 +83,17 @@ def estimate(case: Case, hardware: Hardware, width: int) -> Estimate:
     return Estimate(hardware, needed, running, step_time(config, model_config, size, hardware, running, width))
 
 
-def _of_engine(case: Case, width: int) -> tuple[Cost, Cost]:
+def _of_engine(case: DoctorCase, width: int) -> tuple[MemoryCost, MemoryCost]:
     """What sampling needs at the least, in the memory that the update does not hold."""
     settings, sight = build.engine_settings_of(case.config), build.patches_of(case.config)
     history = settings.max_model_len * kv_bytes_per_token(case.model_config, width)
     return (
-        Cost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
-        Cost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, sight)),
+        MemoryCost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
+        MemoryCost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, sight)),
     )
 
 
-def _told(size: Size, costs: list[Cost]) -> str:
+def _told(size: ParameterCounts, costs: list[MemoryCost]) -> str:
     trained = "all" if size.trained == size.parameters else f"{size.trained / 1e6:,.1f} million"
     return (
         f"{size.parameters / 1e6:,.1f} million weights, {trained} of them trained: an update holds about "
@@ -101,7 +101,7 @@ def _told(size: Size, costs: list[Cost]) -> str:
     )
 
 
-def _judge(case: Case, found: Estimate, too_small: Status) -> Finding:
+def _judge(case: DoctorCase, found: Estimate, too_small: Status) -> Finding:
     line = _line(case, found)
     if found.step is None:
         advice = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or take more memory"
@@ -111,7 +111,7 @@ def _judge(case: Case, found: Estimate, too_small: Status) -> Finding:
     return Finding("time", "ok", line)
 
 
-def _line(case: Case, found: Estimate) -> str:
+def _line(case: DoctorCase, found: Estimate) -> str:
     name = f"{found.hardware.name} ({shown_bytes(found.hardware.memory)})"
     if found.step is None:
         return f"{name}: too small, {shown_bytes(found.needed)} are needed"
@@ -123,7 +123,7 @@ def _line(case: Case, found: Estimate) -> str:
     )
 
 
-def _whole(case: Case, step: StepTime) -> float:
+def _whole(case: DoctorCase, step: StepTime) -> float:
     rows = case.train_rows if case.tasks else None
     known = case.config.trainer.total_training_steps
     return step.total * (known or (total_steps_of(case.config, len(rows)) if rows else 1))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rally.doctor.case import Case, Finding
+from rally.doctor.case import DoctorCase, Finding
 from rally.rewards import RewardSpec, Score, Scorer
 from rally.runs import build
 from rally.types import Episode, Generation, Segment, StopReason, Task, Turn
@@ -29,13 +29,13 @@ FORMS = (
 )
 
 
-class Answer(NamedTuple):
+class CandidateAnswer(NamedTuple):
     text: str
     rounds: int
 
 
-class Tried(NamedTuple):
-    answer: Answer
+class ScoredCandidate(NamedTuple):
+    answer: CandidateAnswer
     score: Score
 
     @property
@@ -51,7 +51,7 @@ async def _score(spec: RewardSpec, timeout: float, episodes: list[Episode]) -> l
         return [await scorer.score(episode) for episode in episodes]
 
 
-def reward(case: Case) -> Iterator[Finding]:
+def reward(case: DoctorCase) -> Iterator[Finding]:
     if not case.tasks:
         yield Finding("reward", "warning", "not looked at, because there are no rows with a ground truth")
         return
@@ -60,15 +60,15 @@ def reward(case: Case) -> Iterator[Finding]:
     spec = build.reward_spec_of(case.config)
     for task in reversed(tasks):
         given = case.wishes.answer if task is case.tasks[0] else None
-        answers = [*good_answers(task, given), Answer(BAD, 1), Answer(BAD, 2)]
+        answers = [*good_answers(task, given), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
         episodes = [episode_of(task, answer) for answer in answers]
         scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
-        yield judge(task, [Tried(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
+        yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
 
 
-def good_answers(task: Task, given: str | None) -> list[Answer]:
+def good_answers(task: Task, given: str | None) -> list[CandidateAnswer]:
     texts = [given] if given is not None else [form.format(text) for text in truths(task) for form in FORMS]
-    return [Answer(text, rounds) for rounds in (1, 2) for text in texts]
+    return [CandidateAnswer(text, rounds) for rounds in (1, 2) for text in texts]
 
 
 def truths(task: Task) -> list[str]:
@@ -83,7 +83,7 @@ def truths(task: Task) -> list[str]:
     return [*texts, str(truth)]
 
 
-def episode_of(task: Task, answer: Answer) -> Episode:
+def episode_of(task: Task, answer: CandidateAnswer) -> Episode:
     """An exchange that ends with the answer; its tokens stand for nothing."""
     last = Turn(role="assistant", text=answer.text, finish="stop")
     before = (Turn(role="assistant", text="Let me see."), Turn(role="user", text="Go on."))
@@ -98,7 +98,7 @@ def episode_of(task: Task, answer: Answer) -> Episode:
     )
 
 
-def judge(task: Task, tried: Sequence[Tried], spec: RewardSpec, given: str | None) -> Finding:
+def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, given: str | None) -> Finding:
     failed = next((one for one in tried if one.score.error is not None), None)
     if failed is not None:
         told = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
-from rally.doctor.case import Case, Finding
+from rally.doctor.case import DoctorCase, Finding
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
 from rally.engines.remote.client import Address
@@ -44,7 +44,7 @@ class Compared(NamedTuple):
     packed: float
 
 
-def policy(case: Case) -> Iterator[Finding]:
+def policy(case: DoctorCase) -> Iterator[Finding]:
     config = case.config
     if config.rollout.mode == "server":
         for url in config.rollout.server_urls:
@@ -110,7 +110,7 @@ def _largest(difference_M: torch.Tensor) -> float:
     return float(difference_M.abs().max())
 
 
-def _small_and_here(case: Case) -> bool:
+def _small_and_here(case: DoctorCase) -> bool:
     path = str(case.config.model.path)
     here = Path(path).expanduser().is_file() or weights_folder(path) is not None
     return here and case.size.parameters <= SMALL

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rally.data import TaskSet
-from rally.doctor.case import Case, Finding, in_words, some
+from rally.doctor.case import DoctorCase, Finding, in_words, some
 from rally.loops import find_loop
 from rally.runs import build
 from rally.runs.build.training import total_steps_of
@@ -14,7 +14,7 @@ from rally.track.display_text import one_line
 from rally.types import Task
 
 
-def rows(case: Case) -> Iterator[Finding]:
+def rows(case: DoctorCase) -> Iterator[Finding]:
     if case.train_rows is not None:
         yield _of("training", case.train_rows)
         yield _steps(case, case.train_rows)
@@ -36,7 +36,7 @@ def _of(kind: str, found: TaskSet) -> Finding:
     return Finding("rows", "ok", told)
 
 
-def _steps(case: Case, found: TaskSet) -> Finding:
+def _steps(case: DoctorCase, found: TaskSet) -> Finding:
     config = case.config
     steps = total_steps_of(config, len(found))
     sampler = build.sampler_of(config, found, steps)
@@ -47,7 +47,7 @@ def _steps(case: Case, found: TaskSet) -> Finding:
     return Finding("rows", "ok", f"{steps:,} steps of {told}")
 
 
-def loops(case: Case) -> Iterator[Finding]:
+def loops(case: DoctorCase) -> Iterator[Finding]:
     """The agent loop of every row, and the simulated user it asks for."""
     named = build.loops_of(case.config)
     default, overrides = case.config.agent_loop_name, case.config.rollout.agent_loop_class is not None
@@ -64,14 +64,14 @@ def loops(case: Case) -> Iterator[Finding]:
     yield Finding("loops", "ok", f"agent loop {in_words(asked)}{spoken}")
 
 
-def lengths(case: Case) -> Iterator[Finding]:
+def lengths(case: DoctorCase) -> Iterator[Finding]:
     if case.train_rows is not None:
         yield _lengths(case, "training", case.train_rows)
     if case.val_rows is not None:
         yield _lengths(case, "validation", case.val_rows)
 
 
-def _lengths(case: Case, kind: str, found: TaskSet) -> Finding:
+def _lengths(case: DoctorCase, kind: str, found: TaskSet) -> Finding:
     most, data = case.config.prompt_length, case.config.data
     looked = some(found)
     counts = sorted(prompt_tokens(case, task) for task in looked)
@@ -90,5 +90,5 @@ def _lengths(case: Case, kind: str, found: TaskSet) -> Finding:
     return Finding("lengths", "warning", f"{share} and would be cut ({data.truncation}); {raised} to keep them whole")
 
 
-def prompt_tokens(case: Case, task: Task) -> int:
+def prompt_tokens(case: DoctorCase, task: Task) -> int:
     return len(case.codec.encode_prompt(task.prompt))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rally.doctor.case import Case, Finding
+from rally.doctor.case import DoctorCase, Finding
 from rally.tools.sample_arguments import Example, example_of
 from rally.track.display_text import one_line
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
@@ -16,14 +16,14 @@ SHOWN = 80
 NOTHING = "null"  # what None is as JSON
 
 
-class Tried(NamedTuple):
+class TriedTool(NamedTuple):
     name: str
     example: Example
     result: ToolResult
     trouble: dict[str, int]
 
 
-def tools(case: Case) -> Iterator[Finding]:
+def tools(case: DoctorCase) -> Iterator[Finding]:
     box = case.toolbox
     if not box.names:
         yield Finding("tools", "ok", "none are configured")
@@ -36,12 +36,12 @@ def tools(case: Case) -> Iterator[Finding]:
         yield judge(tried)
 
 
-async def _try_all(case: Case) -> list[Tried]:
+async def _try_all(case: DoctorCase) -> list[TriedTool]:
     names = [tool.name for tool in case.toolbox.tools if not tool.destructive]
     return await asyncio.gather(*(_try(case, name) for name in names))
 
 
-async def _try(case: Case, name: str) -> Tried:
+async def _try(case: DoctorCase, name: str) -> TriedTool:
     """One call with the keywords that a row gives this tool; a tool that knows of no example gets made-up arguments."""
     [tool] = [one for one in case.toolbox.tools if one.name == name]
     example = example_of(tool)
@@ -50,15 +50,15 @@ async def _try(case: Case, name: str) -> Tried:
         [result] = await session.run([ToolCall(name=name, arguments=example.arguments)])
     finally:
         await session.close()
-    return Tried(name, example, result, session.trouble)
+    return TriedTool(name, example, result, session.trouble)
 
 
-def _row_for(case: Case, name: str) -> Task:
+def _row_for(case: DoctorCase, name: str) -> Task:
     offered = [t for t in case.tasks if name in (t.extra_info.get("tool_selection") or [name])]
     return next((t for t in offered if name in t.tools_kwargs), next(iter(offered), case.first_task))
 
 
-def judge(tried: Tried) -> Finding:
+def judge(tried: TriedTool) -> Finding:
     """A failed call is an error; unless the arguments were made up, for those a tool may refuse with reason."""
     result, made_up = tried.result, not tried.example.known
     said = one_line(result.response.text or f"{len(result.response.image or ())} images")

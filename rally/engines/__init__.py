@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rally.engines.base import Engine, EngineError, WaitsForEveryone
+from rally.engines.base import Engine, EngineError, LockstepEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rally.engines.embedded import EmbeddedEngine, EngineSettings
 
-__all__ = ["EmbeddedEngine", "Engine", "EngineError", "EngineSettings", "WaitsForEveryone", "build_engine"]
+__all__ = ["EmbeddedEngine", "Engine", "EngineError", "EngineSettings", "LockstepEngine", "build_engine"]
 
 
 def build_engine(

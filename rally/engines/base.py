@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 
-class BusyClock:
+class UtilizationClock:
     """One thread at a time may enter and leave; `seconds` grows when the last piece under way ends."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class TrainingEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class WaitsForEveryone(Protocol):
+class LockstepEngine(Protocol):
     """An engine whose steps depend on who takes part, and not on who was quick: it is told who does."""
 
     def expect(self, session: str) -> None:

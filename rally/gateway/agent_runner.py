@@ -20,7 +20,7 @@ from typing import Any
 
 from rally.importing import ImportFailed, import_path
 from rally.loops import LoopError
-from rally.tools.invoke import Ended, call, on_abandoned, settled
+from rally.tools.invoke import CallEnd, call, on_abandoned, settled
 
 MODEL = "policy"
 Agent = Callable[..., Any]
@@ -112,14 +112,14 @@ class AgentThread:
         threading.Thread(target=self.loop.run_forever, name="rally-agents", daemon=True).start()
 
 
-class Running:
+class RunningAgent:
     """One agent at work, seen from the event loop of its episode."""
 
     def __init__(self, thread: AgentThread, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self._here, self._there = asyncio.get_running_loop(), thread.loop
-        self.ended: asyncio.Future[Ended] = self._here.create_future()
+        self.ended: asyncio.Future[CallEnd] = self._here.create_future()
         self.abandoned = False  # a thread that could not be ended runs on
-        self._task: asyncio.Task[Ended] | None = None
+        self._task: asyncio.Task[CallEnd] | None = None
         self._there.call_soon_threadsafe(self._begin, work)
 
     def cancel(self) -> None:
@@ -129,19 +129,19 @@ class Running:
         self._task = self._there.create_task(self._watched(work))
         self._task.add_done_callback(self._done)
 
-    async def _watched(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Ended:
+    async def _watched(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> CallEnd:
         on_abandoned.set(self._abandon)
         return await settled(work())
 
     def _abandon(self) -> None:
         self.abandoned = True
 
-    def _done(self, task: asyncio.Task[Ended]) -> None:
-        never_begun = Ended(error=asyncio.CancelledError())
+    def _done(self, task: asyncio.Task[CallEnd]) -> None:
+        never_begun = CallEnd(error=asyncio.CancelledError())
         with suppress(RuntimeError):  # an abandoned agent may outlive the event loop of its episode
             self._here.call_soon_threadsafe(self._tell, never_begun if task.cancelled() else task.result())
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: CallEnd) -> None:
         if not self.ended.done():
             self.ended.set_result(ended)
 

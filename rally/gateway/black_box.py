@@ -11,18 +11,18 @@ from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rally.gateway.agent_runner import Running, find_agent, held
+from rally.gateway.agent_runner import RunningAgent, find_agent, held
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
-from rally.tools.invoke import Ended
+from rally.tools.invoke import CallEnd
 from rally.types import Segment, StopReason
 
 if TYPE_CHECKING:
-    from rally.gateway.session import Session
+    from rally.gateway.session import GatewaySession
 
 LET_GO = 1.0  # seconds that an agent has to end after it was cancelled
 
 
-class Returned(NamedTuple):
+class AgentReturn(NamedTuple):
     """What an agent's return value says: a reward of its own, an answer for the reward function, more to record."""
 
     reward: float | None = None
@@ -30,10 +30,10 @@ class Returned(NamedTuple):
     rest: dict[str, Any] | None = None
 
 
-class Outcome(NamedTuple):
+class AgentOutcome(NamedTuple):
     """How the agent ended, None if its time was up first, and whether a thread of it runs on."""
 
-    ended: Ended | None
+    ended: CallEnd | None
     abandoned: bool = False
 
 
@@ -53,17 +53,19 @@ class BlackBoxAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         server = _server()
         limit = asyncio.timeout(self.context.turn_seconds(time.perf_counter()))
-        session = server.Session(self.context, sampling_params, limit)
+        session = server.GatewaySession(self.context, sampling_params, limit)
         outcome = await self._held(server.gateway_at(self._host, self._port), session, limit, row_fields)
         return self._output(session, outcome)
 
-    async def _held(self, gateway: Any, session: Session, limit: asyncio.Timeout, row: dict[str, Any]) -> Outcome:
+    async def _held(
+        self, gateway: Any, session: GatewaySession, limit: asyncio.Timeout, row: dict[str, Any]
+    ) -> AgentOutcome:
         function, agents = find_agent(self._agent), gateway.agents
         client = gateway.open(session, self.context.episode_id)
-        running = Running(agents, partial(held, function, fresh(row), client))
+        running = RunningAgent(agents, partial(held, function, fresh(row), client))
         try:
             async with limit:
-                return Outcome(await asyncio.shield(running.ended))
+                return AgentOutcome(await asyncio.shield(running.ended))
         except TimeoutError:
             assert limit.expired(), "an agent's own timeout is an outcome"
         finally:
@@ -73,9 +75,9 @@ class BlackBoxAgentLoop(AgentLoopBase):
                 await asyncio.wait({running.ended}, timeout=LET_GO)
             if not running.ended.done():
                 gateway.leave(agents)
-        return Outcome(None, abandoned=running.abandoned or not running.ended.done())
+        return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
 
-    def _output(self, session: Session, outcome: Outcome) -> AgentLoopOutput:
+    def _output(self, session: GatewaySession, outcome: AgentOutcome) -> AgentLoopOutput:
         reason, returned = self._meaning(session, outcome.ended)
         segments, turns = session.transcript.told()
         if not segments and reason is StopReason.STOP:
@@ -97,19 +99,19 @@ class BlackBoxAgentLoop(AgentLoopBase):
             extra_fields={"agent": counts, **{key: value for key, value in said.items() if value is not None}},
         )
 
-    def _meaning(self, session: Session, ended: Ended | None) -> tuple[StopReason, Returned]:
+    def _meaning(self, session: GatewaySession, ended: CallEnd | None) -> tuple[StopReason, AgentReturn]:
         """Why the episode ended, and what the agent made of it. An agent that stumbles over a limit has met the limit;
         any other failure of it, and every one of the engine, is an error."""
         if session.failure is not None:
             raise session.failure
         if ended is None:
-            return (session.reason if session.over else StopReason.DEADLINE), Returned()
+            return (session.reason if session.over else StopReason.DEADLINE), AgentReturn()
         if ended.error is None:
             return session.reason, returned_by(str(self._agent), ended.value)
         if session.reason is StopReason.STOP:
             told = f"{type(ended.error).__name__}: {ended.error}"
             raise LoopError(f"the agent {self._agent} failed: {told}") from ended.error
-        return session.reason, Returned()
+        return session.reason, AgentReturn()
 
 
 def fresh(value: Any) -> Any:
@@ -119,17 +121,17 @@ def fresh(value: Any) -> Any:
     return [fresh(item) for item in value] if isinstance(value, list) else value
 
 
-def returned_by(agent: str, value: Any) -> Returned:
+def returned_by(agent: str, value: Any) -> AgentReturn:
     """A number is the reward, a text the answer; a dictionary may hold `reward`, `answer` and what else to record."""
     if value is None:
-        return Returned()
+        return AgentReturn()
     if isinstance(value, str):
-        return Returned(answer=value)
+        return AgentReturn(answer=value)
     if not isinstance(value, Mapping):
-        return Returned(reward=_number(agent, value))
+        return AgentReturn(reward=_number(agent, value))
     reward, answer = value.get("reward"), value.get("answer")
     rest = {str(key): item for key, item in value.items() if key not in ("reward", "answer")}
-    return Returned(
+    return AgentReturn(
         None if reward is None else _number(agent, reward), None if answer is None else str(answer), rest or None
     )
 

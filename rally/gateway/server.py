@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
-from rally.gateway.session import Session, ended
+from rally.gateway.session import GatewaySession, ended
 from rally.loops import LoopError
 from rally.services.admission import Refused, unless_gone
 from rally.services.openai_api import event
@@ -37,7 +37,7 @@ PREFIX = "rally-"
 KEEP_ALIVE = 600  # seconds; a connection closed under an agent whose tool is slow would be an error of its next request
 
 
-class Keys:
+class EpisodeKeys:
     """Keys that only this process can make, so that one of an episode long gone is still known for what it is."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Gateway:
     """Sessions by key, behind one socket, and the thread that their agents share."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._keys, self._sessions = Keys(), dict[str, Session]()
+        self._keys, self._sessions = EpisodeKeys(), dict[str, GatewaySession]()
         self._agents: AgentThread | None = None
         self._socket = _listen(host, port)
         self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
@@ -86,7 +86,7 @@ class Gateway:
         if self._agents is agents:
             self._agents = None
 
-    def open(self, session: Session, episode_id: str) -> AgentClient:
+    def open(self, session: GatewaySession, episode_id: str) -> AgentClient:
         """An address and a key that reach the session."""
         key = self._keys.make()
         self._sessions[key] = session
@@ -112,7 +112,7 @@ class Gateway:
         self._session(request)
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "rally"}]})
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> GatewaySession:
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         session = self._sessions.get(key)
         if session is not None:

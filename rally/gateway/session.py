@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from rally.gateway.transcript import Conversation, Draft, Transcript
+from rally.gateway.transcript import ChatHistory, Draft, Transcript
 from rally.loops import LoopContext, LoopError
-from rally.services.admission import Ask, Refused
+from rally.services.admission import Refused, SamplingAsk
 from rally.services.openai_requests import ChatRequest
-from rally.services.openai_responses import Answer, ChatShape, Json, Wishes
+from rally.services.openai_responses import ChatShape, CompletionResponse, Json, ResponseOptions
 from rally.types import Generation, RallyError, SamplingParams, StopReason
 
 LAST_WORDS = 30.0  # seconds that an agent has left after it was told that its episode is over
@@ -32,14 +32,14 @@ OVER = {
 }
 
 
-class Room(NamedTuple):
+class TurnBudget(NamedTuple):
     """How many tokens a turn may have, and what ends it there."""
 
     tokens: int
     ends: StopReason
 
 
-class Session:
+class GatewaySession:
     """What an agent asks for over HTTP comes here, into the event loop of its episode. `limit` is the time the agent
     has; each answer gives it the time of another turn."""
 
@@ -104,7 +104,7 @@ class Session:
             raise ended()
         self.transcript.counts["requests"] += 1
         self._check(asked)
-        conversation = Conversation.of(asked.messages, asked.offered_tools)
+        conversation = ChatHistory.of(asked.messages, asked.offered_tools)
         draft = self.transcript.draft(conversation)
         room = self._room(draft)
         params = self._params(asked, room)
@@ -134,7 +134,7 @@ class Session:
         differ = any(value is not None and value != self._sampling.get(name) for name, value in wishes.items())
         self.transcript.counts["overruled"] += differ or asked.ignore_eos or asked.seed is not None
 
-    def _room(self, draft: Draft) -> Room:
+    def _room(self, draft: Draft) -> TurnBudget:
         settings, transcript = self._context.settings, self.transcript
         if settings.max_assistant_turns and transcript.assistant_turns >= settings.max_assistant_turns:
             self._end(StopReason.MAX_TURNS)
@@ -143,7 +143,7 @@ class Session:
         most = self._context.server.engine.max_model_len
         budget = settings.response_length - transcript.used - len(draft.observed)
         window = most - len(draft.ids)
-        room = Room(min(budget, window), StopReason.LENGTH if budget <= window else StopReason.CONTEXT)
+        room = TurnBudget(min(budget, window), StopReason.LENGTH if budget <= window else StopReason.CONTEXT)
         if room.tokens > 0:
             return room
         if room.ends is StopReason.LENGTH:
@@ -152,7 +152,7 @@ class Session:
         told = f"these messages have {len(draft.ids)} tokens, and the context window holds {most} with the answer"
         raise Refused(400, f"{told}; shorten them", param="messages", code="context_length_exceeded")
 
-    def _params(self, asked: ChatRequest, room: Room) -> SamplingParams:
+    def _params(self, asked: ChatRequest, room: TurnBudget) -> SamplingParams:
         given = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
         words = asked.stop or []
         stop = [words] if isinstance(words, str) else words
@@ -176,14 +176,14 @@ class Session:
 
     def _answer(self, asked: ChatRequest, draft: Draft, params: SamplingParams, generation: Generation) -> Json:
         shape = ChatShape(self.transcript.codec_for(draft.conversation), bool(draft.conversation.tools))
-        wishes = Wishes(
+        wishes = ResponseOptions(
             model=asked.model,
             logprobs=asked.wants_logprobs,
             token_ids=asked.return_token_ids,
             usage_in_stream=False,
             choices=1,
         )
-        return Answer(shape, wishes, [Ask(draft.ids, params)]).whole([generation])
+        return CompletionResponse(shape, wishes, [SamplingAsk(draft.ids, params)]).whole([generation])
 
     def _end(self, reason: StopReason) -> NoReturn:
         """Nothing more is asked of the engine from now on, and the agent is told."""

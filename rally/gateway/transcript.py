@@ -27,7 +27,7 @@ class MessageError(RallyError):
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatHistory:
     """What an agent sent: its messages in their canonical form, and the tools it offered with them."""
 
     messages: tuple[Message, ...]
@@ -35,7 +35,7 @@ class Conversation:
     call_ids: tuple[str, ...] = field(default=(), compare=False)  # as the client has them, of all calls in the messages
 
     @classmethod
-    def of(cls, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+    def of(cls, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> ChatHistory:
         ids = [str(call.get("id")) for message in messages for call in _calls(message)]
         return cls(canonical(messages), tuple(tools), tuple(ids))
 
@@ -52,9 +52,9 @@ class Conversation:
         """How many messages there are up to the assistant's last, that one included."""
         return max((i for i, m in enumerate(self.messages, 1) if m["role"] == "assistant"), default=0)
 
-    def followed_by(self, message: Mapping[str, Any]) -> Conversation:
-        said = Conversation.of([message])
-        return Conversation(self.messages + said.messages, self.tools, self.call_ids + said.call_ids)
+    def followed_by(self, message: Mapping[str, Any]) -> ChatHistory:
+        said = ChatHistory.of([message])
+        return ChatHistory(self.messages + said.messages, self.tools, self.call_ids + said.call_ids)
 
 
 def canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -146,7 +146,7 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class SampledTurn:
     """A turn that was sampled, and where: `end` tokens into the response of its branch."""
 
     branch: Branch
@@ -170,10 +170,10 @@ class Said:
 class Draft(NamedTuple):
     """Where a turn will stand: in `branch`, after `observed`, which answers what was said `after`."""
 
-    conversation: Conversation
+    conversation: ChatHistory
     branch: Branch
     observed: tuple[int, ...] = ()
-    after: Said | None = None
+    after: SampledTurn | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Draft(NamedTuple):
         return self.branch.segment.ids + self.observed
 
 
-class Told(NamedTuple):
+class EpisodeParts(NamedTuple):
     """The segments and the turns of an episode; turns stand in the order of their tokens."""
 
     segments: tuple[Segment, ...]
@@ -195,7 +195,7 @@ class Transcript:
         self._codec, self._rerender, self._began = codec, history == "rerender", began
         self._branches: list[Branch] = []
         self._held: list[Draft] = []  # turns that are being sampled
-        self._said: dict[bytes, list[Said]] = {}
+        self._said: dict[bytes, list[SampledTurn]] = {}
         self.counts: Counter[str] = Counter()
 
     @property
@@ -216,10 +216,10 @@ class Transcript:
     def _turns(self, *roles: str) -> int:
         return sum(turn.role in roles for branch in self._branches for turn in branch.turns)
 
-    def codec_for(self, conversation: Conversation) -> ChatCodec:
+    def codec_for(self, conversation: ChatHistory) -> ChatCodec:
         return self._codec.with_tools(conversation.tools)
 
-    def draft(self, conversation: Conversation) -> Draft:
+    def draft(self, conversation: ChatHistory) -> Draft:
         """Where the answer to a conversation will stand: after what it goes on from, or in a segment of its own."""
         after, codec = self._last_said(conversation), self.codec_for(conversation)
         if after is not None and (observed := self._observed(conversation, after)) is not None:
@@ -255,16 +255,16 @@ class Transcript:
         branch.turns.append(self._sampled_turn(generation, parsed.text, calls, start, started))
         self._count_calls(calls)
         end = len(branch.segment.response_ids)
-        said = Said(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
+        said = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
         self._said.setdefault(conversation.keys[-1], []).append(said)
 
-    def told(self) -> Told:
+    def told(self) -> EpisodeParts:
         """What there is. A segment that was written to last is last, so that the last words of an episode are."""
         branches = sorted(self._branches, key=lambda branch: branch.turns[-1].started + branch.turns[-1].seconds)
         turns = (replace(turn, segment=number) for number, branch in enumerate(branches) for turn in branch.turns)
-        return Told(tuple(branch.segment for branch in branches), tuple(turns))
+        return EpisodeParts(tuple(branch.segment for branch in branches), tuple(turns))
 
-    def _last_said(self, conversation: Conversation) -> Said | None:
+    def _last_said(self, conversation: ChatHistory) -> SampledTurn | None:
         """The turn of ours that a conversation goes on from, with messages that are not the assistant's."""
         answered = conversation.answered
         found = self._said.get(conversation.keys[answered], [])
@@ -274,7 +274,7 @@ class Transcript:
         exact = [said for said in found if said.call_ids == conversation.call_ids] or found
         return next((said for said in exact if said.free), exact[-1])
 
-    def _observed(self, conversation: Conversation, after: Said) -> tuple[int, ...] | None:
+    def _observed(self, conversation: ChatHistory, after: SampledTurn) -> tuple[int, ...] | None:
         """The ids of the messages behind the turn; None where the template has no place for them there."""
         codec = self.codec_for(conversation)
         if self._rerender:
@@ -285,7 +285,7 @@ class Transcript:
         except TemplateError:
             return None
 
-    def _observed_turn(self, draft: Draft, after: Said, started: float) -> Turn:
+    def _observed_turn(self, draft: Draft, after: SampledTurn, started: float) -> Turn:
         messages = draft.conversation.messages[draft.conversation.answered :]
         answers = sum(message["role"] == "tool" for message in messages)
         self.counts["tool_answers"] += answers

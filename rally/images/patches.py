@@ -32,7 +32,7 @@ class Patched(NamedTuple):
     columns: int
 
 
-class Size(NamedTuple):
+class GridSize(NamedTuple):
     """Of an image, in tokens."""
 
     rows: int
@@ -45,7 +45,7 @@ class Patches:
     def __init__(self, processor: Any, token: int, kept_bytes: int = KEPT_BYTES) -> None:
         self.processor, self.token = processor, token
         self._kept: OrderedDict[str, Patched] = OrderedDict()
-        self._sizes: dict[str, Size] = {}
+        self._sizes: dict[str, GridSize] = {}
         self._bytes, self._most = 0, kept_bytes
         self._lock = threading.Lock()  # the engine's thread asks too
         self._making = threading.Lock()  # a group asks for its image at once, and one of them makes it
@@ -65,11 +65,11 @@ class Patches:
                 self._keep(image, found)
             return found
 
-    def size(self, image: Image) -> Size:
+    def size(self, image: Image) -> GridSize:
         known = self._sizes.get(image.hash)
         if known is None:
             made = self.of(image)
-            known = Size(made.rows, made.columns)
+            known = GridSize(made.rows, made.columns)
         return known
 
     @property
@@ -93,7 +93,7 @@ class Patches:
         with self._lock:
             if len(self._sizes) >= MOST_REMEMBERED:
                 self._sizes.clear()
-            self._sizes[image.hash] = Size(made.rows, made.columns)
+            self._sizes[image.hash] = GridSize(made.rows, made.columns)
             self._kept[image.hash] = made
             self._bytes += made.pixels.nbytes
             while self._bytes > self._most and len(self._kept) > 1:

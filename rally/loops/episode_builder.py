@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rally.chat import ChatCodec, Encoded, Parsed
+from rally.chat import ChatCodec, EncodedMessages, Parsed
 from rally.loops.base import LoopError, LoopSettings
 from rally.types import Generation, Message, Segment, StopReason, Task, ToolResult, Turn
 
 
-def cut_prompt(prompt: Encoded, most: int | None, side: str) -> tuple[int, ...]:
+def cut_prompt(prompt: EncodedMessages, most: int | None, side: str) -> tuple[int, ...]:
     """A prompt cut to `most` tokens on the named side (data.truncation); `error` never gets this far uncut."""
     ids = prompt.ids
     if most is None or len(ids) <= most:
@@ -37,7 +37,7 @@ def cut_prompt(prompt: Encoded, most: int | None, side: str) -> tuple[int, ...]:
 
 
 @dataclass
-class Exchange:
+class EpisodeBuilder:
     """One conversation in progress."""
 
     codec: ChatCodec
@@ -59,7 +59,7 @@ class Exchange:
         settings: LoopSettings,
         max_model_len: int,
         began: float | None = None,
-    ) -> Exchange:
+    ) -> EpisodeBuilder:
         """An exchange that has its prompt. `began`, by time.perf_counter, is what its turns count from."""
         full = codec.prompt(task.prompt)
         ids = cut_prompt(full, settings.prompt_length, settings.truncation)
@@ -180,7 +180,7 @@ class Exchange:
             )
         )
 
-    def _observe(self, new: Encoded) -> StopReason | None:
+    def _observe(self, new: EncodedMessages) -> StopReason | None:
         self._observed_from = len(self.segment.response_ids)
         if self.used + len(new.ids) >= self.response_length:
             return StopReason.LENGTH
@@ -195,7 +195,7 @@ class Exchange:
         known, seen = self.segment.ids, len(self.segment.images)
         if full.ids[: len(known)] == known and full.images[:seen] == self.segment.images:
             later = tuple(span.moved(-len(known)) for span in full.images[seen:])
-            return self._observe(Encoded(full.ids[len(known) :], later))
+            return self._observe(EncodedMessages(full.ids[len(known) :], later))
         self._observed_from = len(self.segment.response_ids)
         if len(full.ids) >= self.max_model_len:
             return StopReason.CONTEXT

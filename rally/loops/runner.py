@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rally.chat import ChatCodec
-from rally.engines import Engine, WaitsForEveryone
+from rally.engines import Engine, LockstepEngine
 from rally.images.loading import loaded_images
 from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
@@ -69,7 +69,7 @@ class Runner:
         as soon as it ends, while others still run; then the jobs that `more` returns for it begin. After `timeout`
         seconds those that still run end as `deadline` with what they have."""
 
-        engine = self.engine if isinstance(self.engine, WaitsForEveryone) else None
+        engine = self.engine if isinstance(self.engine, LockstepEngine) else None
         ends_at = None if timeout is None else time.perf_counter() + timeout
         tasks: list[asyncio.Task[Episode]] = []
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
-from rally.loops.episode_builder import Exchange
+from rally.loops.episode_builder import EpisodeBuilder
 from rally.loops.registry import register
 from rally.types import StopReason
 
@@ -18,7 +18,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         most = self.server.engine.max_model_len
-        exchange = Exchange.start(self.codec, self.task, self.settings, most, self.context.began)
+        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
         reason = StopReason.CONTEXT
         if exchange.room > 0:
             started = time.perf_counter()

@@ -18,7 +18,7 @@ from rally.chat import Parsed, TemplateError
 from rally.images.loading import ImageError, read_image
 from rally.interactions import Closing
 from rally.loops.base import AgentLoopBase, AgentLoopOutput
-from rally.loops.episode_builder import Exchange
+from rally.loops.episode_builder import EpisodeBuilder
 from rally.loops.registry import register
 from rally.types import Message, StopReason, ToolResponse, ToolResult, ToolStatus
 
@@ -29,7 +29,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         most = self.server.engine.max_model_len
-        self.exchange = Exchange.start(self.codec, self.task, self.settings, most, self.context.began)
+        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)
         self.user_info: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rally.models.vision import Seen, packed_seen_hidden
+from rally.models.vision import SeenImages, packed_seen_hidden
 
 NAME = "rally"
 
@@ -86,7 +86,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def packed_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: Seen | None = None
+    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: SeenImages | None = None
 ) -> Tensor:
     """Last hidden states [T, hidden] of packed tokens; of a model that sees, positions are [3, T] and some tokens may
     be of images. A 4-D mask makes transformers build none of its own."""

@@ -31,7 +31,7 @@ LAST = 16
 ALIKE = 0.99  # no two rows of tokens that were learned are
 
 
-def unlearned(model: str, tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> tuple[str, ...]:
+def untrained_tokens(model: str, tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> tuple[str, ...]:
     """Which of the added tokens among `ids` the model at this path never learned. None are known of a model whose
     weights are not here as safetensors, or whose vocabulary does not end in unused rows."""
     rows = _rows(model)
@@ -66,16 +66,18 @@ def advice(tokens: Sequence[str], tokenizer: PreTrainedTokenizerBase, key: str) 
     return told
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The file that the embedding is in, and its name there."""
 
     file: Path
     name: str
 
 
-def _rows(model: str) -> Rows | None:
+def _rows(model: str) -> EmbeddingRows | None:
     folder = weights_folder(model)
-    found = (Rows(folder / file, name) for name, file in _places(folder) if name.endswith(NAMES)) if folder else ()
+    found = (
+        (EmbeddingRows(folder / file, name) for name, file in _places(folder) if name.endswith(NAMES)) if folder else ()
+    )
     return next((rows for rows in found if rows.file.is_file()), None)  # a hub's index comes before what it names
 
 
@@ -88,7 +90,7 @@ def _places(folder: Path) -> Iterable[tuple[str, str]]:
         return [(name, WHOLE) for name in weights.keys()]  # noqa: SIM118 - no mapping
 
 
-def _like_the_last(rows: Rows, asked: list[int]) -> list[int]:
+def _like_the_last(rows: EmbeddingRows, asked: list[int]) -> list[int]:
     with safe_open(rows.file, "pt") as weights:
         whole_VH: Any = weights.get_slice(rows.name)
         size = whole_VH.get_shape()[0]
@@ -102,7 +104,7 @@ def _like_the_last(rows: Rows, asked: list[int]) -> list[int]:
     return [number for number, near in zip(asked, near_N.tolist(), strict=True) if near > ALIKE]
 
 
-def warn_of_unlearned(
+def warn_of_untrained_tokens(
     model: str,
     tokenizer: PreTrainedTokenizerBase,
     ids: Iterable[int],
@@ -110,5 +112,5 @@ def warn_of_unlearned(
     warn_once: Callable[[str, str], None],
 ) -> None:
     """To be called once the weights are here, since of a name on a hub only its cache is read."""
-    if tokens := unlearned(model, tokenizer, ids):
-        warn_once("unlearned", advice(tokens, tokenizer, key))
+    if tokens := untrained_tokens(model, tokenizer, ids):
+        warn_once("untrained_tokens", advice(tokens, tokenizer, key))

@@ -42,7 +42,7 @@ class Features(NamedTuple):
         return Features(self.first_VC[which], tuple(deep[which] for deep in self.deep_VC))
 
 
-class Seen(NamedTuple):
+class SeenImages(NamedTuple):
     """The packed tokens that are of images, in order, and their features."""
 
     at_V: Tensor
@@ -104,7 +104,7 @@ def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def packed_seen_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions_3T: Tensor, context: object, seen: Seen, no_mask: Tensor
+    model: PreTrainedModel, ids_T: Tensor, positions_3T: Tensor, context: object, seen: SeenImages, no_mask: Tensor
 ) -> Tensor:
     """Last hidden states [T, C] of packed tokens, some of which are of images."""
     language, (first_VC, deep_VC) = cast(Any, model.base_model).language_model, seen.features
@@ -173,7 +173,7 @@ class Names:
         self._known.clear()
 
 
-class Gallery:
+class FeatureCache:
     """The features of the images that requests were shown lately, under the current weights. Each is computed by
     itself, so what an image gives does not depend on what else is being computed."""
 

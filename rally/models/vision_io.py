@@ -29,7 +29,7 @@ OPTIONS = (
 """Of image processors, which pass over a name they do not know. How patches are cut belongs to the tower's weights."""
 
 
-class SightError(RallyError):
+class VisionError(RallyError):
     """A model that cannot see, or cannot be kept from learning to, as asked."""
 
 
@@ -44,10 +44,10 @@ def patches_for(
     """How the model at `path` cuts images; None for a model for text. The same settings give the same object."""
     if config.model_type not in FAMILIES:
         if options:
-            raise SightError("data.mm_processor_kwargs has no effect, the model is for text alone; leave it out")
+            raise VisionError("data.mm_processor_kwargs has no effect, the model is for text alone; leave it out")
         return None
     if unknown := sorted(options.keys() - set(OPTIONS)):
-        raise SightError(
+        raise VisionError(
             f"data.mm_processor_kwargs.{unknown[0]} is nothing that can be set; known are {', '.join(OPTIONS)}"
         )
     return _patches(path, json.dumps(dict(options), sort_keys=True), config.image_token_id, trust_remote_code)
@@ -62,7 +62,7 @@ def _patches(path: str, options: str, token: int, trust_remote_code: bool) -> Pa
         )
     except (OSError, ValueError, TypeError) as problem:
         first = str(problem).strip().splitlines()[0]
-        raise SightError(
+        raise VisionError(
             f"the image processor of {path!r} cannot be loaded ({first}); the model's folder must hold its "
             "preprocessor_config.json, and data.mm_processor_kwargs what that takes"
         ) from problem
@@ -75,7 +75,7 @@ def share_sight(model: PreTrainedModel, patches: Patches, key: str) -> None:
     vision: Any = getattr(model.config, "vision_config", None)
     cut = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
     if tower_of(model) is None or cut != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
-        raise SightError(f"{key} cannot look at images as the policy does; name a model of the policy's family")
+        raise VisionError(f"{key} cannot look at images as the policy does; name a model of the policy's family")
     give_sight(model, patches)
 
 
@@ -83,7 +83,7 @@ def freeze_tower(model: PreTrainedModel) -> None:
     """What looks at images stays as it is (actor.freeze_vision_tower)."""
     tower = tower_of(model)
     if tower is None:
-        raise SightError(
+        raise VisionError(
             "actor_rollout_ref.actor.freeze_vision_tower=true, but the model has no vision tower; leave it out"
         )
     tower.requires_grad_(False)

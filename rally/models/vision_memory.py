@@ -18,7 +18,7 @@ INSIDE = {"qwen2_vl": (11, 3), "qwen2_5_vl": (15, 4), "qwen3_vl": (11, 2)}
 OF_A_MERGER = 5  # widths of the tower: patches that are normed and joined to a token's, and its two layers
 
 
-class Tower(NamedTuple):
+class VisionShape(NamedTuple):
     depth: int
     width: int
     inside: int  # numbers of a patch inside one block
@@ -35,7 +35,7 @@ class Tower(NamedTuple):
         return self.ends + (self.depth * self.width + self.inside if checkpointing else self.depth * self.inside)
 
 
-def tower_shape(config: PreTrainedConfig) -> Tower | None:
+def vision_shape(config: PreTrainedConfig) -> VisionShape | None:
     """None for a model for text."""
     if config.model_type not in INSIDE:
         return None
@@ -45,7 +45,7 @@ def tower_shape(config: PreTrainedConfig) -> Tower | None:
     of_width, of_mlp = INSIDE[config.model_type]
     deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return Tower(
+    return VisionShape(
         depth=vision.depth,
         width=width,
         inside=of_width * width + of_mlp * mlp,
@@ -60,7 +60,7 @@ def vision_bytes(
 ) -> int:
     """Of an engine: the largest image while it is looked at, features that are kept, and those of a step. 0 for a model
     for text; `width` is the bytes of a number."""
-    tower = tower_shape(config)
+    tower = vision_shape(config)
     if tower is None:
         return 0
     fits = max_model_len * tower.patches

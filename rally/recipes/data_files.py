@@ -18,7 +18,7 @@ class Progress(Protocol):
     def __call__(self, rows: Iterable[Row], total: int | None, label: str) -> Iterable[Row]: ...
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     path: Path
     rows: int
 
@@ -40,5 +40,5 @@ def tool_answers(tools: ToolBox, name: str, argument: str, values: Sequence[str]
     return asyncio.run(run_all())
 
 
-def write_file(path: Path, rows: Iterable[Row | dict[str, Any]]) -> Written:
-    return Written(path, write_rows(rows, path))
+def write_file(path: Path, rows: Iterable[Row | dict[str, Any]]) -> WrittenFile:
+    return WrittenFile(path, write_rows(rows, path))

@@ -18,7 +18,7 @@ from rally.loops import Job, Runner
 from rally.models.load import pick_device
 from rally.runs import build
 from rally.runs.build.episodes import runner_of
-from rally.runs.build.inputs import Inputs
+from rally.runs.build.inputs import RunInputs
 from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.rollout.dynamic_sampling import LiveGroups
 from rally.types import Episode, RallyError, SamplingParams
@@ -30,16 +30,18 @@ class WeightsGone(RallyError):
     """The weights that sampled an episode are not there any more."""
 
 
-class Place(NamedTuple):
+class EpisodePosition(NamedTuple):
     """Where an episode was among those of its step; the greedy one of a prompt is its last."""
 
     prompt: int
     sample: float
 
 
-def place_of(episode: Episode) -> Place:
+def place_of(episode: Episode) -> EpisodePosition:
     parsed = _parsed(episode)
-    return Place(int(parsed["prompt"]), float("inf") if parsed["sample"] == "greedy" else float(parsed["sample"]))
+    return EpisodePosition(
+        int(parsed["prompt"]), float("inf") if parsed["sample"] == "greedy" else float(parsed["sample"])
+    )
 
 
 def pass_of(episode: Episode) -> str:
@@ -94,7 +96,7 @@ def same_rollout(episode: Episode, step: Sequence[Episode], config: Config) -> l
 
 
 async def sample_again(
-    company: Sequence[Episode], config: Config, inputs: Inputs, checkpoint: Checkpoint | None
+    company: Sequence[Episode], config: Config, inputs: RunInputs, checkpoint: Checkpoint | None
 ) -> dict[str, Episode]:
     """The episodes as they are sampled now, by id."""
     model = build.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
@@ -109,7 +111,7 @@ async def sample_again(
     return {episode.id: episode for episode in ended}
 
 
-def _sampling(episode: Episode, config: Config, inputs: Inputs) -> SamplingParams:
+def _sampling(episode: Episode, config: Config, inputs: RunInputs) -> SamplingParams:
     sampling = build.sampling_of(config, inputs.codec)
     if not episode.validate:
         return sampling

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from rally.config import Config
 from rally.loops import codec_for
-from rally.loops.episode_builder import Exchange
+from rally.loops.episode_builder import EpisodeBuilder
 from rally.replay.regenerate import ID, company_of, same_rollout, sample_again, version_of, weights_of
 from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.runs import build
 from rally.runs.build.episodes import scorer_of
-from rally.runs.build.inputs import Inputs
+from rally.runs.build.inputs import RunInputs
 from rally.track import RunFolder
 from rally.track.metrics.episode_metrics import of_agent
 from rally.train.batch import GREEDY
@@ -38,7 +38,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Departure:
+class TokenDifference:
     """The first token that is not the same in both. `writer` is who wrote it: prompt, policy, or tool or user."""
 
     segment: int
@@ -69,7 +69,7 @@ class LogprobGap:
         return f"{self.count} of {self.of} log-probabilities, from {where} on, by {self.largest:.3g} at most"
 
 
-def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> Departure | None:
+def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> TokenDifference | None:
     """The first token in which they differ, in content or in who wrote it; None if they are the same to the end."""
     for number, (a, b) in enumerate(zip_longest(recorded, now, fillvalue=_EMPTY)):
         if (at := _first(_prompt(a), _prompt(b))) is not None:
@@ -82,7 +82,7 @@ def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> Departure 
 
 
 def logprob_gap(
-    recorded: Sequence[Segment], now: Sequence[Segment], until: Departure | None = None
+    recorded: Sequence[Segment], now: Sequence[Segment], until: TokenDifference | None = None
 ) -> LogprobGap | None:
     """How the log-probabilities of sampled tokens differ, as far as the tokens are the same; None if to no bit."""
     pairs = [
@@ -98,7 +98,7 @@ def logprob_gap(
     return LogprobGap(len(apart), len(pairs), apart[0][0], apart[0][1], largest)
 
 
-def _before(segment: int, place: int, until: Departure | None) -> bool:
+def _before(segment: int, place: int, until: TokenDifference | None) -> bool:
     if until is None:
         return True
     end = 0 if until.writer == "prompt" else until.place
@@ -130,9 +130,9 @@ def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _at(segment: int, place: int, writer: str, recorded: tuple[int, ...], now: tuple[int, ...]) -> Departure:
+def _at(segment: int, place: int, writer: str, recorded: tuple[int, ...], now: tuple[int, ...]) -> TokenDifference:
     around = slice(max(0, place - SHOWN), place + SHOWN)
-    return Departure(segment, place, writer, recorded[around], now[around])
+    return TokenDifference(segment, place, writer, recorded[around], now[around])
 
 
 class ReplayError(RallyError):
@@ -147,7 +147,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplayFinding:
     """How one part of an episode fared; `details` are (what, recorded, now)."""
 
     part: str
@@ -161,7 +161,7 @@ class Replayed:
     """All findings about one episode."""
 
     episode: Episode
-    findings: tuple[Finding, ...]
+    findings: tuple[ReplayFinding, ...]
     changed: tuple[str, ...] = ()  # what is of another version than when the run was made
 
     @property
@@ -191,7 +191,7 @@ def replay(run: Path, episode_id: str, config: Config, checkpoint: Path | None =
         raise ReplayError(f"the weights of {checkpoint} are of no use here: {obstacle}")
     tokenizer, toolbox = build.tokenizer_of(config), build.toolbox_of(config)
     codec = build.codec_of(config, tokenizer, toolbox)
-    inputs = Inputs(tokenizer, toolbox, build.interactions_of(config), codec, None, None)
+    inputs = RunInputs(tokenizer, toolbox, build.interactions_of(config), codec, None, None)
     with closing(toolbox):
         findings = (
             rendered(record.episode, config, inputs),
@@ -213,33 +213,33 @@ def find_episode(folder: RunFolder, episode_id: str) -> Recorded:
     raise ReplayError(f"step {step} of {folder.path} has no episode {episode_id}; its first is {episodes[0].id}")
 
 
-def rendered(episode: Episode, config: Config, inputs: Inputs) -> Finding:
+def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFinding:
     """Whether today's template and tools make the same prompt of the task."""
     if not episode.segments:
-        return Finding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
+        return ReplayFinding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
     if of_agent(episode):
-        return Finding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
+        return ReplayFinding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
     settings, most = build.loop_settings_of(config), build.engine_settings_of(config).max_model_len
     try:
-        now = Exchange.start(codec, episode.task, settings, most).segment
+        now = EpisodeBuilder.start(codec, episode.task, settings, most).segment
     except RallyError as problem:
-        return Finding("prompt", Verdict.CANNOT, str(problem))
+        return ReplayFinding("prompt", Verdict.CANNOT, str(problem))
     first = episode.segments[0]
     shown = tuple(span for span in first.images if span.end <= len(first.prompt_ids))
     apart = departure([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
     if apart is None:
-        return Finding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
-    return Finding("prompt", Verdict.DIFFERENT, apart.words(codec.decode))
+        return ReplayFinding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
+    return ReplayFinding("prompt", Verdict.DIFFERENT, apart.words(codec.decode))
 
 
-async def rescored(record: Recorded, config: Config) -> Finding:
+async def rescored(record: Recorded, config: Config) -> ReplayFinding:
     """Whether today's reward function gives the same, in number and in what it reports."""
     episode = record.episode
     if episode.error is not None:
-        return Finding("reward", Verdict.SKIPPED, f"a failed episode is not scored: {episode.error}")
+        return ReplayFinding("reward", Verdict.SKIPPED, f"a failed episode is not scored: {episode.error}")
     if "score" not in episode.timings:
-        return Finding("reward", Verdict.SKIPPED, "the agent loop gave the reward itself")
+        return ReplayFinding("reward", Verdict.SKIPPED, "the agent loop gave the reward itself")
     in_batch = build.reward_spec_of(config).batch
     held = same_rollout(episode, record.step, config) if in_batch else [episode]
     asked = [_unscored(e) for e in held if e.error is None]
@@ -247,11 +247,11 @@ async def rescored(record: Recorded, config: Config) -> Finding:
         async with scorer_of(config) as scorer:
             scores = await scorer.score_batch(asked) if in_batch else [await scorer.score(asked[0])]
     except RewardError as error:
-        return Finding("reward", Verdict.CANNOT, str(error))
+        return ReplayFinding("reward", Verdict.CANNOT, str(error))
     [one] = [with_score(e, s) for e, s in zip(asked, scores, strict=True) if e.id == episode.id]
     now = build.shaping_of(config).apply(one)
     if now.reward is None and episode.reward is not None:
-        return Finding("reward", Verdict.CANNOT, f"it cannot be scored now: {now.extra['reward_error']}")
+        return ReplayFinding("reward", Verdict.CANNOT, f"it cannot be scored now: {now.extra['reward_error']}")
     return _rewards(episode, now)
 
 
@@ -263,30 +263,30 @@ def _unscored(episode: Episode) -> Episode:
     return replace(episode, reward=None, reward_info={}, turns=turns)
 
 
-def _rewards(episode: Episode, now: Episode) -> Finding:
+def _rewards(episode: Episode, now: Episode) -> ReplayFinding:
     was = {key: value for key, value in episode.reward_info.items() if key != GREEDY}
     told = [("reward", _shown(episode.reward), _shown(now.reward))]
     told += [(key, _shown(was.get(key)), _shown(now.reward_info.get(key))) for key in {**was, **now.reward_info}]
     apart = [key for key, recorded, new in told if recorded != new]
     if not apart:
-        return Finding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in told))
-    return Finding("reward", Verdict.DIFFERENT, f"in {', '.join(apart)}", tuple(told))
+        return ReplayFinding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in told))
+    return ReplayFinding("reward", Verdict.DIFFERENT, f"in {', '.join(apart)}", tuple(told))
 
 
 def _shown(value: object) -> str:
     return "none" if value is None else repr(value)
 
 
-def resampled(record: Recorded, config: Config, inputs: Inputs, run: Path, given: Path | None) -> Finding:
+def resampled(record: Recorded, config: Config, inputs: RunInputs, run: Path, given: Path | None) -> ReplayFinding:
     """Whether the same weights sample the same tokens with the same log-probabilities."""
     if obstacle := _no_promise(config):
-        return Finding("sampling", Verdict.SKIPPED, obstacle)
+        return ReplayFinding("sampling", Verdict.SKIPPED, obstacle)
     company = company_of(record.episode, record.step, config)
     try:
         checkpoint = weights_of(record.episode, config, run, given)
         now = asyncio.run(sample_again(company, config, inputs, checkpoint))
     except RallyError as problem:
-        return Finding("sampling", Verdict.CANNOT, str(problem))
+        return ReplayFinding("sampling", Verdict.CANNOT, str(problem))
     told = _samplings(record.episode, now.get(record.episode.id), inputs)
     return replace(told, words=told.words + _circumstances(record.episode, company, now, checkpoint))
 
@@ -297,23 +297,23 @@ def _no_promise(config: Config) -> str | None:
     return None if config.rollout.deterministic else "the run was not made with rollout.deterministic=true"
 
 
-def _samplings(episode: Episode, now: Episode | None, inputs: Inputs) -> Finding:
+def _samplings(episode: Episode, now: Episode | None, inputs: RunInputs) -> ReplayFinding:
     if now is None:
-        return Finding("sampling", Verdict.DIFFERENT, "its prompt did not begin this time")
+        return ReplayFinding("sampling", Verdict.DIFFERENT, "its prompt did not begin this time")
     apart = departure(episode.segments, now.segments)
     gap = logprob_gap(episode.segments, now.segments, apart)
     if apart is not None:
         words = f"departs at {apart.words(inputs.codec.decode)}"
         if gap is not None:
             words += f"; before that {gap.words()} differ"
-        return Finding("sampling", Verdict.DIFFERENT, words if now.error is None else f"{words}; {now.error}")
+        return ReplayFinding("sampling", Verdict.DIFFERENT, words if now.error is None else f"{words}; {now.error}")
     if gap is not None:
-        return Finding("sampling", Verdict.DIFFERENT, f"all tokens are the same, but {gap.words()} differ")
+        return ReplayFinding("sampling", Verdict.DIFFERENT, f"all tokens are the same, but {gap.words()} differ")
     if now.stop_reason is not episode.stop_reason:
         words = f"the tokens are the same, but it ended with {now.stop_reason} and not with {episode.stop_reason}"
-        return Finding("sampling", Verdict.DIFFERENT, words)
+        return ReplayFinding("sampling", Verdict.DIFFERENT, words)
     sampled = sum(segment.sampled for segment in episode.segments)
-    return Finding("sampling", Verdict.SAME, f"{sampled} sampled tokens, ids and log-probabilities bit for bit")
+    return ReplayFinding("sampling", Verdict.SAME, f"{sampled} sampled tokens, ids and log-probabilities bit for bit")
 
 
 def _circumstances(

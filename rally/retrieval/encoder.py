@@ -24,7 +24,7 @@ _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class EncoderSettings:
     """`max_length` is in tokens, prefix and special tokens included."""
 
     pooling: Pooling = "mean"
@@ -40,13 +40,16 @@ class Recipe:
             raise RetrievalError(f"max_length must be at least 1 token, not {self.max_length}")
 
 
-_FAMILIES: tuple[tuple[str, Recipe], ...] = (  # the first whose pattern is found in the model's name
-    (r"\be5-.*instruct", Recipe(query_prefix=_WEB_SEARCH)),
-    (r"\be5\b", Recipe(query_prefix="query: ", passage_prefix="passage: ")),
-    (r"\bbge-m3\b", Recipe(pooling="cls")),
-    (r"\bbge-.*\bzh\b", Recipe(pooling="cls", query_prefix="为这个句子生成表示以用于检索相关文章：")),
-    (r"\bbge\b", Recipe(pooling="cls", query_prefix="Represent this sentence for searching relevant passages: ")),
-    (r"\bcontriever\b", Recipe(normalize=False)),
+_FAMILIES: tuple[tuple[str, EncoderSettings], ...] = (  # the first whose pattern is found in the model's name
+    (r"\be5-.*instruct", EncoderSettings(query_prefix=_WEB_SEARCH)),
+    (r"\be5\b", EncoderSettings(query_prefix="query: ", passage_prefix="passage: ")),
+    (r"\bbge-m3\b", EncoderSettings(pooling="cls")),
+    (r"\bbge-.*\bzh\b", EncoderSettings(pooling="cls", query_prefix="为这个句子生成表示以用于检索相关文章：")),
+    (
+        r"\bbge\b",
+        EncoderSettings(pooling="cls", query_prefix="Represent this sentence for searching relevant passages: "),
+    ),
+    (r"\bcontriever\b", EncoderSettings(normalize=False)),
 )
 
 _POOLING_KEYS: dict[str, Pooling] = {
@@ -58,18 +61,18 @@ _POOLING_KEYS: dict[str, Pooling] = {
 _POOLING_NAMES: dict[Any, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
 
 
-def recipe_for(model: str, said: Mapping[str, Any]) -> Recipe:
+def recipe_for(model: str, said: Mapping[str, Any]) -> EncoderSettings:
     """The recipe of a folder or of a model on the Hugging Face hub; `said` is what the user gives, or None."""
     given = {name: value for name, value in said.items() if value is not None}
     return replace(_from_files(model, _of_family(model), given.get("pooling")), **given)
 
 
-def _of_family(model: str) -> Recipe:
+def _of_family(model: str) -> EncoderSettings:
     name = Path(model).name.lower().replace("_", "-")
-    return next((recipe for pattern, recipe in _FAMILIES if re.search(pattern, name)), Recipe())
+    return next((recipe for pattern, recipe in _FAMILIES if re.search(pattern, name)), EncoderSettings())
 
 
-def _from_files(model: str, recipe: Recipe, pooling: Pooling | None) -> Recipe:
+def _from_files(model: str, recipe: EncoderSettings, pooling: Pooling | None) -> EncoderSettings:
     """What the encoder's own files say; a `pooling` that the user gives is not looked up."""
     modules = _read(model, "modules.json")
     if modules is None:
@@ -123,7 +126,7 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
-class Encoded(NamedTuple):
+class EncodedTexts(NamedTuple):
     vectors: np.ndarray[Any, Any]
     """One row of float32 per text."""
     cut: int
@@ -131,7 +134,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    def __init__(self, model: str, recipe: Recipe, device: str) -> None:
+    def __init__(self, model: str, recipe: EncoderSettings, device: str) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
@@ -151,13 +154,13 @@ class Encoder:
     def width(self) -> int:
         return int(self._model.config.hidden_size)
 
-    def queries(self, texts: Sequence[str]) -> Encoded:
+    def queries(self, texts: Sequence[str]) -> EncodedTexts:
         return self._encode([self._recipe.query_prefix + text for text in texts])
 
-    def passages(self, texts: Sequence[str]) -> Encoded:
+    def passages(self, texts: Sequence[str]) -> EncodedTexts:
         return self._encode([self._recipe.passage_prefix + text for text in texts])
 
-    def _encode(self, texts: list[str]) -> Encoded:
+    def _encode(self, texts: list[str]) -> EncodedTexts:
         """In batches of about the same length, so that little of a batch is padding."""
         clean = [text.encode("utf-8", "replace").decode() for text in texts]
         vectors, cut = np.empty((len(clean), self.width), dtype=np.float32), 0
@@ -166,9 +169,9 @@ class Encoder:
             rows = by_length[start : start + BATCH]
             vectors[rows], cut_here = self._encode_batch([clean[row] for row in rows])
             cut += cut_here
-        return Encoded(vectors, cut)
+        return EncodedTexts(vectors, cut)
 
-    def _encode_batch(self, texts: list[str]) -> Encoded:
+    def _encode_batch(self, texts: list[str]) -> EncodedTexts:
         import torch
 
         # One too many tells a text that is cut from one that just fits.
@@ -181,7 +184,7 @@ class Encoder:
             vectors_BH = pool(hidden_BTH, batch.attention_mask, self._recipe.pooling)
             if self._recipe.normalize:
                 vectors_BH = torch.nn.functional.normalize(vectors_BH, dim=-1)
-        return Encoded(vectors_BH.cpu().numpy(), sum(len(ids) > self._max_length for ids in longer.input_ids))
+        return EncodedTexts(vectors_BH.cpu().numpy(), sum(len(ids) > self._max_length for ids in longer.input_ids))
 
 
 def pool(hidden_BTH: torch.Tensor, mask_BT: torch.Tensor, pooling: Pooling) -> torch.Tensor:

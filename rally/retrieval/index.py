@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from rally.retrieval.bm25 import Bm25, Bm25Writer
 from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read_passages
 from rally.retrieval.dense import Dense, Floats, Vectors, bring_vectors, write_vectors
-from rally.retrieval.encoder import Encoder, Recipe, recipe_for
+from rally.retrieval.encoder import Encoder, EncoderSettings, recipe_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
 
 DAMPING = 60
@@ -83,12 +83,12 @@ class IndexSpec:
             raise RetrievalError(f"a bm25 index has no vectors, so {idle} does nothing; give --kind dense or hybrid")
 
 
-class Built(NamedTuple):
+class BuiltIndex(NamedTuple):
     """`recipe` is how the encoder is used, `cut` how many passages were longer than it reads, where it read them."""
 
     path: Path
     passages: int
-    recipe: Recipe | None
+    recipe: EncoderSettings | None
     cut: int | None
 
     def facts(self) -> list[list[str]]:
@@ -99,7 +99,7 @@ class Built(NamedTuple):
         return used if self.cut is None else [*used, ["passages cut to max_length", f"{self.cut:,}"]]
 
 
-class Found(NamedTuple):
+class ScoredPassage(NamedTuple):
     """A passage as the JSON that stands in the corpus, and its score."""
 
     raw: bytes
@@ -122,15 +122,15 @@ class SearchIndex:
     def __len__(self) -> int:
         return len(self._passages)
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         """For each query at most `topk` passages, best first; fewer where fewer fit."""
         if topk < 1:
             raise RetrievalError(f"topk must be at least 1, not {topk}")
         found = self._ranker.search(queries, min(topk, len(self)))
-        return [[Found(self._passages.raw(hit.number), hit.score) for hit in hits] for hits in found]
+        return [[ScoredPassage(self._passages.raw(hit.number), hit.score) for hit in hits] for hits in found]
 
 
-def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = lambda items, *_: items) -> Built:
+def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = lambda items, *_: items) -> BuiltIndex:
     """Read the corpus, and leave a whole index at `out` or nothing."""
     if not corpus.is_file():
         raise RetrievalError(f"the corpus {corpus} does not exist")
@@ -148,7 +148,7 @@ def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = l
         if recipe is not None:
             meta |= {"encoder": _lasting(spec.encoder), "vectors": vectors, "recipe": asdict(recipe), "cut": cut}
         (folder / META).write_text(json.dumps(meta, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    return Built(out, total, recipe, cut)
+    return BuiltIndex(out, total, recipe, cut)
 
 
 def open_index(path: str | Path, device: str = "cpu") -> SearchIndex:
@@ -160,7 +160,7 @@ def open_index(path: str | Path, device: str = "cpu") -> SearchIndex:
     if kind != "dense":
         rankers.append(Bm25(folder / WORDS))
     if kind != "bm25":
-        encoder = Encoder(meta["encoder"], Recipe(**meta["recipe"]), device)
+        encoder = Encoder(meta["encoder"], EncoderSettings(**meta["recipe"]), device)
         rankers.append(Dense(folder / VECTORS, encoder, meta["vectors"], device))
     return SearchIndex(Passages(folder), rankers[0] if len(rankers) == 1 else Hybrid(*rankers), kind)
 
@@ -194,7 +194,7 @@ def _write_words(corpus: Path, folder: Path, kind: Kind, progress: Progress) -> 
     return total
 
 
-def _write_vectors(folder: Path, spec: IndexSpec, recipe: Recipe, progress: Progress) -> int:
+def _write_vectors(folder: Path, spec: IndexSpec, recipe: EncoderSettings, progress: Progress) -> int:
     assert spec.encoder is not None
     passages, encoder = Passages(folder), Encoder(spec.encoder, recipe, spec.device)
     cut = 0

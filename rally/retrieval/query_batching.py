@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 
 from rally.retrieval.hits import RetrievalError
-from rally.retrieval.index import Found, SearchIndex
+from rally.retrieval.index import ScoredPassage, SearchIndex
 
 MAX_WAITING = 8192
 WORDS_BATCH, VECTORS_BATCH = 16, 256
@@ -32,7 +32,7 @@ class Overloaded(RetrievalError):
 class _Request:
     queries: Sequence[str]
     topk: int
-    found: asyncio.Future[list[list[Found]]]
+    found: asyncio.Future[list[list[ScoredPassage]]]
 
 
 class Batcher:
@@ -46,7 +46,7 @@ class Batcher:
         self._threads = ThreadPoolExecutor(self._free, thread_name_prefix="rally-search")
         self._waiting: deque[_Request] = deque()
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+    async def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} searches are waiting already; ask again later")
         request = _Request(queries=queries, topk=topk, found=asyncio.get_running_loop().create_future())
@@ -74,7 +74,7 @@ class Batcher:
                 room -= max(1, len(request.queries))
         return batch
 
-    def _deliver(self, batch: list[_Request], done: asyncio.Future[list[list[Found]]]) -> None:
+    def _deliver(self, batch: list[_Request], done: asyncio.Future[list[list[ScoredPassage]]]) -> None:
         self._free += 1
         problem = done.exception()
         found = iter([] if problem is not None else done.result())

@@ -88,7 +88,7 @@ class Event(NamedTuple):
     turn: int | None
 
 
-class Call(NamedTuple):
+class ShapedCall(NamedTuple):
     turn: int
     what: tuple[str, str]
     valid: bool
@@ -114,7 +114,7 @@ def _events(episode: Episode) -> Iterator[Event]:
         yield Event("max_turns_exceeded", spoken[-1])
 
 
-def _calls(episode: Episode) -> Iterator[Call]:
+def _calls(episode: Episode) -> Iterator[ShapedCall]:
     """Every call the policy wrote, also those of a last turn that no tool got to see."""
     for i, turn in enumerate(episode.turns):
         after = episode.turns[i + 1] if i + 1 < len(episode.turns) else None
@@ -123,7 +123,7 @@ def _calls(episode: Episode) -> Iterator[Call]:
             status = results[k].status if k < len(results) else None
             valid = call.error is None and status not in INVALID
             arguments = json.dumps(call.arguments, sort_keys=True, default=str)
-            yield Call(i, (call.name, arguments), valid, status is ToolStatus.OK)
+            yield ShapedCall(i, (call.name, arguments), valid, status is ToolStatus.OK)
 
 
 def reasons(turn: Turn) -> bool:

@@ -31,7 +31,7 @@ from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode
 
 
-class Pace:
+class CallPacer:
     """`per_minute` None is no limit."""
 
     def __init__(self, per_minute: float | None) -> None:
@@ -67,7 +67,7 @@ class RewardSpec:
     batch: bool = False  # the function takes lists, and a whole rollout at once
 
 
-class Worker:
+class RewardWorker:
     """One process, as seen from here. Not thread-safe: whoever took it from the idle queue has it alone."""
 
     def __init__(self, spec: RewardSpec, timeout: float) -> None:
@@ -193,12 +193,12 @@ class Scorer:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
-        self._pace = Pace(per_minute)
+        self._pace = CallPacer(per_minute)
         in_process = spec.path is None and not spec.batch and not registry.may_hang(spec.kwargs)
         self._built_in = BuiltIn(spec.kwargs) if in_process else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
-        self._workers = {Worker(spec, timeout) for _ in range(0 if self._built_in else num_workers)}
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._workers = {RewardWorker(spec, timeout) for _ in range(0 if self._built_in else num_workers)}
+        self._idle: SimpleQueue[RewardWorker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
@@ -273,12 +273,12 @@ class Scorer:
         finally:
             self._idle.put(self._living(worker))
 
-    def _living(self, worker: Worker) -> Worker:
+    def _living(self, worker: RewardWorker) -> RewardWorker:
         """The same worker, or a new one in the place of a dead one; its start is not waited for here."""
         if self._closed or not worker.ended:
             return worker
         self._workers.discard(worker)
         worker.close()
-        fresh = Worker(self._spec, self._timeout)
+        fresh = RewardWorker(self._spec, self._timeout)
         self._workers.add(fresh)
         return fresh

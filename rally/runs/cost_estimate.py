@@ -23,7 +23,7 @@ from rally.models.load import load_model_config
 from rally.models.lora import LoraSettings, lora_rank
 from rally.models.vision import tower_of
 from rally.models.vision_io import auto_class, freeze_tower
-from rally.models.vision_memory import tower_shape
+from rally.models.vision_memory import vision_shape
 from rally.runs.build.episodes import engine_settings_of
 from rally.runs.build.models import lora_of
 from rally.runs.build.training import reward_kl_coef
@@ -33,7 +33,7 @@ USED_BUDGET = 0.5
 """How much of data.max_response_length an episode is taken to use, where nobody has measured it."""
 
 
-class Size(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Numbers of a model: all of them, those that are trained, and those that a token meets (of experts only some)."""
 
     parameters: int
@@ -41,7 +41,7 @@ class Size(NamedTuple):
     active: int
 
 
-class Cost(NamedTuple):
+class MemoryCost(NamedTuple):
     what: str
     bytes: int
 
@@ -73,7 +73,7 @@ class Hardware(NamedTuple):
     bandwidth: float
 
 
-def size_of(model: PreTrainedModel) -> Size:
+def size_of(model: PreTrainedModel) -> ParameterCounts:
     """Of a module, also of one on the meta device, which holds no numbers."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -83,12 +83,12 @@ def size_of(model: PreTrainedModel) -> Size:
     idle = of_experts * (1 - chosen / experts) if experts and chosen else 0
     # A token looks its embedding up, which costs no multiplication, unless the same matrix is also the head.
     looked_up = 0 if config.tie_word_embeddings else sum(p.numel() for p in model.get_input_embeddings().parameters())
-    return Size(parameters, trained, int(parameters - idle - looked_up))
+    return ParameterCounts(parameters, trained, int(parameters - idle - looked_up))
 
 
 def size_from(
     model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False, tower_frozen: bool = False
-) -> Size:
+) -> ParameterCounts:
     """Of the model that a configuration describes, and of the adapters that would be trained."""
     with torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
@@ -111,27 +111,29 @@ def _adapter_numbers(model: PreTrainedModel, lora: LoraSettings) -> int:
     return sum(rank * (module.in_features + module.out_features) for module in linear)
 
 
-def training_costs(config: Config, model_config: PreTrainedConfig, size: Size, width: int) -> list[Cost]:
+def training_costs(
+    config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int
+) -> list[MemoryCost]:
     """Everything an update holds at once; `width` is the bytes of a number of the model."""
     adapters = lora_of(config.model, 0) is not None
     wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
     costs = [
         *_trained(size, width),
-        Cost("reference policy", size.parameters * width if wanted and not adapters else 0),
-        Cost("critic with its optimizer", _critic_bytes(config, size, width)),
-        Cost("activations of the update", activation_bytes(config, model_config, width)),
+        MemoryCost("reference policy", size.parameters * width if wanted and not adapters else 0),
+        MemoryCost("critic with its optimizer", _critic_bytes(config, size, width)),
+        MemoryCost("activations of the update", activation_bytes(config, model_config, width)),
     ]
     return [cost for cost in costs if cost.bytes]
 
 
-def _trained(size: Size, width: int) -> Iterator[Cost]:
-    yield Cost("weights", size.parameters * width)
-    yield Cost("gradients, float32", 4 * size.trained)
-    yield Cost("master weights, float32", 4 * size.trained if width < 4 else 0)
-    yield Cost("Adam's two moments, float32", 8 * size.trained)
+def _trained(size: ParameterCounts, width: int) -> Iterator[MemoryCost]:
+    yield MemoryCost("weights", size.parameters * width)
+    yield MemoryCost("gradients, float32", 4 * size.trained)
+    yield MemoryCost("master weights, float32", 4 * size.trained if width < 4 else 0)
+    yield MemoryCost("Adam's two moments, float32", 8 * size.trained)
 
 
-def _critic_bytes(config: Config, policy: Size, width: int) -> int:
+def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
     if not config.needs_critic:
         return 0
     size = policy._replace(trained=policy.parameters)
@@ -168,7 +170,7 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
 
 def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
     """Of so many image tokens. Where nothing of the tower is learned, only their features stay."""
-    tower = tower_shape(model_config)
+    tower = vision_shape(model_config)
     if tower is None:
         return Images(0, 0)
     lora, features = lora_of(config.model, 0), tokens * tower.features * width
@@ -187,7 +189,7 @@ def at_once(config: Config, model_config: PreTrainedConfig, width: int, room: in
 
 
 def step_time(
-    config: Config, model_config: PreTrainedConfig, size: Size, hardware: Hardware, running: int, width: int
+    config: Config, model_config: PreTrainedConfig, size: ParameterCounts, hardware: Hardware, running: int, width: int
 ) -> StepTime:
     """One step with `running` episodes sampled at a time. Decoding reads the weights and every history once for each
     token of an episode; training computes 6 operations a number and token, 8 where activations are computed again."""

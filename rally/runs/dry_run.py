@@ -14,7 +14,7 @@ from rally.config.checks.multi_gpu import served
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
 from rally.runs.build.episodes import scorer_of
-from rally.runs.build.inputs import Inputs, read_inputs
+from rally.runs.build.inputs import RunInputs, read_inputs
 from rally.runs.build.training import total_steps_of
 from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
 from rally.track import RunConsole
@@ -45,14 +45,14 @@ async def _load_reward(config: Config) -> None:
         pass
 
 
-def _show_prompt(inputs: Inputs, task: Task, console: RunConsole) -> None:
+def _show_prompt(inputs: RunInputs, task: Task, console: RunConsole) -> None:
     ids = inputs.codec.encode_prompt(task.prompt)
     console.banner("first prompt", {"row": task.id, "tokens": f"{len(ids)}, all observed (mask 0); replies get mask 1"})
     console.show(Text(visible(inputs.codec.decode(ids)), style="dim"))
     console.show(Text("<the policy's turn, mask 1>", style="green"))
 
 
-def _show_budgets(config: Config, inputs: Inputs, console: RunConsole) -> None:
+def _show_budgets(config: Config, inputs: RunInputs, console: RunConsole) -> None:
     data = config.data
     rows = [
         ["prompt tokens, at most", str(config.prompt_length)],

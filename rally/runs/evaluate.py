@@ -7,13 +7,13 @@ from contextlib import closing
 from rally.config import Config
 from rally.models.parallel import ALONE
 from rally.runs import build
-from rally.runs.build.inputs import Inputs, Outcome, RunError, check_ranks, read_inputs
+from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.trainer import run
 
 
-def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
+def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
     """Validate `model.path` on `data.val_files` and write metrics and episodes to the run folder."""
     console = console or RunConsole()
     check_ranks(config.trainer, ALONE)
@@ -22,14 +22,14 @@ def evaluate(config: Config, console: RunConsole | None = None) -> Outcome:
     return evaluate_inputs(config, read_inputs(config, console, train=False), console)
 
 
-def evaluate_inputs(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+def evaluate_inputs(config: Config, inputs: RunInputs, console: RunConsole) -> RunOutcome:
     if inputs.val_tasks is None:
         raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
     with sole_writer(config.run_dir / "eval"):  # beside what training wrote, never over it
         return _validated(config, inputs, console)
 
 
-def _validated(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
+def _validated(config: Config, inputs: RunInputs, console: RunConsole) -> RunOutcome:
     folder = RunFolder(config.run_dir / "eval").create()
     build.set_evaluation_aside(folder)
     folder.save_config(config.to_yaml())
@@ -37,4 +37,4 @@ def _validated(config: Config, inputs: Inputs, console: RunConsole) -> Outcome:
     store = CheckpointStore(config.run_dir / "checkpoints", warn=console.note)
     trainer = build.trainer_of(config, inputs, folder, store, None, 0, console)
     with closing(inputs.toolbox):
-        return Outcome(folder.path, 0, run(trainer))
+        return RunOutcome(folder.path, 0, run(trainer))

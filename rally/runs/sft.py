@@ -18,9 +18,9 @@ from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
 from rally.models.parallel import ALONE, Ranks
-from rally.models.untrained_tokens import warn_of_unlearned
-from rally.runs.build.inputs import Outcome, RunError, check_ranks, check_sight
-from rally.runs.build.models import Plan, patches_at, tokenizer_at, trained_model
+from rally.models.untrained_tokens import warn_of_untrained_tokens
+from rally.runs.build.inputs import RunError, RunOutcome, check_ranks, check_sight
+from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.training import gradient_limits_of, optimizer_settings
@@ -38,7 +38,7 @@ from rally.train.policy import Policy, due, step_seed
 from rally.types import RallyError
 
 
-class Encoded(NamedTuple):
+class EncodedRows(NamedTuple):
     """Conversations as rows, numbered; `sources` say where each comes from, `cut` how many data.truncation cut."""
 
     rows: list[Row]
@@ -56,13 +56,13 @@ class SftRun:
     tokenizer: PreTrainedTokenizerBase
     store: CheckpointStore
     sinks: Sinks
-    train: Encoded
-    val: Encoded
+    train: EncodedRows
+    val: EncodedRows
     console: RunConsole
     interrupt: Interrupt = field(default_factory=Interrupt)
 
 
-def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
+def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALONE) -> RunOutcome:
     """Supervised fine-tuning as configured."""
     check_ranks(config.trainer, ranks)
     console = console or RunConsole()
@@ -78,11 +78,11 @@ def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALO
 def _sft(
     config: SftConfig,
     tokenizer: PreTrainedTokenizerBase,
-    train: Encoded,
-    val: Encoded,
+    train: EncodedRows,
+    val: EncodedRows,
     console: RunConsole,
     ranks: Ranks,
-) -> Outcome:
+) -> RunOutcome:
     settings = sft_settings_of(config)
     by_epochs = total_steps(len(train.rows), settings.batch_size, config.trainer.total_epochs)
     steps = config.trainer.total_training_steps or by_epochs
@@ -98,10 +98,10 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
-    ranks.begin(Plan(config, start.path if start else None, steps))
+    ranks.begin(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
     written = itertools.chain.from_iterable(row.ids for row in train.rows)
-    warn_of_unlearned(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
+    warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
     folder.save_versions()
     rewind(folder, store, start, console)
@@ -121,7 +121,7 @@ def _sft(
     if trained.done < steps:
         again = resume_command("sft", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
         raise stopped(console, trained.done, steps, again)
-    return Outcome(config.run_dir, steps, trained.metrics)
+    return RunOutcome(config.run_dir, steps, trained.metrics)
 
 
 def check(config: SftConfig, console: RunConsole) -> bool:
@@ -218,10 +218,10 @@ def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable
 
 def read_rows(
     config: SftConfig, files: Sequence[str], most: int, tokenizer: PreTrainedTokenizerBase, console: RunConsole
-) -> Encoded:
+) -> EncodedRows:
     """The conversations of `files`, checked and encoded."""
     if not files:
-        return Encoded([], [])
+        return EncodedRows([], [])
     chosen, codec_for = conversations_of(config, files, most), codecs_of(config, tokenizer)
     settings, encoded = sft_settings_of(config), []
     with console.phase("encoding", len(chosen)) as phase:
@@ -236,7 +236,7 @@ def read_rows(
         empty = sum(not row.sampled for row in rows)
         told = f"{cut} of {len(rows)} conversations were cut to data.max_length={settings.max_length} tokens"
         console.warn_once(f"cut {files}", f"{told}, and {empty} have nothing left to learn; raise data.max_length")
-    return Encoded(rows, [{"conversation": one.where} for one in chosen], cut)
+    return EncodedRows(rows, [{"conversation": one.where} for one in chosen], cut)
 
 
 def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:

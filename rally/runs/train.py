@@ -10,7 +10,7 @@ from rally.config import Config
 from rally.models.parallel import ALONE, Ranks
 from rally.runs import build
 from rally.runs.build.episodes import dump_of
-from rally.runs.build.inputs import Inputs, Outcome, RunError, check_ranks, check_sight, read_inputs
+from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_ranks, check_sight, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.training import total_steps_of
 from rally.runs.evaluate import evaluate_inputs
@@ -36,7 +36,7 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> Outcome:
+def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> RunOutcome:
     """Train as configured; resumes by itself where the run folder holds a checkpoint."""
     check_ranks(config.trainer, ranks)
     console = console or RunConsole()
@@ -49,7 +49,7 @@ def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALON
         return _train(config, inputs, console, ranks)
 
 
-def _train(config: Config, inputs: Inputs, console: RunConsole, ranks: Ranks) -> Outcome:
+def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks) -> RunOutcome:
     assert inputs.train_tasks is not None
     folder = RunFolder(config.run_dir).create()
     store = CheckpointStore(
@@ -84,4 +84,4 @@ def _train(config: Config, inputs: Inputs, console: RunConsole, ranks: Ranks) ->
     if trainer.done < steps:
         again = resume_command("train", folder.config_path, config.to_yaml(), config.trainer.resume_mode)
         raise stopped(console, trainer.done, steps, again)
-    return Outcome(config.run_dir, steps, metrics)
+    return RunOutcome(config.run_dir, steps, metrics)

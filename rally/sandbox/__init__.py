@@ -3,7 +3,7 @@
 from rally.sandbox.isolation_levels import Isolation
 from rally.sandbox.languages import LANGUAGES, installed
 from rally.sandbox.program import CommandResult, Limits, Outcome, Program, SandboxError
-from rally.sandbox.sandbox import Sandbox, SandboxSettings, Session, shared_sandbox
+from rally.sandbox.sandbox import Sandbox, SandboxSession, SandboxSettings, shared_sandbox
 
 __all__ = [
     "CommandResult",
@@ -15,7 +15,7 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "SandboxSettings",
-    "Session",
+    "SandboxSession",
     "installed",
     "shared_sandbox",
 ]

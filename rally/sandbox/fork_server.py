@@ -34,7 +34,7 @@ _PASSWD = b"user:x:1000:1000:user:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:
 _GROUP = b"user:x:1000:\nnogroup:x:65534:\n"
 
 
-class JailFailed(Exception):
+class ForkServerFailed(Exception):
     """A level of isolation cannot be had here; the text says why."""
 
 
@@ -69,13 +69,13 @@ def environment(python_path: str, home: str) -> dict[str, str]:
 
 
 @dataclass
-class Jail:
+class ForkServer:
     level: LevelName
     process: subprocess.Popen[bytes]
     control: socket.socket
 
     @classmethod
-    def start(cls, level: LevelName, modules: Sequence[str]) -> Jail:
+    def start(cls, level: LevelName, modules: Sequence[str]) -> ForkServer:
         """Start a fork server and wait until it is warm; JailFailed says why it is not."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
@@ -84,13 +84,13 @@ class Jail:
                 jail = cls(level, _spawn(level, command, theirs, errors), control)
             except OSError as error:
                 control.close()
-                raise JailFailed(str(error)) from None
+                raise ForkServerFailed(str(error)) from None
             theirs.close()
             try:
                 jail._wait_until_warm()
             except OSError as error:
                 jail.stop()
-                raise JailFailed(_last_line(errors) or str(error)) from None
+                raise ForkServerFailed(_last_line(errors) or str(error)) from None
         return jail
 
     def connect(self) -> socket.socket:
@@ -114,7 +114,7 @@ class Jail:
     def _wait_until_warm(self) -> None:
         self.control.settimeout(START_SECONDS)
         if not self.control.recv(1 << 10):
-            raise json_socket.WireClosed("it ended before it was ready")
+            raise json_socket.SocketClosed("it ended before it was ready")
         self.control.settimeout(SEND_SECONDS)
 
 
@@ -136,7 +136,7 @@ def _spawn(level: LevelName, command: list[str], theirs: socket.socket, errors: 
 def _spawn_in_bubblewrap(command: list[str], theirs: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
-        raise JailFailed(f"it is not installed; install it with: {INSTALL_BUBBLEWRAP}")
+        raise ForkServerFailed(f"it is not installed; install it with: {INSTALL_BUBBLEWRAP}")
     with _data(_PASSWD) as passwd, _data(_GROUP) as group:
         given = {"/etc/passwd": passwd.fileno(), "/etc/group": group.fileno()}
         return subprocess.Popen(

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Literal
 
 from rally.sandbox import json_socket
-from rally.sandbox.fork_server import INSTALL_BUBBLEWRAP, Jail, JailFailed
+from rally.sandbox.fork_server import INSTALL_BUBBLEWRAP, ForkServer, ForkServerFailed
 from rally.sandbox.inside import landlock
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import plan
@@ -32,7 +32,7 @@ _PROBE_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
-def strongest(isolation: Isolation) -> Jail:
+def strongest(isolation: Isolation) -> ForkServer:
     """A warm jail at the strongest level allowed; SandboxError says what kept each from running."""
     if isolation not in _LEVELS:
         raise SandboxError(f"isolation must be one of {', '.join(_LEVELS)}, not {isolation!r}")
@@ -40,7 +40,7 @@ def strongest(isolation: Isolation) -> Jail:
     for level in _LEVELS[isolation]:
         try:
             jail = _proven(level)
-        except JailFailed as failed:
+        except ForkServerFailed as failed:
             reasons.append(f"{level}: {failed}")
             continue
         because = f" because {'; '.join(reasons)}" if reasons else ""
@@ -55,30 +55,30 @@ def strongest(isolation: Isolation) -> Jail:
     )
 
 
-def _proven(level: LevelName) -> Jail:
+def _proven(level: LevelName) -> ForkServer:
     """A jail in which a program ran."""
     if level == "landlock" and landlock.abi() < landlock.NEEDED_ABI:
-        raise JailFailed(f"this kernel has Landlock version {landlock.abi()}, {landlock.NEEDED_ABI} is needed")
-    jail = Jail.start(level, WARM_MODULES)
+        raise ForkServerFailed(f"this kernel has Landlock version {landlock.abi()}, {landlock.NEEDED_ABI} is needed")
+    jail = ForkServer.start(level, WARM_MODULES)
     try:
         _run_probe(jail)
-    except (OSError, JailFailed) as failed:
+    except (OSError, ForkServerFailed) as failed:
         jail.stop()
-        raise JailFailed(str(failed)) from None
+        raise ForkServerFailed(str(failed)) from None
     return jail
 
 
-def _run_probe(jail: Jail) -> None:
+def _run_probe(jail: ForkServer) -> None:
     program = Program(code=_PROBE, timeout=_PROBE_SECONDS)
     with scratch_folder(jail.level) as folder, closing(jail.connect()) as stream:
         stream.settimeout(2 * _PROBE_SECONDS)
         word = stream.recv(1024)  # the handle that comes with it is not taken: the probe ends by itself
         if word[:1] != b"+":
-            raise JailFailed(word[1:].decode("utf-8", "replace") or "its fork server ended")
+            raise ForkServerFailed(word[1:].decode("utf-8", "replace") or "its fork server ended")
         json_socket.send(stream, order(program, plan(program), Limits(), folder, session=False))
         message = json_socket.receive(stream)
     if "failed" in message:
-        raise JailFailed(message["failed"])
+        raise ForkServerFailed(message["failed"])
     result = outcome(message, jail.level).last
     if result.stdout.strip() != "1":
-        raise JailFailed(f"a probe failed: {(result.stderr.strip().splitlines() or [result.reason])[-1]}")
+        raise ForkServerFailed(f"a probe failed: {(result.stderr.strip().splitlines() or [result.reason])[-1]}")

@@ -16,7 +16,7 @@ MAX_MESSAGE = 256 << 20
 Message = dict[str, Any]
 
 
-class WireClosed(ConnectionError):
+class SocketClosed(ConnectionError):
     """The other side is gone, or sent what is no message."""
 
 
@@ -29,7 +29,7 @@ def length_of(header: bytes) -> int:
     """The size of the body that follows `header`."""
     size: int = LENGTH.unpack(header)[0]
     if size > MAX_MESSAGE:
-        raise WireClosed(f"a message of {size} bytes is no message")
+        raise SocketClosed(f"a message of {size} bytes is no message")
     return size
 
 
@@ -37,9 +37,9 @@ def unpack(body: bytes) -> Message:
     try:
         message = json.loads(body)
     except ValueError:
-        raise WireClosed("what arrived is no message") from None
+        raise SocketClosed("what arrived is no message") from None
     if not isinstance(message, dict):
-        raise WireClosed("what arrived is no message")
+        raise SocketClosed("what arrived is no message")
     return message
 
 
@@ -56,6 +56,6 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         part = connection.recv(min(size - len(parts), 1 << 20))
         if not part:
-            raise WireClosed("the other side is gone")
+            raise SocketClosed("the other side is gone")
         parts += part
     return bytes(parts)

@@ -17,12 +17,12 @@ Command = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CommandPlan:
     main: str
     steps: list[Command]
 
 
-def plan(program: Program) -> Plan:
+def plan(program: Program) -> CommandPlan:
     """The commands that run `program`."""
     if program.language not in _PLANS:
         known = ", ".join(LANGUAGES)
@@ -31,7 +31,7 @@ def plan(program: Program) -> Plan:
     while name in program.files:
         name = f"_{name}"
     steps = [_step(program, command, name, is_last=command is commands[-1]) for command in commands]
-    return Plan(name, steps)
+    return CommandPlan(name, steps)
 
 
 def installed() -> list[str]:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from rally.sandbox import json_socket
 from rally.sandbox.fork_server import readable_folders
 from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
-from rally.sandbox.languages import Plan
+from rally.sandbox.languages import CommandPlan
 from rally.sandbox.program import CommandResult, Limits, Outcome, Program
 
 FOLDER = "/tmp/work"
 
 
-def order(program: Program, steps: Plan, limits: Limits, folder: str, session: bool) -> json_socket.Message:
+def order(program: Program, steps: CommandPlan, limits: Limits, folder: str, session: bool) -> json_socket.Message:
     """What a supervisor is told; inside/order.py reads it."""
     caps = {
         "memory": (program.memory_mb or limits.memory_mb) << 20,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 from rally.sandbox import json_socket
-from rally.sandbox.fork_server import Jail
+from rally.sandbox.fork_server import ForkServer
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.isolation_levels import Isolation, strongest
 from rally.sandbox.languages import plan
@@ -31,7 +31,7 @@ from rally.sandbox.messages import order, outcome, scratch_folder
 from rally.sandbox.program import Limits, Outcome, Program, SandboxError
 
 
-class Gate:
+class LoopSemaphore:
     """Use as `async with gate.open():`."""
 
     def __init__(self, at_once: int) -> None:
@@ -45,7 +45,7 @@ class Gate:
 END_SECONDS = 5.0  # for a supervisor without a namespace to take its tree down by itself
 
 
-class Connection:
+class ProgramConnection:
     """The host's end of one execution. Use `end` in a finally."""
 
     def __init__(self, stream: socket.socket, handle: int, own_namespace: bool) -> None:
@@ -54,7 +54,7 @@ class Connection:
         self._own_namespace = own_namespace
 
     @classmethod
-    async def open(cls, jail: Jail) -> Connection:
+    async def open(cls, jail: ForkServer) -> ProgramConnection:
         try:
             stream = jail.connect()
         except OSError as error:
@@ -108,7 +108,7 @@ class Connection:
         while len(parts) < size:
             part = await loop.sock_recv(self._stream, min(size - len(parts), 1 << 20))
             if not part:
-                raise json_socket.WireClosed("the other side is gone")
+                raise json_socket.SocketClosed("the other side is gone")
             parts += part
         return bytes(parts)
 
@@ -141,17 +141,17 @@ class SandboxSettings:
 
 
 class _Execution(NamedTuple):
-    connection: Connection
+    connection: ProgramConnection
     level: LevelName
 
 
 class Sandbox:
     def __init__(self, settings: SandboxSettings | None = None) -> None:
         self.settings = settings or SandboxSettings()
-        self._jail: Jail | None = None
+        self._jail: ForkServer | None = None
         self._starting = threading.Lock()
         self.at_once = self.settings.max_concurrent or 2 * (os.cpu_count() or 1)
-        self.gate = Gate(self.at_once)
+        self.gate = LoopSemaphore(self.at_once)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -174,9 +174,9 @@ class Sandbox:
         async with self.gate.open(), self._execution(program) as (connection, level):
             return outcome(await connection.receive(seconds), level)
 
-    def session(self, program: Program | None = None) -> Session:
+    def session(self, program: Program | None = None) -> SandboxSession:
         """An interpreter that keeps its variables; `program` gives its files and limits, its code is not run."""
-        return Session(self, program or Program(code=""))
+        return SandboxSession(self, program or Program(code=""))
 
     def close(self) -> None:
         """End the fork server and all that still runs."""
@@ -184,11 +184,11 @@ class Sandbox:
         if jail is not None:
             jail.stop()
 
-    async def _running(self) -> Jail:
+    async def _running(self) -> ForkServer:
         jail = self._jail
         return jail if jail is not None and jail.alive else await asyncio.to_thread(self._start)
 
-    def _start(self) -> Jail:
+    def _start(self) -> ForkServer:
         with self._starting:
             if self._jail is None or not self._jail.alive:
                 self.close()
@@ -200,7 +200,7 @@ class Sandbox:
         steps = plan(program)  # before anything is started: it may refuse
         jail = await self._running()
         with scratch_folder(jail.level) as folder:
-            connection = await Connection.open(jail)
+            connection = await ProgramConnection.open(jail)
             try:
                 await connection.send(order(program, steps, self.settings.limits, folder, session))
                 yield _Execution(connection, jail.level)
@@ -208,7 +208,7 @@ class Sandbox:
                 await connection.end()
 
 
-class Session:
+class SandboxSession:
     """One interpreter in a sandbox of its own. `close` ends it; a later `run` starts a fresh one."""
 
     def __init__(self, sandbox: Sandbox, program: Program) -> None:

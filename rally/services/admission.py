@@ -13,7 +13,7 @@ from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from rally.engines.embedded.engine import EmbeddedEngine, OnTokens
-from rally.engines.embedded.request_slots import Sampled
+from rally.engines.embedded.request_slots import SampledTokens
 from rally.engines.prometheus import Metric, labelled
 from rally.types import Generation, RallyError, SamplingParams
 
@@ -46,19 +46,19 @@ class Served:
     max_requests: int = 1024  # running and waiting together
 
 
-class Ask(NamedTuple):
+class SamplingAsk(NamedTuple):
     prompt_ids: Sequence[int]
     params: SamplingParams
 
 
-class News(NamedTuple):
+class RequestEvent(NamedTuple):
     """A request, known by its place among those that belong together, sampled something or has ended."""
 
     place: int
-    said: Sampled | Generation
+    said: SampledTokens | Generation
 
 
-class Desk:
+class Admission:
     """`generate` for one request, `follow` for several that belong together."""
 
     def __init__(self, served: Served) -> None:
@@ -67,7 +67,7 @@ class Desk:
         self._ends: Counter[str] = Counter()
         self._sums: Counter[str] = Counter()
 
-    async def generate(self, ask: Ask, on_tokens: OnTokens | None = None) -> Generation:
+    async def generate(self, ask: SamplingAsk, on_tokens: OnTokens | None = None) -> Generation:
         engine = self.served.engine
         if self._held >= self.served.max_requests:
             self._ends["busy"] += 1
@@ -92,12 +92,12 @@ class Desk:
         self._count(ask, generation)
         return generation
 
-    async def follow(self, asks: Sequence[Ask], *, as_sampled: bool) -> AsyncGenerator[News, None]:
+    async def follow(self, asks: Sequence[SamplingAsk], *, as_sampled: bool) -> AsyncGenerator[RequestEvent, None]:
         """What is sampled for each, with `as_sampled`, and each one's end, as it happens. Closing it cancels what still
         runs, and so does the failure of one."""
-        news: asyncio.Queue[tuple[int, Sampled | None]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, SampledTokens | None]] = asyncio.Queue()
 
-        def begin(index: int, ask: Ask) -> asyncio.Task[Generation]:
+        def begin(index: int, ask: SamplingAsk) -> asyncio.Task[Generation]:
             listener = (lambda said: news.put_nowait((index, said))) if as_sampled else None
             task = asyncio.create_task(self.generate(ask, listener))
             task.add_done_callback(lambda _: news.put_nowait((index, None)))
@@ -109,7 +109,7 @@ class Desk:
             while left:
                 index, said = await news.get()
                 left -= said is None
-                yield News(index, tasks[index].result() if said is None else said)
+                yield RequestEvent(index, tasks[index].result() if said is None else said)
         finally:
             for task in tasks:
                 task.cancel()
@@ -134,7 +134,7 @@ class Desk:
             *(Metric(f"rally_engine_{name}_total", text, "counter", value) for name, (text, value) in counters.items()),
         ]
 
-    def _count(self, ask: Ask, generation: Generation) -> None:
+    def _count(self, ask: SamplingAsk, generation: Generation) -> None:
         self._sums["prompt_tokens"] += len(ask.prompt_ids)
         self._sums["cached_tokens"] += generation.cached_tokens
         self._sums["sampled_tokens"] += len(generation.ids)

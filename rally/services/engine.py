@@ -31,7 +31,7 @@ from torch import Tensor
 from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
 from rally.engines.remote.server_api import generation_to_wire
-from rally.services.admission import Ask, Desk, Refused, Served, unless_gone
+from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
 from rally.services.http_server import carries
 from rally.services.openai_api import OpenAI
 from rally.services.openai_errors import HANDLERS, refuse
@@ -83,7 +83,7 @@ class GenerateRequest(BaseModel):
 
 def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
     """The server as an ASGI application. The engine is closed when the server stops."""
-    service = _Service(served)
+    service = _EngineService(served)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -104,14 +104,14 @@ def create_app(served: Served, token: str | None = None, *, accepts_weights: boo
     )
 
 
-class _Service:
+class _EngineService:
     def __init__(self, served: Served) -> None:
-        self.desk = Desk(served)
+        self.desk = Admission(served)
         self._served = served
 
     async def generate(self, request: Request) -> Response:
         asked = GenerateRequest.model_validate_json(await request.body())
-        ask = Ask(asked.prompt_ids, SamplingParams.of(asked.sampling))
+        ask = SamplingAsk(asked.prompt_ids, SamplingParams.of(asked.sampling))
         return JSONResponse(generation_to_wire(await unless_gone(request, self.desk.generate(ask))))
 
     async def load_weights(self, request: Request) -> Response:

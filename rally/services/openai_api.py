@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rally.chat import ChatCodec
-from rally.engines.embedded.request_slots import Sampled
-from rally.services.admission import Ask, Desk, News, Refused, unless_gone
+from rally.engines.embedded.request_slots import SampledTokens
+from rally.services.admission import Admission, Refused, RequestEvent, SamplingAsk, unless_gone
 from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
-from rally.services.openai_responses import Answer, ChatShape, CompletionShape, Json, Shape, Wishes
+from rally.services.openai_responses import ChatShape, CompletionResponse, CompletionShape, Json, ResponseOptions, Shape
 from rally.types import Generation, RallyError
 
 TOOL_LISTS = 64  # whose codecs are kept
@@ -30,7 +30,7 @@ TOOL_LISTS = 64  # whose codecs are kept
 class OpenAI:
     """The endpoints; `routes` is what an application mounts."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Admission) -> None:
         self._desk, self._served = desk, desk.served
         self._started = int(time.time())
         self._codec = lru_cache(maxsize=TOOL_LISTS)(self._codec_for)
@@ -54,7 +54,7 @@ class OpenAI:
         prompts = [self._encoded(prompt) for prompt in asked.prompts]
         limit = asked.max_tokens if asked.max_tokens is not None else COMPLETION_TOKENS
         asks = [
-            Ask(prompt, asked.sampling(choice, limit, self._served.eos_ids))
+            SamplingAsk(prompt, asked.sampling(choice, limit, self._served.eos_ids))
             for prompt in prompts
             for choice in range(asked.n)
         ]
@@ -67,20 +67,20 @@ class OpenAI:
         prompt = codec.encode_prompt(asked.messages)
         given = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
         limit = given if given is not None else max(1, self._served.engine.max_model_len - len(prompt))
-        asks = [Ask(prompt, asked.sampling(choice, limit, codec.stop_ids)) for choice in range(asked.n)]
+        asks = [SamplingAsk(prompt, asked.sampling(choice, limit, codec.stop_ids)) for choice in range(asked.n)]
         return await self._answer(request, asked, asks, ChatShape(codec, bool(asked.offered_tools)))
 
     async def _answer(
-        self, request: Request, asked: CompletionRequest | ChatRequest, asks: Sequence[Ask], shape: Shape
+        self, request: Request, asked: CompletionRequest | ChatRequest, asks: Sequence[SamplingAsk], shape: Shape
     ) -> Response:
-        wishes = Wishes(
+        wishes = ResponseOptions(
             model=self._served.name,
             logprobs=asked.wants_logprobs,
             token_ids=asked.return_token_ids,
             usage_in_stream=asked.stream_options is not None and asked.stream_options.include_usage,
             choices=asked.n,
         )
-        answer = Answer(shape, wishes, asks)
+        answer = CompletionResponse(shape, wishes, asks)
         if not asked.stream:
             return JSONResponse(answer.whole(await unless_gone(request, self._whole(asks))))
         news = self._desk.follow(asks, as_sampled=True)
@@ -88,7 +88,7 @@ class OpenAI:
         events = self._events(answer, first, news, len(asks))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def _whole(self, asks: Sequence[Ask]) -> list[Generation]:
+    async def _whole(self, asks: Sequence[SamplingAsk]) -> list[Generation]:
         ends: dict[int, Generation] = {}
         async with aclosing(self._desk.follow(asks, as_sampled=False)) as news:
             async for index, said in news:
@@ -97,13 +97,13 @@ class OpenAI:
         return [ends[index] for index in range(len(asks))]
 
     async def _events(
-        self, answer: Answer, first: News, news: AsyncGenerator[News, None], count: int
+        self, answer: CompletionResponse, first: RequestEvent, news: AsyncGenerator[RequestEvent, None], count: int
     ) -> AsyncIterator[bytes]:
         ends: dict[int, Generation] = {}
         try:
             async with aclosing(_after(first, news)) as all_news:
                 async for index, said in all_news:
-                    if isinstance(said, Sampled):
+                    if isinstance(said, SampledTokens):
                         pieces = answer.pieces(index, said)
                     else:
                         ends[index] = said
@@ -137,7 +137,7 @@ class OpenAI:
         return ChatCodec(self._served.tokenizer, self._served.tool_format, json.loads(tools))
 
 
-async def _after(first: News, rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:
+async def _after(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:
     """All of it, the first included; closing it closes the rest."""
     async with aclosing(rest):
         yield first

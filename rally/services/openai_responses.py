@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from rally.chat import ChatCodec
-from rally.engines.embedded.request_slots import Sampled
-from rally.services.admission import Ask
+from rally.engines.embedded.request_slots import SampledTokens
+from rally.services.admission import SamplingAsk
 from rally.types import Generation, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
@@ -68,7 +68,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class ResponseOptions:
     """What an answer shall hold beside its text."""
 
     model: str
@@ -112,13 +112,13 @@ class Shape(Protocol):
         """`rest` is the text that no piece has told yet."""
         ...
 
-    def logprobs(self, sampled: Sampled) -> Json: ...
+    def logprobs(self, sampled: SampledTokens) -> Json: ...
 
 
-class Answer:
+class CompletionResponse:
     """One answer to several asks, `wishes.choices` of them for each prompt in turn."""
 
-    def __init__(self, shape: Shape, wishes: Wishes, asks: Sequence[Ask]) -> None:
+    def __init__(self, shape: Shape, wishes: ResponseOptions, asks: Sequence[SamplingAsk]) -> None:
         self._shape, self._wishes, self._asks = shape, wishes, asks
         self._id, self._created = f"{shape.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._streams = [shape.stream(ask.params) for ask in asks]
@@ -131,11 +131,11 @@ class Answer:
             prompt = self._prompt(index)
             answer |= prompt.answer
             own = self._shape.whole(generation, ask.params)
-            sampled = Sampled(list(generation.ids), list(generation.logprobs))
+            sampled = SampledTokens(list(generation.ids), list(generation.logprobs))
             choices.append({"index": index, **own, **prompt.choice, **self._extras(sampled)})
         return answer | {"choices": choices, "usage": self._usage(generations)}
 
-    def pieces(self, index: int, sampled: Sampled) -> Iterator[Json]:
+    def pieces(self, index: int, sampled: SampledTokens) -> Iterator[Json]:
         """The `index`-th choice has grown."""
         stream = self._streams[index]
         if stream is None:
@@ -150,7 +150,7 @@ class Answer:
         ask, stream, told = self._asks[index], self._streams[index], self._told[index]
         text = self._shape.text(generation, ask.params)
         rest = text if stream is None else stream.finish(text)
-        sampled = Sampled(list(generation.ids[told:]), list(generation.logprobs[told:]))
+        sampled = SampledTokens(list(generation.ids[told:]), list(generation.logprobs[told:]))
         fields = self._shape.ending(generation, ask.params, rest, first=not self._opened[index])
         yield self._chunk(index, fields, sampled)
 
@@ -158,7 +158,7 @@ class Answer:
         if self._wishes.usage_in_stream:
             yield self._head(self._shape.piece_kind) | {"choices": [], "usage": self._usage(generations)}
 
-    def _chunk(self, index: int, fields: Json, sampled: Sampled) -> Json:
+    def _chunk(self, index: int, fields: Json, sampled: SampledTokens) -> Json:
         first, self._opened[index] = not self._opened[index], True
         prompt = self._prompt(index) if first else PromptFields({}, {})
         choice = {"index": index, "finish_reason": None, **fields, **prompt.choice, **self._extras(sampled)}
@@ -171,7 +171,7 @@ class Answer:
         wanted = self._wishes.token_ids
         return self._shape.prompt(list(self._asks[index].prompt_ids)) if wanted else PromptFields({}, {})
 
-    def _extras(self, sampled: Sampled) -> Json:
+    def _extras(self, sampled: SampledTokens) -> Json:
         ids = {"token_ids": sampled.ids} if self._wishes.token_ids else {}
         return {"logprobs": self._shape.logprobs(sampled) if self._wishes.logprobs else None, **ids}
 
@@ -213,7 +213,7 @@ class CompletionShape:
     def ending(self, generation: Generation, params: SamplingParams, rest: str, *, first: bool) -> Json:
         return {"text": rest, "finish_reason": generation.finish}
 
-    def logprobs(self, sampled: Sampled) -> Json:
+    def logprobs(self, sampled: SampledTokens) -> Json:
         return {"tokens": [self._decode([i]) for i in sampled.ids], "token_logprobs": sampled.logprobs}
 
 
@@ -249,7 +249,7 @@ class ChatShape:
             fields["delta"] |= {"content": message["content"], "tool_calls": calls}
         return fields | {"finish_reason": finish}
 
-    def logprobs(self, sampled: Sampled) -> Json:
+    def logprobs(self, sampled: SampledTokens) -> Json:
         entries = []
         for token_id, logprob in zip(sampled.ids, sampled.logprobs, strict=True):
             token = self._codec.decode([token_id])

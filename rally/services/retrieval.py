@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rally.retrieval import Batcher, Found, Overloaded, SearchIndex
+from rally.retrieval import Batcher, Overloaded, ScoredPassage, SearchIndex
 from rally.services.http_server import carries
 
 MAX_TOPK = 1000
@@ -34,12 +34,12 @@ class RetrieveRequest(BaseModel):
 
 def create_app(index: SearchIndex, topk: int = 3, token: str | None = None) -> Starlette:
     """The server as an ASGI application; with a token, `/retrieve` wants it as `Authorization: Bearer TOKEN`."""
-    service = _Service(index, topk, token)
+    service = _RetrievalService(index, topk, token)
     routes = [Route("/retrieve", service.retrieve, methods=["POST"]), Route("/health", service.health)]
     return Starlette(routes=routes, lifespan=service.lifespan)
 
 
-class _Service:
+class _RetrievalService:
     def __init__(self, index: SearchIndex, topk: int, token: str | None) -> None:
         self._index = index
         self._topk = topk
@@ -71,13 +71,13 @@ class _Service:
         return carries(self._token, request.headers.get("Authorization", ""))
 
 
-def answer(found: Sequence[Sequence[Found]], scores: bool) -> bytes:
+def answer(found: Sequence[Sequence[ScoredPassage]], scores: bool) -> bytes:
     """The body of an answer. Passages are JSON already, so they are joined and never parsed."""
     lists = [b",".join(_scored(hit) if scores else hit.raw for hit in hits) for hits in found]
     return b'{"result":[' + b",".join(b"[" + hits + b"]" for hits in lists) + b"]}"
 
 
-def _scored(hit: Found) -> bytes:
+def _scored(hit: ScoredPassage) -> bytes:
     return b'{"document":%b,"score":%b}' % (hit.raw, repr(hit.score).encode())
 
 

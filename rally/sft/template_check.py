@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rally.chat import ChatCodec, Parsed, TemplateError
 from rally.data import Conversation
 from rally.loops.base import LoopSettings
-from rally.loops.episode_builder import Exchange
+from rally.loops.episode_builder import EpisodeBuilder
 from rally.sft.training import SftSettings, conversation_row
 from rally.track import RunConsole
 from rally.train.packing import Row
@@ -25,14 +25,14 @@ NO_LIMIT = 2**40
 AROUND = 6  # tokens shown on either side of a difference
 
 
-class Turn(NamedTuple):
+class CheckedTurn(NamedTuple):
     """A reply, and what tools or users said after it."""
 
     reply: Message
     answers: list[Message]
 
 
-class Difference(RallyError):
+class SftDifference(RallyError):
     """Where a conversation and the episode it should be part ways."""
 
 
@@ -107,35 +107,35 @@ def compare(codec: ChatCodec, messages: Sequence[Message], row: Row) -> None:
     episode = list(zip(segment.ids, mask, strict=True))
     place = next((i for i, (a, b) in enumerate(zip_longest(taught, episode)) if a != b), None)
     if place is not None:
-        raise Difference(
+        raise SftDifference(
             f"token {place}, in {_turn_at(exchange, place)}, is not what an episode would have there\n"
             f"  taught:  {_shown(codec, taught, place)}\n  episode: {_shown(codec, episode, place)}"
         )
 
 
-def played(codec: ChatCodec, messages: Sequence[Message]) -> Exchange:
+def played(codec: ChatCodec, messages: Sequence[Message]) -> EpisodeBuilder:
     """The conversation as an agent loop records it, the row's replies being what the policy samples."""
     turns = list(split_turns(messages))
     prompt = tuple(messages[: len(messages) - sum(1 + len(turn.answers) for turn in turns)])
     task = Task(id="", data_source="", prompt=prompt)
-    exchange = Exchange.start(codec, task, LoopSettings(response_length=NO_LIMIT), NO_LIMIT)
+    exchange = EpisodeBuilder.start(codec, task, LoopSettings(response_length=NO_LIMIT), NO_LIMIT)
     for number, turn in enumerate(turns, start=1):
         ids = codec.encode_assistant(turn.reply)
         parsed = exchange.add_sampled(Generation(ids=ids, logprobs=(0.0,) * len(ids), finish="stop"), started=0.0)
         problem = misread(turn, parsed, last=number == len(turns))
         if problem:
-            raise Difference(f"reply {number} {problem}")
+            raise SftDifference(f"reply {number} {problem}")
         if turn.answers:
             told = as_told(turn.answers, parsed.tool_calls)
             exchange.add_observed(told, (), closed=parsed.closed, rerender=False, started=0.0)
     return exchange
 
 
-def split_turns(messages: Sequence[Message]) -> Iterator[Turn]:
+def split_turns(messages: Sequence[Message]) -> Iterator[CheckedTurn]:
     """Every reply with what follows it; what comes before the first is the prompt."""
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     for at, following in zip_longest(replies, replies[1:], fillvalue=len(messages)):
-        yield Turn(messages[at], list(messages[at + 1 : following]))
+        yield CheckedTurn(messages[at], list(messages[at + 1 : following]))
 
 
 def as_told(answers: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
@@ -149,7 +149,7 @@ def as_told(answers: Sequence[Message], calls: Sequence[ToolCall]) -> list[Messa
     return told
 
 
-def misread(turn: Turn, parsed: Parsed, *, last: bool) -> str | None:
+def misread(turn: CheckedTurn, parsed: Parsed, *, last: bool) -> str | None:
     """How an agent loop would read the reply otherwise than the row means it, if it would."""
     meant = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.reply.get("tool_calls") or ()]
     read = [(call.name, call.arguments) for call in parsed.tool_calls]
@@ -180,7 +180,7 @@ def _note_rendering(report: CheckReport, codec: ChatCodec, one: Conversation, ro
         report.first_rendered = report.first_rendered or f"{one.where}:\n{found}"
 
 
-def _turn_at(exchange: Exchange, place: int) -> str:
+def _turn_at(exchange: EpisodeBuilder, place: int) -> str:
     at = place - len(exchange.segment.prompt_ids)
     if at < 0:
         return "the prompt"

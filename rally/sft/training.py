@@ -18,8 +18,8 @@ from rally.data import batch_indices
 from rally.train.divergence import Tried
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import over_rows
-from rally.train.messages import AskLoss, Supervise
-from rally.train.micro_batches import Cut, cut_for, share_of
+from rally.train.messages import ComputeLoss, SftStep
+from rally.train.micro_batches import MicroBatchLimits, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
 from rally.train.update import take_step
@@ -41,8 +41,8 @@ class SftSettings:
     max_rows: int | None = None
 
     @property
-    def cut(self) -> Cut:
-        return Cut(self.max_tokens, self.max_rows)
+    def cut(self) -> MicroBatchLimits:
+        return MicroBatchLimits(self.max_tokens, self.max_rows)
 
 
 class EncodedRow(NamedTuple):
@@ -87,8 +87,8 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     if tokens == 0:
         raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
     mine, tried = torch.zeros(1, device=policy.device), []
-    with policy.ranks.doing(Supervise(rows, torch.initial_seed())), policy.training():
-        parts = cut_for(policy.ranks, rows, settings.cut)
+    with policy.ranks.doing(SftStep(rows, torch.initial_seed())), policy.training():
+        parts = micro_batches_for(policy.ranks, rows, settings.cut)
         for part in share_of(policy.ranks, parts):
             loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
             (loss_M.sum() * part.counts).backward()
@@ -109,7 +109,7 @@ def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> floa
         return token_logprobs(policy.model, packed).logp_M
 
     taught = [row for row in rows if row.sampled]
-    with policy.ranks.doing(AskLoss(taught)):
+    with policy.ranks.doing(ComputeLoss(taught)):
         logp_M = over_rows(taught, forward, policy.device, settings.cut, policy.ranks)
     return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
 

@@ -7,14 +7,14 @@ from rally.tools.loader import load_function_tools, load_tools
 from rally.tools.schema import BadArguments, ToolConfigError
 from rally.tools.session import ToolBox, ToolSession
 from rally.types import ToolResponse
-from rally.util.subprocesses import Ran, run_process
+from rally.util.subprocesses import ProcessResult, run_process
 
 __all__ = [
     "BadArguments",
     "BaseTool",
     "CallLimits",
     "FunctionTool",
-    "Ran",
+    "ProcessResult",
     "ToolBox",
     "ToolConfigError",
     "ToolLimits",

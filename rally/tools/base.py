@@ -20,7 +20,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from rally.tools.limits import CallLimits
-from rally.tools.rate_limit import Gate
+from rally.tools.rate_limit import RateLimiter
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
 from rally.types import ToolResponse
 
@@ -43,7 +43,7 @@ class BaseTool(Generic[ArgsT]):
     """What the tool bears; the YAML's `limits` has the last word."""
     own_timeout: float | None = None
     """Seconds that the tool's own config gives a call; its deadline is never sooner, unless `limits` say so."""
-    shared_gate: Gate | None = None
+    shared_gate: RateLimiter | None = None
     """What the calls of several tools pass together, before the deadline of each begins."""
     example: ClassVar[Mapping[str, Any] | None] = None
     """Arguments of a call that must go well, which `rally doctor` makes; None: it makes some up from the schema."""

@@ -24,8 +24,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from rally.tools.base import BaseTool
-from rally.tools.rate_limit import Gate
-from rally.tools.results import Answer, read_answer, read_reward
+from rally.tools.rate_limit import RateLimiter
+from rally.tools.results import ToolReturn, read_answer, read_reward
 from rally.tools.schema import ToolConfigError, from_pydantic
 from rally.types import RallyError
 
@@ -37,15 +37,15 @@ class AnswerCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: OrderedDict[str, ToolReturn] = OrderedDict()
 
-    def find(self, key: str) -> Answer | None:
+    def find(self, key: str) -> ToolReturn | None:
         if key not in self._answers:
             return None
         self._answers.move_to_end(key)
         return self._answers[key]
 
-    def keep(self, key: str, answer: Answer) -> None:
+    def keep(self, key: str, answer: ToolReturn) -> None:
         if len(answer.response.text or "") > LONGEST:
             return
         self._answers[key] = answer
@@ -74,7 +74,7 @@ on_abandoned: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class CallEnd:
     """How some work ended: with a value, with an error, or too late to say."""
 
     value: Any = None
@@ -82,7 +82,7 @@ class Ended:
     late: bool = False
 
 
-async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
+async def within(work: Coroutine[Any, Any, Any], seconds: float) -> CallEnd:
     """What came of `work` after `seconds` at most, even when it ignores being cancelled; raises only CancelledError."""
     task = asyncio.create_task(settled(work))
     try:
@@ -93,21 +93,21 @@ async def within(work: Coroutine[Any, Any, Any], seconds: float) -> Ended:
     if done:
         return task.result()
     await _cancel(task)
-    return Ended(late=True)
+    return CallEnd(late=True)
 
 
-async def _cancel(task: asyncio.Task[Ended]) -> None:
+async def _cancel(task: asyncio.Task[CallEnd]) -> None:
     """Tell the work that it is over, and let it hear of that before anybody counts what it left behind."""
     task.cancel()
     await asyncio.sleep(0)
 
 
-async def settled(work: Coroutine[Any, Any, Any]) -> Ended:
+async def settled(work: Coroutine[Any, Any, Any]) -> CallEnd:
     """Foreign code may fail in any way, exit() and a stray cancellation included: each is an outcome, not a crash."""
     try:
-        return Ended(value=await work)
+        return CallEnd(value=await work)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
-        return Ended(error=error)
+        return CallEnd(error=error)
 
 
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,18 +120,18 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 async def _in_thread(work: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
-    finished: asyncio.Future[Ended] = loop.create_future()
+    finished: asyncio.Future[CallEnd] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(ended: Ended) -> None:
+    def settle(ended: CallEnd) -> None:
         if not finished.done():
             finished.set_result(ended)
 
     def run() -> None:
         try:
-            ended = Ended(value=context.run(work))
+            ended = CallEnd(value=context.run(work))
         except BaseException as error:  # noqa: BLE001 - whatever ends the thread belongs to the caller
-            ended = Ended(error=error)
+            ended = CallEnd(error=error)
         with suppress(RuntimeError):  # an abandoned call may outlive the loop
             loop.call_soon_threadsafe(settle, ended)
 
@@ -189,7 +189,7 @@ class ToolCaller:
         """Whether an instance is nothing but its id: there is nothing to open, to score or to release."""
         self.at_once = self.stateless and hasattr(tool.execute, "at_once")
         limits = tool.limits
-        own = Gate(limits) if limits.max_concurrency or limits.rate_limit else None
+        own = RateLimiter(limits) if limits.max_concurrency or limits.rate_limit else None
         self.gates = tuple(gate for gate in (own, tool.shared_gate) if gate is not None)
         if limits.cache and not self.stateless:
             raise ToolConfigError(
@@ -211,7 +211,9 @@ class ToolCaller:
         chosen = created[0] if isinstance(created, tuple) and created else created
         return chosen if isinstance(chosen, str) else instance_id
 
-    async def execute(self, instance_id: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> Answer:
+    async def execute(
+        self, instance_id: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
+    ) -> ToolReturn:
         keywords = self._execute.deliver(execute_kwargs, self._method("execute"))
         if self._execute.positional == 1:
             return read_answer(await call(self.tool.execute, self._validated(arguments), **keywords))

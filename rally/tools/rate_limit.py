@@ -23,7 +23,7 @@ SHORTEST_ROUND = 8  # fewer calls say little about how long one takes
 
 
 @dataclass
-class Adaptive:
+class AdaptiveConcurrency:
     """How many may run now is `limit`; every finished call is told to `learn`."""
 
     least: int
@@ -81,7 +81,7 @@ class _Lane:
     full_at: float = 0.0
 
 
-class Gate:
+class RateLimiter:
     """At most `max_concurrency` at a time and `rate_limit` a second: a bucket that holds a second's worth and refills
     steadily.
 
@@ -92,10 +92,10 @@ class Gate:
         self._most = limits.max_concurrency
         self._gap = 1 / limits.rate_limit if limits.rate_limit else None
         self._max_queue = limits.max_queue
-        self._adaptive: Adaptive | None = None
+        self._adaptive: AdaptiveConcurrency | None = None
         if limits.adaptive_concurrency:
             assert self._most is not None
-            self._adaptive = Adaptive(limits.min_concurrency, self._most)
+            self._adaptive = AdaptiveConcurrency(limits.min_concurrency, self._most)
         self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
 
     @property

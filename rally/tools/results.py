@@ -25,14 +25,14 @@ class BadReturn(RallyError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ToolReturn:
     response: ToolResponse
     ok: bool = True
     reward: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-def read_answer(returned: Any) -> Answer:
+def read_answer(returned: Any) -> ToolReturn:
     """The meaning of what a tool's execute returned."""
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
@@ -40,7 +40,7 @@ def read_answer(returned: Any) -> Answer:
     value, reward, metrics = (*parts, None, None)[:3]
     if metrics is not None and not isinstance(metrics, Mapping):
         raise BadReturn(f"the tool returned metrics of type {type(metrics).__name__}; they must be a dict")
-    return Answer(
+    return ToolReturn(
         response=_response(value),
         ok=not _says_failed(value),
         reward=None if reward is None else read_reward(reward),

@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 from rally.images.loading import loaded_images
 from rally.redact import learn_environment, redact
 from rally.tools.base import BaseTool
-from rally.tools.invoke import Ended, ToolCaller, ToolTimeout, call_key, on_abandoned, settled, within
+from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, call_key, on_abandoned, settled, within
 from rally.tools.limits import ToolLimits
 from rally.tools.rate_limit import QueueFull
-from rally.tools.results import Answer, clean, shorten
+from rally.tools.results import ToolReturn, clean, shorten
 from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, usage
 from rally.types import TOOL_TROUBLE, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """How a call ended and what there is to tell; `seconds` and `queued` are how long it took and waited."""
 
     status: ToolStatus
-    answer: Answer
+    answer: ToolReturn
     seconds: float = 0.0
     queued: float = 0.0
     cached: bool = False
@@ -150,7 +150,7 @@ class ToolSession:
             cached=outcome.cached,
         )
 
-    async def _outcome(self, call: ToolCall) -> Outcome:
+    async def _outcome(self, call: ToolCall) -> CallOutcome:
         caller = self._callers.get(call.name)
         if call.error is not None:
             text = f"this tool call could not be read ({call.error.rstrip('.')}). {self._example(caller)}"
@@ -164,20 +164,20 @@ class ToolSession:
             return _bad_arguments(caller, error)
         return await self._remembered(caller, arguments)
 
-    async def _remembered(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+    async def _remembered(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
         """The answer that an identical call was given before, where the tool is cached; else a new one."""
         key = call_key(arguments, self._row(caller.tool.name, "execute_kwargs")) if caller.cache else None
         if caller.cache is None or key is None:
             return await self._gated(caller, arguments)
         known = caller.cache.find(key)
         if known is not None:
-            return Outcome(ToolStatus.OK, known, cached=True)
+            return CallOutcome(ToolStatus.OK, known, cached=True)
         outcome = await self._gated(caller, arguments)
         if outcome.status is ToolStatus.OK:
             caller.cache.keep(key, outcome.answer)
         return outcome
 
-    async def _gated(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+    async def _gated(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
         if not caller.gates:
             return await self._timed(caller, arguments)
         try:
@@ -191,13 +191,13 @@ class ToolSession:
         except QueueFull as full:
             return _failed(ToolStatus.REJECTED, f"{caller.tool.name} is busy: {full}.")
 
-    async def _timed(self, caller: ToolCaller, arguments: dict[str, Any]) -> Outcome:
+    async def _timed(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
         started = time.perf_counter()
         work = self._execute(caller, arguments)
         ended = await (settled(work) if caller.at_once else within(work, self._timeout(caller)))
         return self._read(caller, ended)._replace(seconds=time.perf_counter() - started)
 
-    def _read(self, caller: ToolCaller, ended: Ended) -> Outcome:
+    def _read(self, caller: ToolCaller, ended: CallEnd) -> CallOutcome:
         if ended.late:
             limit = f"{self._timeout(caller):g} seconds"
             return _failed(ToolStatus.TIMEOUT, f"{caller.tool.name} did not answer within {limit}.")
@@ -207,13 +207,13 @@ class ToolSession:
             return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
         if ended.error is not None:
             return _failed(ToolStatus.ERROR, describe(ended.error))
-        answer: Answer = ended.value
-        return Outcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, _without_secrets(answer))
+        answer: ToolReturn = ended.value
+        return CallOutcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, _without_secrets(answer))
 
     def _timeout(self, caller: ToolCaller) -> float:
         return caller.tool.limits.timeout or max(self._limits.timeout, caller.tool.own_timeout or 0.0)
 
-    async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> Answer:
+    async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> ToolReturn:
         instance_id = await self._instance(caller)
         return await caller.execute(instance_id, arguments, self._row(caller.tool.name, "execute_kwargs"))
 
@@ -265,7 +265,7 @@ class ToolSession:
     def _count_abandoned(self) -> None:
         self._counters["abandoned"] += 1
 
-    def _count_failure(self, counter: str, ended: Ended) -> None:
+    def _count_failure(self, counter: str, ended: CallEnd) -> None:
         if ended.late or ended.error is not None:
             self._counters[counter] += 1
 
@@ -298,16 +298,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _bad_arguments(caller: ToolCaller, error: BadArguments) -> Outcome:
+def _bad_arguments(caller: ToolCaller, error: BadArguments) -> CallOutcome:
     text = f"bad arguments for {caller.tool.name}: {error}. {usage(caller.tool.parameters)}"
     return _failed(ToolStatus.BAD_ARGUMENTS, text)
 
 
-def _failed(status: ToolStatus, text: str) -> Outcome:
-    return Outcome(status, Answer(response=ToolResponse(text=clean(redact(f"Error: {text}"))), ok=False))
+def _failed(status: ToolStatus, text: str) -> CallOutcome:
+    return CallOutcome(status, ToolReturn(response=ToolResponse(text=clean(redact(f"Error: {text}"))), ok=False))
 
 
-def _without_secrets(answer: Answer) -> Answer:
+def _without_secrets(answer: ToolReturn) -> ToolReturn:
     text = answer.response.text
     if not text or (safe := redact(text)) == text:
         return answer

@@ -24,8 +24,8 @@ from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
 from rally.train.checkpoint.snapshot import Part, state_part
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
-from rally.train.messages import AskValues, GatherCritic, TeachCritic
-from rally.train.micro_batches import Cut, Share, cut_for, share_of
+from rally.train.messages import ComputeValues, GatherCritic, UpdateCritic
+from rally.train.micro_batches import MicroBatchLimits, MicroBatchShare, micro_batches_for, share_of
 from rally.train.packing import Row, pack
 from rally.train.policy import Policy
 from rally.train.update import take_step, visit_order
@@ -55,7 +55,7 @@ class CriticSettings:
         return -(-groups // self.mini_batch_groups) * self.epochs
 
 
-class Judgement(NamedTuple):
+class CriticOutput(NamedTuple):
     """What the policy learns from, what the critic does, and what a person should know of the values."""
 
     policy: TrainBatch
@@ -98,7 +98,9 @@ class Critic:
     learner: Policy  # of a value model
     settings: CriticSettings
 
-    def judge(self, episodes: Sequence[Episode], credit: CreditSettings, token_rewards_M: Tensor | None) -> Judgement:
+    def judge(
+        self, episodes: Sequence[Episode], credit: CreditSettings, token_rewards_M: Tensor | None
+    ) -> CriticOutput:
         """Values of all decisions of one step, and the advantages that follow from them."""
         scored = scored_of(episodes, credit, token_rewards_M)
         made, rows = decisions(scored, credit), rows_of(episodes)
@@ -110,13 +112,13 @@ class Critic:
             rows=_with_targets(asked, values_D, found.returns_D),
             tokens_N=made.lengths_N,
         )
-        return Judgement(batch_of(rows, scored, found.advantages_M), critic, _told(values_D, found.returns_D))
+        return CriticOutput(batch_of(rows, scored, found.advantages_M), critic, _told(values_D, found.returns_D))
 
     def values(self, rows: Sequence[Row]) -> Tensor:
         """What is expected before each sampled token of the rows."""
         learner, settings = self.learner, self.settings
-        cut = Cut(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.doing(AskValues(rows)):
+        cut = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
+        with learner.ranks.doing(ComputeValues(rows)):
             return over_rows(
                 rows, lambda packed: token_values(learner.model, packed), learner.device, cut, learner.ranks
             )
@@ -126,7 +128,7 @@ class Critic:
     ) -> dict[str, float]:
         """Run all mini-batches of one step and return its metrics."""
         settings, learner, metrics = self.settings, self.learner, CriticMetrics()
-        with learner.ranks.doing(TeachCritic(batch, step, torch.initial_seed())):
+        with learner.ranks.doing(UpdateCritic(batch, step, torch.initial_seed())):
             with learner.training():
                 for epoch in range(settings.epochs):
                     order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
@@ -145,7 +147,7 @@ class Critic:
         rows = [row for row in batch.rows if row.episode in chosen]
         total, tried = torch.zeros(()), []
         ranks = self.learner.ranks
-        parts = cut_for(ranks, rows, Cut(settings.max_tokens, settings.max_rows))
+        parts = micro_batches_for(ranks, rows, MicroBatchLimits(settings.max_tokens, settings.max_rows))
         for part in share_of(ranks, parts):
             loss_D = self._loss(part, weights_N, metrics)
             (loss_D.sum() * part.counts).backward()
@@ -156,7 +158,7 @@ class Critic:
             metrics.grad_norms.append(take_step(self.learner, parts, tried))
         metrics.losses.append(total)
 
-    def _loss(self, part: Share, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
+    def _loss(self, part: MicroBatchShare, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
         """What each decision adds to the loss of its mini-batch."""
         device, rows = self.learner.device, part.rows
         packed = pack(rows, device)

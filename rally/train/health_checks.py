@@ -23,7 +23,7 @@ Steps = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings:
+class HealthSettings:
     """`patience` steps are looked at together. A share of 0 (for clipped_share 1) never raises an alarm."""
 
     patience: int = 5
@@ -32,7 +32,7 @@ class WatchSettings:
     clipped_share: float = 0.5
 
 
-class Finding(NamedTuple):
+class HealthWarning(NamedTuple):
     """Something a person should look at; `key` is the same for findings that need to be said only once."""
 
     key: str
@@ -44,12 +44,12 @@ def watched(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in WATCHED if name in metrics and math.isfinite(metrics[name])}
 
 
-def findings(steps: Steps, settings: WatchSettings) -> list[Finding]:
+def findings(steps: Steps, settings: HealthSettings) -> list[HealthWarning]:
     """All that is wrong after these steps of a run, from its first on."""
     return [found for rule in RULES if (found := rule(steps, settings)) is not None]
 
 
-def constant_reward(steps: Steps, settings: WatchSettings) -> Finding | None:
+def constant_reward(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """Every episode since the beginning has earned the same."""
     value = _only_reward(steps)
     if value is None or len(steps) < settings.patience:
@@ -62,10 +62,10 @@ def constant_reward(steps: Steps, settings: WatchSettings) -> Finding | None:
         if value <= 0
         else "the reward function may not look at the answer, or the rows may be too easy"
     )
-    return Finding("constant_reward", told + look + cause)
+    return HealthWarning("constant_reward", told + look + cause)
 
 
-def flat_groups(steps: Steps, settings: WatchSettings) -> Finding | None:
+def flat_groups(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """The last steps had no group in which one episode earned more than another."""
     live = _last(steps, LIVE, settings.patience)
     if live is None or any(live) or (_only_reward(steps) is not None and len(steps) >= settings.patience):
@@ -79,10 +79,10 @@ def flat_groups(steps: Steps, settings: WatchSettings) -> Finding | None:
         "rows that are solved sometimes"
     )
     told = f"for {settings.patience} steps no episode earned more or less than the others of its group"
-    return Finding("flat_groups", f"{told}, so those steps taught nothing; {cause}")
+    return HealthWarning("flat_groups", f"{told}, so those steps taught nothing; {cause}")
 
 
-def entropy_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
+def entropy_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """The policy has become much surer of its tokens than it was."""
     entropies = [step[ENTROPY] for step in steps if ENTROPY in step]
     if len(entropies) < 2 * settings.patience:
@@ -90,7 +90,7 @@ def entropy_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
     start, now = (statistics.fmean(part) for part in (entropies[: settings.patience], entropies[-settings.patience :]))
     if now >= settings.entropy_share * start:
         return None
-    return Finding(
+    return HealthWarning(
         "entropy_collapse",
         f"the policy's entropy fell from {start:.3g} to {now:.3g}, under trainer.guards.entropy_share="
         f"{settings.entropy_share:g} of its start: it says nearly the same each time and finds nothing new; unless "
@@ -99,7 +99,7 @@ def entropy_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
     )
 
 
-def tool_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
+def tool_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """The policy called its tools, and nearly does no more."""
     calls = [step[CALLS] for step in steps if CALLS in step]
     size = settings.patience
@@ -109,7 +109,7 @@ def tool_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
     best, now = max(means), means[-1]
     if best < USES_TOOLS or now >= settings.tool_share * best:
         return None
-    return Finding(
+    return HealthWarning(
         "tool_collapse",
         f"the policy has nearly stopped calling tools: {best:.2f} calls an episode at its best, {now:.2f} now, under "
         f"trainer.guards.tool_share={settings.tool_share:g} of that; look at tool/success_rate and at what the tools "
@@ -118,12 +118,12 @@ def tool_collapse(steps: Steps, settings: WatchSettings) -> Finding | None:
     )
 
 
-def clipped_responses(steps: Steps, settings: WatchSettings) -> Finding | None:
+def clipped_responses(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """Most episodes of the last steps were cut by the response budget."""
     clipped = _last(steps, CLIPPED, settings.patience)
     if clipped is None or statistics.fmean(clipped) <= settings.clipped_share:
         return None
-    return Finding(
+    return HealthWarning(
         "clipped_responses",
         f"{statistics.fmean(clipped):.0%} of the episodes of the last {settings.patience} steps were cut by the "
         f"response budget, over trainer.guards.clipped_share={settings.clipped_share:g}, and are judged without an "
@@ -132,12 +132,12 @@ def clipped_responses(steps: Steps, settings: WatchSettings) -> Finding | None:
     )
 
 
-def crowded_memory(steps: Steps, settings: WatchSettings) -> Finding | None:
+def crowded_memory(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
     """In each of the last steps the GPU was full, and what torch had kept was given back and asked for anew."""
     counts = _last(steps, RETRIES, settings.patience + 1)
     if counts is None or any(after <= before for before, after in pairwise(counts)):
         return None
-    return Finding(
+    return HealthWarning(
         "crowded_memory",
         f"in each of the last {settings.patience} steps the GPU's memory was full, and torch gave back what it kept "
         f"and asked for it anew, {counts[-1] - counts[0]:.0f} times in all, which takes time; lower "
@@ -145,7 +145,7 @@ def crowded_memory(steps: Steps, settings: WatchSettings) -> Finding | None:
     )
 
 
-RULES: tuple[Callable[[Steps, WatchSettings], Finding | None], ...] = (
+RULES: tuple[Callable[[Steps, HealthSettings], HealthWarning | None], ...] = (
     constant_reward,
     flat_groups,
     entropy_collapse,

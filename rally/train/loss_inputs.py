@@ -15,7 +15,7 @@ from torch import Tensor
 from rally.algos.losses import SurrogateSettings, kl_estimate, mark_tokens
 from rally.algos.off_policy_correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
 from rally.models.parallel import ALONE, Ranks
-from rally.train.micro_batches import Cut, cut_for, in_order, share_of
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 
 
@@ -28,11 +28,11 @@ def over_rows(
     rows: Sequence[Row],
     forward: Callable[[PackedRows], Tensor],
     device: torch.device,
-    cut: Cut,
+    cut: MicroBatchLimits,
     ranks: Ranks = ALONE,
 ) -> Tensor:
     """What `forward` gives each sampled token, such as its log-probability, without a gradient."""
-    parts = cut_for(ranks, rows, cut)
+    parts = micro_batches_for(ranks, rows, cut)
     mine_M = torch.zeros(0)
     with torch.no_grad():
         for part in share_of(ranks, parts):

@@ -11,7 +11,7 @@ from rally.train.packing import Row
 
 
 @dataclass(frozen=True)
-class Update(Message):
+class UpdatePolicy(Message):
     """Train on a batch, from a seed for whatever draws."""
 
     batch: TrainBatch
@@ -20,21 +20,21 @@ class Update(Message):
 
 
 @dataclass(frozen=True)
-class AskReference(Message):
+class ComputeReference(Message):
     """What the reference gives the sampled tokens of rows."""
 
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
-class AskValues(Message):
+class ComputeValues(Message):
     """What the critic expects before the sampled tokens of rows."""
 
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
-class TeachCritic(Message):
+class UpdateCritic(Message):
     """Train the critic on a batch, from a seed for whatever draws."""
 
     batch: TrainBatch
@@ -43,14 +43,14 @@ class TeachCritic(Message):
 
 
 @dataclass(frozen=True)
-class AskLogits(Message):
+class ComputeLogits(Message):
     """The policy's logits over one history."""
 
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Supervise(Message):
+class SftStep(Message):
     """One step on conversations, from a seed for whatever draws."""
 
     rows: Sequence[Row]
@@ -58,7 +58,7 @@ class Supervise(Message):
 
 
 @dataclass(frozen=True)
-class AskLoss(Message):
+class ComputeLoss(Message):
     """The loss on conversations, without training."""
 
     rows: Sequence[Row]
@@ -82,14 +82,14 @@ class GatherCritic(Message):
 
 
 @dataclass(frozen=True)
-class Leave(Message):
+class Shutdown(Message):
     """There is nothing more to do."""
 
 
-Asking = AskReference | AskValues | AskLoss | AskLogits
+Asking = ComputeReference | ComputeValues | ComputeLoss | ComputeLogits
 
 
-Training = Update | TeachCritic | Supervise
+Training = UpdatePolicy | UpdateCritic | SftStep
 
 
 Gathering = GatherWeights | GatherState | GatherCritic

@@ -21,30 +21,30 @@ from rally.train.packing import Row, micro_batches, shared
 UNBOUND = sys.maxsize
 
 
-class Cut(NamedTuple):
+class MicroBatchLimits(NamedTuple):
     """At most so many tokens and, unless None, so many rows."""
 
     max_tokens: int
     max_rows: int | None = None
 
-    def within(self, other: Cut) -> Cut:
+    def within(self, other: MicroBatchLimits) -> MicroBatchLimits:
         """What keeps to both."""
         rows = [count for count in (self.max_rows, other.max_rows) if count is not None]
-        return Cut(min(self.max_tokens, other.max_tokens), min(rows, default=None))
+        return MicroBatchLimits(min(self.max_tokens, other.max_tokens), min(rows, default=None))
 
 
-def cut_of(budget: int, rows: int | None, by_tokens: bool) -> Cut:
-    return Cut(budget if by_tokens else UNBOUND, rows)
+def limits_of(budget: int, rows: int | None, by_tokens: bool) -> MicroBatchLimits:
+    return MicroBatchLimits(budget if by_tokens else UNBOUND, rows)
 
 
-class Share(NamedTuple):
+class MicroBatchShare(NamedTuple):
     """A micro-batch. One that does not count is another rank's: all ranks must compute equally often."""
 
     rows: list[Row]
     counts: bool = True
 
 
-def cut_for(ranks: Ranks, rows: Sequence[Row], cut: Cut) -> list[list[Row]]:
+def micro_batches_for(ranks: Ranks, rows: Sequence[Row], cut: MicroBatchLimits) -> list[list[Row]]:
     """All micro-batches, the same on every rank: within the cut, and small enough that no rank is left without."""
     tokens = cut.max_tokens
     if ranks.count > 1:
@@ -52,11 +52,11 @@ def cut_for(ranks: Ranks, rows: Sequence[Row], cut: Cut) -> list[list[Row]]:
     return list(micro_batches(rows, tokens, cut.max_rows))
 
 
-def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[Share]:
+def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[MicroBatchShare]:
     """What this rank computes, as many as every other does."""
     rounds = range(0, len(parts), ranks.count)
     mine = [first + ranks.number for first in rounds]
-    return [Share(parts[i]) if i < len(parts) else Share(parts[-1], counts=False) for i in mine]
+    return [MicroBatchShare(parts[i]) if i < len(parts) else MicroBatchShare(parts[-1], counts=False) for i in mine]
 
 
 def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[Tensor]:

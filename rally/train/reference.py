@@ -27,7 +27,7 @@ LARGEST_ERROR = 0.2  # a KL far off the target moves the coefficient no faster t
 
 
 @dataclass(kw_only=True)
-class KlControl:
+class KlController:
     """`target` is the wanted mean KL of a sampled token; without one the coefficient stays.
 
     A KL that is 20 % or more above the target all the time multiplies the coefficient by about e ** 0.2 for every

@@ -39,20 +39,20 @@ from rally.train.checkpoint.snapshot import Part, json_part
 from rally.train.checkpoint.store import COUNTERS, CheckpointStore
 from rally.train.critic import Critic
 from rally.train.divergence import keeping_diverged
-from rally.train.health_checks import WatchSettings, findings, watched
+from rally.train.health_checks import HealthSettings, findings, watched
 from rally.train.interrupt import Interrupt
 from rally.train.loss_inputs import kl_rewards
 from rally.train.policy import Policy, due, step_seed
-from rally.train.reference import KlControl, Reference, awake
+from rally.train.reference import KlController, Reference, awake
 from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
 from rally.train.rollout.rollout import Rollout, RolloutResult, ValidationPass
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.types import Episode, SamplingParams
-from rally.util.threads import Recorder
+from rally.util.threads import BackgroundWriter
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings:
+class TrainerSettings:
     """When things happen."""
 
     total_steps: int
@@ -68,7 +68,7 @@ class FitSettings:
     val_batch_size: int | None = None
     max_prompt_length: int | None = None
     mismatch_alarm: float = 0.01
-    watch: WatchSettings = field(default_factory=WatchSettings)
+    watch: HealthSettings = field(default_factory=HealthSettings)
     show_validation: int = 0  # conversations printed after a validation
 
 
@@ -76,7 +76,7 @@ class FitSettings:
 class Trainer:
     """The parts of a run, and the loop over them."""
 
-    settings: FitSettings
+    settings: TrainerSettings
     update: UpdateSettings
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
@@ -93,11 +93,11 @@ class Trainer:
     console: RunConsole
     sinks: Sinks
     reference: Reference | None = None
-    reward_kl: KlControl | None = None  # None: no KL in the reward
+    reward_kl: KlController | None = None  # None: no KL in the reward
     critic: Critic | None = None
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
-    recorder: Recorder = field(default_factory=Recorder)
+    recorder: BackgroundWriter = field(default_factory=BackgroundWriter)
     interrupt: Interrupt = field(default_factory=Interrupt)
     done: int = field(default=0, init=False)  # the last step that has ended
     history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched

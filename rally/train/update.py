@@ -22,8 +22,8 @@ from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
 from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
 from rally.train.loss_inputs import corrected_rows, marked_rows, over_rows
-from rally.train.messages import AskReference, Update
-from rally.train.micro_batches import Cut, cut_for, in_order, share_of
+from rally.train.messages import ComputeReference, UpdatePolicy
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
 from rally.train.reference import Reference
@@ -57,15 +57,15 @@ class UpdateSettings:
     epochs: int = 1
     max_tokens: int = 16384
     max_rows: int | None = None
-    log_prob_cut: Cut | None = None  # of a pass for old log-probabilities; None: as in the update
-    reference_cut: Cut | None = None  # of one for the reference's
+    log_prob_limits: MicroBatchLimits | None = None  # of a pass for old log-probabilities; None: as in the update
+    reference_limits: MicroBatchLimits | None = None  # of one for the reference's
     temperature: float = 1.0
     deterministic: bool = False  # logprobs by the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
 
     @property
-    def cut(self) -> Cut:
-        return Cut(self.max_tokens, self.max_rows)
+    def cut(self) -> MicroBatchLimits:
+        return MicroBatchLimits(self.max_tokens, self.max_rows)
 
     @property
     def needs_every_row(self) -> bool:
@@ -84,7 +84,7 @@ class UpdateMetrics:
     trained: list[Tensor] = field(default_factory=list)
     recorded: list[Tensor] = field(default_factory=list)
 
-    def add(self, seen: Seen, *, fresh: bool, counts: bool) -> None:
+    def add(self, seen: MicroBatchResult, *, fresh: bool, counts: bool) -> None:
         """What was seen of a micro-batch. Only the first mini-batch still has the weights of the rollout: `fresh`."""
         most = None if counts else 0
         self.tokens += seen.logp_M[:most].numel()
@@ -111,7 +111,7 @@ class UpdateMetrics:
         return means
 
 
-class Seen(NamedTuple):
+class MicroBatchResult(NamedTuple):
     """What a micro-batch tells: log-probabilities now and as recorded, and values to be averaged over tokens."""
 
     logp_M: Tensor
@@ -119,9 +119,9 @@ class Seen(NamedTuple):
     values: dict[str, Tensor]
 
 
-class Computed(NamedTuple):
+class MicroBatchLoss(NamedTuple):
     loss_M: Tensor
-    seen: Seen
+    seen: MicroBatchResult
 
 
 def _mismatch(trained_M: Tensor, recorded_M: Tensor) -> dict[str, float]:
@@ -153,7 +153,7 @@ def update_policy(
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
     told: dict[str, float] = {}
-    with policy.ranks.doing(Update(batch, step, torch.initial_seed())):
+    with policy.ranks.doing(UpdatePolicy(batch, step, torch.initial_seed())):
         if settings.correction.active:
             with timed("old_log_prob"):
                 batch, told = _corrected(policy, batch, settings)
@@ -175,7 +175,7 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
     def forward(packed: PackedRows) -> Tensor:
         return _logprobs(policy, packed, settings).logp_M
 
-    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_cut or settings.cut, policy.ranks)
+    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.cut, policy.ranks)
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
@@ -186,8 +186,8 @@ def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row]
     def forward(packed: PackedRows) -> Tensor:
         return reference(packed, settings.temperature)
 
-    with policy.ranks.doing(AskReference(rows)):
-        return over_rows(rows, forward, policy.device, settings.reference_cut or settings.cut, policy.ranks)
+    with policy.ranks.doing(ComputeReference(rows)):
+        return over_rows(rows, forward, policy.device, settings.reference_limits or settings.cut, policy.ranks)
 
 
 def visit_order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
@@ -218,7 +218,7 @@ def _mini_batch(
         rows = marked_rows(rows, settings.surrogate)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total, tried = torch.zeros(()), []
-    parts = cut_for(policy.ranks, rows, settings.cut)
+    parts = micro_batches_for(policy.ranks, rows, settings.cut)
     for part in share_of(policy.ranks, parts):
         packed = pack(part.rows, policy.device)
         loss_M, seen = _loss(policy, packed, weights_N, settings, reference)
@@ -256,7 +256,7 @@ def _loss(
     weights_N: Tensor,
     settings: UpdateSettings,
     reference: Reference | None,
-) -> Computed:
+) -> MicroBatchLoss:
     """What each sampled token adds to the loss of its mini-batch."""
     logp_M, entropy_M = _logprobs(policy, packed, settings)
     tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
@@ -274,5 +274,5 @@ def _loss(
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
         values["kl_loss"] = kl_M
-    seen = Seen(logp_M.detach(), packed.old_logp_M, values)
-    return Computed(loss_M * weights_N[packed.episode_M], seen)
+    seen = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values)
+    return MicroBatchLoss(loss_M * weights_N[packed.episode_M], seen)

@@ -95,7 +95,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-class JsonLines:
+class JsonLinesTail:
     """The objects of a file so far. A line still being written is left for the next look; one that is no object is
     counted in `bad`."""
 

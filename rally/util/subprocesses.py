@@ -18,7 +18,7 @@ _CHUNK = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class ProcessResult:
     """How a program ended. `code` is negative when a signal ended it; `cut` bytes of output were not kept."""
 
     code: int
@@ -30,7 +30,7 @@ class Ran:
         return self.output.decode("utf-8", "replace")
 
 
-async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output: int = MAX_OUTPUT) -> Ran:
+async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output: int = MAX_OUTPUT) -> ProcessResult:
     """Run a program to its end, output and errors together. Cancelling the call, as a deadline does, kills it."""
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -44,7 +44,7 @@ async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output:
             group.create_task(_feed(process, stdin))
             reading = group.create_task(_read(process, max_output))
         output, cut = reading.result()
-        return Ran(code=await process.wait(), output=output, cut=cut)
+        return ProcessResult(code=await process.wait(), output=output, cut=cut)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

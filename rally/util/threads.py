@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
-class Background:
+class BackgroundJobs:
     """Jobs off the calling thread, one after the other. The interpreter waits for a running one before it exits."""
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,7 @@ def side_by_side(jobs: Sequence[Callable[[], None]], name: str) -> None:
         job.result()
 
 
-class Recorder:
+class BackgroundWriter:
     """One thread that writes; who fails is heard of at the next `wait`."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ _INSERT = (
 _UNSPACED = re.compile("[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
-class EpisodeFile(NamedTuple):
+class IndexedFile(NamedTuple):
     """One file of the run as it is now; the writing of it anew changes size or time."""
 
     name: str
@@ -59,7 +59,7 @@ class EpisodeFile(NamedTuple):
         return step, kind
 
 
-class Place(NamedTuple):
+class EpisodeLocation(NamedTuple):
     """Where the line of an episode is."""
 
     file: str
@@ -72,7 +72,7 @@ def spaced(text: str) -> str:
     return _UNSPACED.sub(r" \g<0> ", text)
 
 
-def list_files(folder: Path) -> list[EpisodeFile]:
+def list_files(folder: Path) -> list[IndexedFile]:
     """The episode files of a run; a file being written has another name until it is whole."""
     found = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -80,7 +80,7 @@ def list_files(folder: Path) -> list[EpisodeFile]:
             if entry.name.endswith(".jsonl") and not entry.name.startswith("."):
                 with suppress(FileNotFoundError):  # set aside since the folder was read
                     stat = entry.stat()
-                    found.append(EpisodeFile(entry.name, stat.st_size, stat.st_mtime_ns))
+                    found.append(IndexedFile(entry.name, stat.st_size, stat.st_mtime_ns))
     return found
 
 
@@ -146,7 +146,7 @@ class Index:
         """A file's name in words, without where the run lies: exported pages go to others."""
         return f"{self.episodes.parent.name}/{self.episodes.name}/{file}"
 
-    def forget_gone(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> bool:
+    def forget_gone(self, db: sqlite3.Connection, files: list[IndexedFile]) -> bool:
         """Remove what was read from files that are gone or were written anew; whether there was any."""
         now = {file.name: file for file in files}
         known = db.execute("SELECT name, size, mtime FROM files").fetchall()
@@ -160,13 +160,13 @@ class Index:
                 db.execute("DELETE FROM files WHERE name = ?", (name,))
         return bool(stale)
 
-    def unread(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> list[EpisodeFile]:
+    def unread(self, db: sqlite3.Connection, files: list[IndexedFile]) -> list[IndexedFile]:
         """Files with lines that are not in the index, the newest steps first."""
         done = dict(db.execute("SELECT name, done FROM files").fetchall())
         left = [file for file in files if done.get(file.name, -1) < file.size]
         return sorted(left, key=lambda file: file.newest_first, reverse=True)
 
-    def read_piece(self, db: sqlite3.Connection, file: EpisodeFile) -> bool:
+    def read_piece(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
         """Add the next lines of a file; whether the file is finished."""
         with db:  # commits, or rolls back
             db.execute("BEGIN IMMEDIATE")
@@ -178,14 +178,14 @@ class Index:
             db.execute("UPDATE files SET done = ? WHERE name = ?", (done, file.name))
         return bool(done >= file.size)
 
-    def _lines(self, name: str, start: int) -> Iterator[tuple[Place, bytes]]:
+    def _lines(self, name: str, start: int) -> Iterator[tuple[EpisodeLocation, bytes]]:
         with (self.episodes / name).open("rb") as file:
             file.seek(start)
             for line in file:
-                yield Place(name, start, len(line)), line
+                yield EpisodeLocation(name, start, len(line)), line
                 start += len(line)
 
-    def _add(self, db: sqlite3.Connection, place: Place, line: bytes) -> None:
+    def _add(self, db: sqlite3.Connection, place: EpisodeLocation, line: bytes) -> None:
         try:
             episode = json.loads(line)
             row: Summary = summarize(episode)
@@ -211,8 +211,8 @@ class Indexer:
         self._index = index
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._spoiled: dict[EpisodeFile, str] = {}  # not asked again until they are written anew
-        self._unreadable: dict[EpisodeFile, str] = {}  # asked again at every look
+        self._spoiled: dict[IndexedFile, str] = {}  # not asked again until they are written anew
+        self._unreadable: dict[IndexedFile, str] = {}  # asked again at every look
         self._trouble: list[str] = []
         self._progress: dict[str, Any] = {"revision": 0, "episodes": 0, "bytes": 0, "read": 0, "problems": []}
         with closing(index.connect()) as db:
@@ -269,13 +269,13 @@ class Indexer:
             self._measure(db, files)
         return read
 
-    def _forgive(self, files: list[EpisodeFile]) -> None:
+    def _forgive(self, files: list[IndexedFile]) -> None:
         now = set(files)
         for told in (self._spoiled, self._unreadable):
             for file in told.keys() - now:
                 del told[file]
 
-    def _read_piece(self, db: sqlite3.Connection, file: EpisodeFile) -> bool:
+    def _read_piece(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
         """Whether it could be read."""
         try:
             self._index.read_piece(db, file)
@@ -294,7 +294,7 @@ class Indexer:
     def _problems(self) -> list[str]:
         return [*self._spoiled.values(), *self._unreadable.values()]
 
-    def _measure(self, db: sqlite3.Connection, files: list[EpisodeFile]) -> None:
+    def _measure(self, db: sqlite3.Connection, files: list[IndexedFile]) -> None:
         """Files that cannot be read do not count, else the page would say for ever that it is reading."""
         (episodes,) = db.execute("SELECT count(*) FROM episodes").fetchone()
         done = dict(db.execute("SELECT name, done FROM files").fetchall())

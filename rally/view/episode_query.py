@@ -38,14 +38,14 @@ class Condition(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Page(NamedTuple):
+class QueryPage(NamedTuple):
     """Rows in order, and the key to ask on with; None at the end."""
 
     rows: list[dict[str, Any]]
     next: str | None
 
 
-class Beside(NamedTuple):
+class Neighbours(NamedTuple):
     """How many rows are before one, and the names of its neighbours; nothing of a row that is not in the table."""
 
     at: int | None = None
@@ -85,7 +85,7 @@ class Query:
         where, values = self._where()
         return int(db.execute(f"SELECT count(*) FROM episodes {where}", values).fetchone()[0])
 
-    def page(self, db: sqlite3.Connection, after: str | None = None, skip: int = 0, limit: int = PAGE) -> Page:
+    def page(self, db: sqlite3.Connection, after: str | None = None, skip: int = 0, limit: int = PAGE) -> QueryPage:
         """The rows that follow the key `after`, without the first `skip` of them."""
         limit = min(limit, MOST_ROWS)
         key, order = SORTS[self.sort], "DESC" if self.descending else "ASC"
@@ -97,20 +97,20 @@ class Query:
             (*values, limit, skip),
         ).fetchall()
         last = rows[-1][-2:] if len(rows) == limit else None
-        return Page([dict(zip(SHOWN, row, strict=False)) for row in rows], last and _key(*last))
+        return QueryPage([dict(zip(SHOWN, row, strict=False)) for row in rows], last and _key(*last))
 
-    def beside(self, db: sqlite3.Connection, name: str) -> Beside:
+    def beside(self, db: sqlite3.Connection, name: str) -> Neighbours:
         """Where an episode is in this table now. Rows come while somebody reads, so no number of a row stays good."""
         key = SORTS[self.sort]
         where, values = self._where(Condition("id = ?", (name,)))
         own = db.execute(f"SELECT {key}, n FROM episodes {where}", values).fetchone()
         if own is None:
-            return Beside()
+            return Neighbours()
         here, back = _key(*own), replace(self, descending=not self.descending)
         where, values = self._where(_after(key, here, ">" if self.descending else "<"))
         (at,) = db.execute(f"SELECT count(*) FROM episodes {where}", values).fetchone()
         before, after = (query.page(db, here, limit=1).rows for query in (back, self))
-        return Beside(at, before[0]["id"] if before else None, after[0]["id"] if after else None)
+        return Neighbours(at, before[0]["id"] if before else None, after[0]["id"] if after else None)
 
     def _where(self, *more: Condition) -> tuple[str, list[Any]]:
         conditions = self.conditions + more

@@ -19,7 +19,7 @@ from rally.types import RallyError
 from rally.util.jsonl import write_atomic
 from rally.view.episode_query import Query
 from rally.view.page import INDEX, page_files
-from rally.view.run_data import Run
+from rally.view.run_data import RunData
 
 Json = dict[str, Any]
 START = "app.js"
@@ -33,7 +33,7 @@ _EXPORT = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.MULTILIN
 _LINKS = re.compile(r"<link .*?>\n<script .*?</script>\n", re.DOTALL)
 
 
-class Exported(NamedTuple):
+class ExportedPage(NamedTuple):
     """What was written."""
 
     path: Path
@@ -41,7 +41,7 @@ class Exported(NamedTuple):
     left_out: int
 
 
-def write_export(runs: Sequence[Run], out: Path, asked: str = "", limit: int = 512) -> Exported:
+def write_export(runs: Sequence[RunData], out: Path, asked: str = "", limit: int = 512) -> ExportedPage:
     """Write the page over these runs to `out`: every metric, and at most `limit` episodes of each run. `asked` is a
     filter as in the page's links; by default the last training and the last validation step are chosen."""
     answers: Json = {}
@@ -54,7 +54,7 @@ def write_export(runs: Sequence[Run], out: Path, asked: str = "", limit: int = 5
         inside += len(rows)
     answers["state"] = {"runs": [run.state() for run in runs]}
     write_atomic(out, bundle({"answers": answers, "notes": notes}))
-    return Exported(out, inside, sum(run.state()["episodes"] for run in runs) - inside)
+    return ExportedPage(out, inside, sum(run.state()["episodes"] for run in runs) - inside)
 
 
 def bundle(data: Mapping[str, Any]) -> str:
@@ -95,7 +95,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _chosen(run: Run, asked: str, limit: int) -> Iterator[Json]:
+def _chosen(run: RunData, asked: str, limit: int) -> Iterator[Json]:
     left = limit
     with closing(run.index.connect()) as db:
         for query in [_parsed(asked)] if asked else list(_last_steps(run)):
@@ -119,7 +119,7 @@ def _parsed(asked: str) -> Query:
     return Query.parse(pairs)
 
 
-def _last_steps(run: Run) -> Iterator[Query]:
+def _last_steps(run: RunData) -> Iterator[Query]:
     steps = run.facets()["steps"]
     for validate, kind in ((1, "val"), (0, "train")):
         own = [row[0] for row in steps if row[1] == validate]
@@ -127,7 +127,7 @@ def _last_steps(run: Run) -> Iterator[Query]:
             yield Query.parse({"kind": kind, "step": str(max(own)), "sort": "id", "desc": "0"})
 
 
-def _answers(run: Run, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
+def _answers(run: RunData, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
     yield "metrics", run.metrics()
     yield "rows", rows
     yield "facets", _facets(rows)
@@ -166,7 +166,7 @@ def _facets(rows: Sequence[Json]) -> Json:
     }
 
 
-def _note(run: Run, rows: Sequence[Json], asked: str) -> str:
+def _note(run: RunData, rows: Sequence[Json], asked: str) -> str:
     whole = run.state()["episodes"]
     kinds = sorted({(row["validate"], row["step"]) for row in rows})
     what = asked or ", ".join(f"{'validation' if validate else 'training'} step {step}" for validate, step in kinds)

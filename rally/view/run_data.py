@@ -13,41 +13,41 @@ from typing import Any, NamedTuple
 from rally.track.display_text import one_line
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import RallyError
-from rally.util.jsonl import JsonLines
+from rally.util.jsonl import JsonLinesTail
 from rally.view.episode_index import Index, Indexer
 from rally.view.episode_query import PAGE, Query, QueryError
 from rally.view.episode_rows import shown
-from rally.view.token_text import Found, find_tokenizer, given_tokenizer, pieces
+from rally.view.token_text import TokenizerLookup, find_tokenizer, given_tokenizer, pieces
 
 Json = dict[str, Any]
 PAGING = ("after", "skip", "limit", "count")
 
 
-class Missing(RallyError):
+class NotRecorded(RallyError):
     """Something that the run does not have."""
 
 
-class Picture(NamedTuple):
+class ImageFile(NamedTuple):
     data: bytes
     mime: str
 
 
-class Run:
+class RunData:
     """A run folder that is being looked at."""
 
-    def __init__(self, path: Path, name: str, tokenizer: Found | None = None) -> None:
+    def __init__(self, path: Path, name: str, tokenizer: TokenizerLookup | None = None) -> None:
         self.path, self.name = path, name
         self._tokenizer = tokenizer
         self.index = Index(path)
         self.indexer = Indexer(self.index)
-        self._metrics = JsonLines(path / "metrics.jsonl")
-        self._phases = JsonLines(path / "timeline.jsonl")
+        self._metrics = JsonLinesTail(path / "metrics.jsonl")
+        self._phases = JsonLinesTail(path / "timeline.jsonl")
         self._images = ImageFolder(path)
         self._lock = threading.Lock()
         self._advantages: tuple[tuple[str, int], dict[str, Any]] = (("", 0), {})
 
     @cached_property
-    def tokenizer(self) -> Found:
+    def tokenizer(self) -> TokenizerLookup:
         return self._tokenizer or find_tokenizer(self.path)
 
     def state(self) -> Json:
@@ -122,14 +122,14 @@ class Run:
         with closing(self.index.connect()) as db:
             place = db.execute("SELECT file, offset, length FROM episodes WHERE id = ?", (name,)).fetchone()
         if place is None:
-            raise Missing(f"{self.name} has no episode {name}; perhaps it is not in the index yet")
+            raise NotRecorded(f"{self.name} has no episode {name}; perhaps it is not in the index yet")
         file, offset, length = place
         try:
             with (self.index.episodes / file).open("rb") as lines:
                 lines.seek(offset)
                 recorded = json.loads(lines.read(length))
         except (FileNotFoundError, ValueError):
-            raise Missing(f"{file} was just written anew or set aside; ask again in a second") from None
+            raise NotRecorded(f"{file} was just written anew or set aside; ask again in a second") from None
         advantages = self._advantages_of(file).get(name, [])
         segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
         rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
@@ -146,12 +146,12 @@ class Run:
             "advantages": advantages[0] if advantages else None,
         }
 
-    def image(self, name: str) -> Picture:
+    def image(self, name: str) -> ImageFile:
         """The image with this hash."""
         place = self._images.find(name)
         if place is None:
-            raise Missing(f"{self.name} has no such image")
-        return Picture(place.read_bytes(), f"image/{place.suffix[1:]}")
+            raise NotRecorded(f"{self.name} has no such image")
+        return ImageFile(place.read_bytes(), f"image/{place.suffix[1:]}")
 
     def _advantages_of(self, file: str) -> dict[str, Any]:
         """By episode, for the step of an episode file; the step last asked for is remembered."""
@@ -172,7 +172,7 @@ def _span(start: int, rows: int, columns: int, image: Json) -> Json:
     return {"start": start, "rows": rows, "columns": columns, **named}
 
 
-def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[Run]:
+def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[RunData]:
     """The runs, each with a name of its own: the last part of its path, or more of it where these are equal. A
     `tokenizer` that is named goes before what the runs say."""
     for path in paths:
@@ -182,7 +182,7 @@ def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[Run]:
             raise RallyError(f"{path} is no run folder: it has neither metrics.jsonl nor episodes/")
     whole = [path.resolve() for path in paths]
     found = given_tokenizer(tokenizer) if tokenizer else None
-    return [Run(path, _short_name(path, whole), found) for path in whole]
+    return [RunData(path, _short_name(path, whole), found) for path in whole]
 
 
 def _short_name(path: Path, all_paths: Sequence[Path]) -> str:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rally.redact import redacted_json
 from rally.types import RallyError
 from rally.view.page import INDEX, MIME, page_files
-from rally.view.run_data import Missing, Run
+from rally.view.run_data import NotRecorded, RunData
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -39,7 +39,7 @@ COOKIE = "rally_view"
 LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
 
-class Door:
+class HostCheck:
     """Without a token only a request addressed to this machine is let in, so that no name a stranger points here can
     read anything. With one, the first link carries it and a cookie after that."""
 
@@ -85,7 +85,7 @@ class Door:
         return answer
 
 
-def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
+def create_app(runs: Sequence[RunData], token: str | None = None) -> Starlette:
     """The application over these runs. Their indexes follow the folders for as long as it is served."""
     files = page_files()
 
@@ -109,7 +109,7 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
     def image(request: Request) -> Response:
         try:
             found = _run(runs, request).image(request.path_params["name"])
-        except Missing as problem:
+        except NotRecorded as problem:
             return _text(str(problem), 404)
         return Response(found.data, media_type=found.mime)
 
@@ -127,14 +127,14 @@ def create_app(runs: Sequence[Run], token: str | None = None) -> Starlette:
         ),
         Route("/api/runs/{run:int}/episode", _json(lambda r: _run(runs, r).episode(r.query_params.get("id", "")))),
     ]
-    middleware = [Middleware(Door, token=token), Middleware(GZipMiddleware, minimum_size=4096, compresslevel=1)]
+    middleware = [Middleware(HostCheck, token=token), Middleware(GZipMiddleware, minimum_size=4096, compresslevel=1)]
     return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
 
 
-def _run(runs: Sequence[Run], request: Request) -> Run:
+def _run(runs: Sequence[RunData], request: Request) -> RunData:
     number: int = request.path_params["run"]
     if number >= len(runs):
-        raise Missing(f"there is no run {number}; there are {len(runs)}")
+        raise NotRecorded(f"there is no run {number}; there are {len(runs)}")
     return runs[number]
 
 
@@ -142,7 +142,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     def endpoint(request: Request) -> Response:
         try:
             return _answered(answer(request), 200)
-        except Missing as problem:
+        except NotRecorded as problem:
             return _answered({"error": str(problem)}, 404)
         except RallyError as problem:
             return _answered({"error": str(problem)}, 400)

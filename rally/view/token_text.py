@@ -20,31 +20,31 @@ Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
 
 
-class Found(NamedTuple):
+class TokenizerLookup(NamedTuple):
     """A run's tokenizer, or why there is none."""
 
     decode: Decode | None
     note: str
 
 
-def find_tokenizer(run: Path) -> Found:
+def find_tokenizer(run: Path) -> TokenizerLookup:
     """From where the configuration says, or from a checkpoint of the run."""
     named = _named(run / "config.yaml")
     for place in _places(run, named):
         decode = _load(place)
         if decode is not None:
-            return Found(decode, "")
+            return TokenizerLookup(decode, "")
     where = f"at {' or '.join(named)}" if named else "because the run names no model"
     shown = "tokens are shown as numbers beside the text of their turn; name its folder with --tokenizer"
-    return Found(None, f"No tokenizer was found {where}: {shown}.")
+    return TokenizerLookup(None, f"No tokenizer was found {where}: {shown}.")
 
 
-def given_tokenizer(place: str) -> Found:
+def given_tokenizer(place: str) -> TokenizerLookup:
     """The one that the user names, for runs that were trained elsewhere."""
     decode = _load(place)
     if decode is None:
         raise RallyError(f"--tokenizer {place} holds no tokenizer; give a model's folder, or a name this machine has")
-    return Found(decode, "")
+    return TokenizerLookup(decode, "")
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:

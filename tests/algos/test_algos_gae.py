@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rally.algos.advantages import discounted, whiten
 from rally.algos.credit_assignment import CreditSettings, Scored, Turns
-from rally.algos.gae import Judged, decisions, explained_variance, judged, value_loss
+from rally.algos.gae import GaeResult, decisions, explained_variance, judged, value_loss
 
 SCORED = Scored(
     rewards_N=torch.tensor([1.0, 2.0], dtype=torch.float64),
@@ -33,7 +33,7 @@ def credit(**settings: Any) -> CreditSettings:
     return CreditSettings(**{"estimator": "gae", "gamma": 0.9, "lam": 0.5, **settings})
 
 
-def found(values: list[float], scored: Scored = SCORED, **settings: Any) -> Judged:
+def found(values: list[float], scored: Scored = SCORED, **settings: Any) -> GaeResult:
     chosen = credit(**settings)
     return judged(decisions(scored, chosen), torch.tensor(values), chosen)
 

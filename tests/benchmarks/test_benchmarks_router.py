@@ -2,12 +2,12 @@
 death."""
 
 from benchmarks.router import Simulation, make_episodes, settings
-from rally.engines.router.routing_policy import Board
+from rally.engines.router.routing_policy import RoutingPolicy
 
 
 def test_load_is_even_prefixes_are_found_and_a_death_costs_only_what_was_in_flight() -> None:
     episodes = make_episodes(10_000, seed=1)
-    simulation = Simulation(Board(settings(seed=1)), 8, episodes, at_once=1024)
+    simulation = Simulation(RoutingPolicy(settings(seed=1)), 8, episodes, at_once=1024)
     simulation.at(60.0, lambda: simulation.kill("s3"))
     simulation.at(120.0, lambda: simulation.revive("s3"))
     outcome = simulation.run()

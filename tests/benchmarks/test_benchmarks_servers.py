@@ -17,7 +17,7 @@ from benchmarks.report import Circumstances
 from benchmarks.rollout_workloads import Workload
 from rally.chat import tiny_tokenizer
 from rally.engines.base import EngineError
-from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, WeightFiles, WeightHandles
+from rally.engines.remote import CudaIpcWeights, RemoteEngine, ServerReplica, Sglang, WeightFiles
 from rally.models import attention
 from rally.models.load import load_model
 from rally.runs import build
@@ -91,7 +91,7 @@ async def test_updates_are_measured_by_handles_and_by_files(
     spec, model = spec_of(folder, tmp_path), load_model(str(folder))
     taken: list[int] = []
 
-    class Counted(WeightHandles):
+    class Counted(CudaIpcWeights):
         async def take(self, version: int) -> None:
             taken.append(version)
             await super().take(version)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rally.config import Config, ConfigError, SftConfig, load_config
 from rally.config.base import Only, Root, Section, look_up
-from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt, refusals
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, refusals
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 KNOWN = sorted(Config.keys())
@@ -185,7 +185,7 @@ def candidates(schema: type[Root], key: str) -> Iterator[Any]:
     yield from (True, False, 3, 5, 0.25, "other", {"x": 1}, [3], [0.5, 0.5])
 
 
-def refused(schema: type[Root], rules: tuple[Unbuilt, ...], rule: Unbuilt, key: str) -> bool:
+def refused(schema: type[Root], rules: tuple[Unsupported, ...], rule: Unsupported, key: str) -> bool:
     for value in candidates(schema, key):
         try:
             config = schema.model_validate(tree(key, value))
@@ -198,8 +198,8 @@ def refused(schema: type[Root], rules: tuple[Unbuilt, ...], rule: Unbuilt, key: 
     return False
 
 
-@pytest.mark.parametrize(("schema", "rules"), [(Config, UNBUILT), (SftConfig, SFT_UNBUILT)])
-def test_every_rule_refuses_each_of_its_keys_by_name(schema: type[Root], rules: tuple[Unbuilt, ...]) -> None:
+@pytest.mark.parametrize(("schema", "rules"), [(Config, UNSUPPORTED), (SftConfig, SFT_UNSUPPORTED)])
+def test_every_rule_refuses_each_of_its_keys_by_name(schema: type[Root], rules: tuple[Unsupported, ...]) -> None:
     fixed = {key for key, _ in fixed_keys(schema)}
     assert list(refusals(schema(), rules)) == []
     for rule in rules:

@@ -8,12 +8,12 @@ import torch
 from train_cases import Paper, same, weights
 
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.demo.curriculum import Lessons, Material, Teacher, small_model
+from rally.demo.curriculum import Teacher, TeachingMaterial, TeachingSettings, small_model
 from rally.demo.demo import CALCULATOR, DemoSettings, run_demo
 from rally.engines.embedded import EmbeddedEngine
 from rally.types import RallyError
 
-BRIEF = Lessons(clean_blocks=(2, 1, 1), gate=0.9, habit_steps=1, batch=4, habit_batch=4, rehearsals=2)
+BRIEF = TeachingSettings(clean_blocks=(2, 1, 1), gate=0.9, habit_steps=1, batch=4, habit_batch=4, rehearsals=2)
 
 
 def taught(success: list[float], seed: int, paper: Paper) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def taught(success: list[float], seed: int, paper: Paper) -> dict[str, torch.Ten
     def at_the_gate(engine: EmbeddedEngine) -> float:
         return next(shares)
 
-    material = Material(codec, CALCULATOR.tell, CALCULATOR.habits, max_length=320)
+    material = TeachingMaterial(codec, CALCULATOR.tell, CALCULATOR.habits, max_length=320)
     Teacher(model, material, BRIEF, at_the_gate, random.Random(seed), paper.console).teach()
     assert not list(shares), "a gate was left out"
     return weights(model)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.off_policy_correction import CorrectionSettings
-from rally.distributed.process_group import Group
-from rally.distributed.worker import Member
+from rally.distributed.process_group import ProcessGroup
+from rally.distributed.worker import Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.parallel import ALONE, Ranks, model_state
@@ -91,8 +91,8 @@ def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
 
 
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
-    if isinstance(ranks, Member):
-        ranks = Member(ranks._group, reshard=case.reshard)
+    if isinstance(ranks, Worker):
+        ranks = Worker(ranks._group, reshard=case.reshard)
     policy = policy_for(case, ranks)
     reference = reference_for(case, policy, ranks)
     asked = reference if case.settings.kl_coef else None
@@ -130,8 +130,8 @@ def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def together(number: int, meeting: Path) -> Member:
-    return Member(Group(number, 2, meeting, "cpu", SECONDS))
+def together(number: int, meeting: Path) -> Worker:
+    return Worker(ProcessGroup(number, 2, meeting, "cpu", SECONDS))
 
 
 if __name__ == "__main__":

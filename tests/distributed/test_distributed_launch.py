@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from rally.config import Config
 from rally.distributed import train
-from rally.distributed.controller import Captain, CaptainSettings, LostRank
-from rally.runs.build.models import Plan
+from rally.distributed.controller import Controller, ControllerSettings, LostRank
+from rally.runs.build.models import RunPlan
 from rally.track import RunFolder
-from rally.train.messages import Order, Update
+from rally.train.messages import Order, UpdatePolicy
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -58,18 +58,18 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The second rank is killed in the midst of the update of step 3; who that was, and when."""
     seen: dict[int, float] = {}
-    real = Captain.doing
+    real = Controller.doing
 
     @contextmanager
-    def doing(self: Captain, order: Order) -> Iterator[None]:
+    def doing(self: Controller, order: Order) -> Iterator[None]:
         with real(self, order):
-            if isinstance(order, Update) and order.step == 3:
+            if isinstance(order, UpdatePolicy) and order.step == 3:
                 [member] = children(self.members[0].pid)
                 seen.update(dict.fromkeys((member, self.members[0].pid), time.monotonic()))
                 os.kill(member, signal.SIGKILL)
             yield
 
-    monkeypatch.setattr(Captain, "doing", doing)
+    monkeypatch.setattr(Controller, "doing", doing)
     return seen
 
 
@@ -106,8 +106,8 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
 
 
 def first_rank(config: Config, told: Path) -> None:
-    with Captain(CaptainSettings(count=2, device="cpu", logs=told.parent)) as captain:
-        captain.begin(Plan(config, None, 1))
+    with Controller(ControllerSettings(count=2, device="cpu", logs=told.parent)) as captain:
+        captain.begin(RunPlan(config, None, 1))
         told.write_text(str(captain.members[0].pid))
         time.sleep(100)
 

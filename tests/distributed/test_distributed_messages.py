@@ -14,12 +14,21 @@ from rally.config.checks.multi_gpu import served
 from rally.distributed.messages import decode, encode
 from rally.models.parallel import ALONE, Alone
 from rally.runs.build.inputs import RunError
-from rally.runs.build.models import Plan
+from rally.runs.build.models import RunPlan
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.train.batch import build_batch, rows_of
-from rally.train.messages import AskLogits, AskReference, GatherCritic, GatherState, GatherWeights, Leave, Order, Update
-from rally.train.micro_batches import Cut, cut_for, in_order, share_of
+from rally.train.messages import (
+    ComputeLogits,
+    ComputeReference,
+    GatherCritic,
+    GatherState,
+    GatherWeights,
+    Order,
+    Shutdown,
+    UpdatePolicy,
+)
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import Row
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -54,21 +63,22 @@ def rows(draw: st.DrawFn) -> list[Row]:
 
 @given(rows())
 def test_rows_arrive_as_they_were(given: list[Row]) -> None:
-    message = decode(encode(AskReference(given)))
-    assert isinstance(message, AskReference) and message.rows == given
+    message = decode(encode(ComputeReference(given)))
+    assert isinstance(message, ComputeReference) and message.rows == given
 
 
 def test_a_batch_arrives_as_it_was() -> None:
     batch = build_batch(uneven_episodes())
-    message = decode(encode(Update(batch, 7, 2**63 - 1)))
-    assert isinstance(message, Update) and (message.step, message.seed) == (7, 2**63 - 1)
+    message = decode(encode(UpdatePolicy(batch, 7, 2**63 - 1)))
+    assert isinstance(message, UpdatePolicy) and (message.step, message.seed) == (7, 2**63 - 1)
     assert message.batch.rows == batch.rows
     for name in ("rewards_N", "groups_N", "tokens_N"):
         assert torch.equal(getattr(message.batch, name), getattr(batch, name))
 
 
 @pytest.mark.parametrize(
-    "order", [AskLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Leave()]
+    "order",
+    [ComputeLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Shutdown()],
 )
 def test_small_orders_arrive_as_they_were(order: Order) -> None:
     assert decode(encode(order)) == order
@@ -76,7 +86,7 @@ def test_small_orders_arrive_as_they_were(order: Order) -> None:
 
 def test_a_plan_arrives_as_it_was() -> None:
     words = ["actor_rollout_ref.model.path=a/b", f"{A}.optim.betas=[0.8,0.9]", "algorithm.gdpo_reward_keys=[a,b]"]
-    plan = Plan(load_config(overrides=[*TWO, *words, "algorithm.adv_estimator=gdpo"]), Path("/x/global_step_3"), 9)
+    plan = RunPlan(load_config(overrides=[*TWO, *words, "algorithm.adv_estimator=gdpo"]), Path("/x/global_step_3"), 9)
     assert decode(encode(plan)) == plan
 
 
@@ -85,7 +95,7 @@ def test_every_row_is_of_one_rank_and_all_compute_equally_often(
     given: list[Row], count: int, tokens: int, most: int | None
 ) -> None:
     ranks = [Rank(number, count) for number in range(count)]
-    cuts = [cut_for(rank, given, Cut(tokens, most)) for rank in ranks]
+    cuts = [micro_batches_for(rank, given, MicroBatchLimits(tokens, most)) for rank in ranks]
     assert all(cut == cuts[0] for cut in cuts)
     shares = [share_of(rank, cuts[0]) for rank in ranks]
     assert len({len(share) for share in shares}) == 1
@@ -98,7 +108,7 @@ def test_every_row_is_of_one_rank_and_all_compute_equally_often(
 
 def test_what_a_rank_found_goes_back_to_its_rows() -> None:
     given = rows_of(uneven_episodes())
-    parts = cut_for(ALONE, given, Cut(50))
+    parts = micro_batches_for(ALONE, given, MicroBatchLimits(50))
     numbers_M = torch.arange(sum(len(row.sampled) for part in parts for row in part), dtype=torch.float64)
     assert torch.equal(torch.cat(in_order(ALONE, parts, numbers_M)), numbers_M)
 

@@ -18,7 +18,7 @@ from rally.cli.main import app
 from rally.config import load_config
 from rally.data import load_tasks, write_rows
 from rally.doctor import doctor, environment, memory_and_time, rollout_logprobs
-from rally.doctor.case import Case, Finding, Wishes
+from rally.doctor.case import DoctorCase, DoctorOptions, Finding
 from rally.doctor.doctor import CHECKS, Check, examine, exit_code, looked
 from rally.doctor.environment import Driver, judge_driver
 from rally.runs.cost_estimate import StepTime
@@ -40,10 +40,10 @@ def config_file(home: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def find(home: Path, tmp_path: Path) -> Iterator[Any]:
     """What one check says about the small run with some keys changed."""
-    cases: list[Case] = []
+    cases: list[DoctorCase] = []
 
-    def look(name: str, *overrides: str, wishes: Wishes | None = None) -> list[Finding]:
-        cases.append(Case(run_config(home, tmp_path / "out", *overrides), wishes))
+    def look(name: str, *overrides: str, wishes: DoctorOptions | None = None) -> list[Finding]:
+        cases.append(DoctorCase(run_config(home, tmp_path / "out", *overrides), wishes))
         return list(looked(LOOKS[name], cases[-1]))
 
     yield look
@@ -90,7 +90,7 @@ def test_the_command_prints_json_that_nothing_a_user_prints_can_spoil(config_fil
 def test_a_check_that_crashes_is_a_line_and_the_rest_still_runs(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def crash(case: Case) -> Iterator[Finding]:
+    def crash(case: DoctorCase) -> Iterator[Finding]:
         yield Finding("tools", "ok", "so far so good")
         raise ZeroDivisionError("by a user's code")
 
@@ -277,7 +277,7 @@ def test_a_tool_that_may_destroy_something_is_not_called(home: Path, tmp_path: P
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
             raise AssertionError("called")
 
-    case = Case(run_config(home, tmp_path))
+    case = DoctorCase(run_config(home, tmp_path))
     case._made["the tools"] = ToolBox([Drop()])
     assert "drop was not called" in told(list(looked(LOOKS["tools"], case)), "warning")
 
@@ -293,7 +293,7 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
     config = run_config(home, tmp_path)
     model = config.model.model_copy(update={"custom_chat_template": FORGETFUL})
     whole = config.actor_rollout_ref.model_copy(update={"model": model})
-    case = Case(config.model_copy(update={"actor_rollout_ref": whole}))
+    case = DoctorCase(config.model_copy(update={"actor_rollout_ref": whole}))
     found = list(looked(LOOKS["template"], case))
     assert "leaves out the list of tools" in told(found, "warning")
     [diff] = [one for one in found if one.shown]
@@ -313,7 +313,7 @@ def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     key = f"custom_reward_function.path={flat}"
     assert "earns no more than a bad one" in told(find("reward", key), "warning")
-    assert "'42' earns 0" in told(find("reward", key, wishes=Wishes(answer="42")), "error")
+    assert "'42' earns 0" in told(find("reward", key, wishes=DoctorOptions(answer="42")), "error")
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n")
     assert "ZeroDivisionError" in told(find("reward", key), "error")
 

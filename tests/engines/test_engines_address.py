@@ -9,7 +9,7 @@ from rally.doctor.rollout_logprobs import reached
 from rally.engines import EngineError
 from rally.engines.remote import RallyReplica, ServerReplica, Vllm
 from rally.engines.remote.client import Address
-from rally.engines.remote.server_api import Call
+from rally.engines.remote.server_api import HttpCall
 
 WHO, HEADER = "ada:s%40fe%2Fword", "Basic YWRhOnNAZmUvd29yZA=="
 
@@ -40,7 +40,7 @@ async def gate() -> AsyncIterator[Gate]:
 async def health(url: str) -> None:
     replica = ServerReplica(url, Vllm())
     try:
-        await replica.call(Call("/health"), 5)
+        await replica.call(HttpCall("/health"), 5)
     finally:
         await replica.close()
 

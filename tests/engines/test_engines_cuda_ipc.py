@@ -13,7 +13,7 @@ from remote_cases import SETTINGS, change, oracle_of
 from small_models import make_model
 
 from rally.engines import EngineError
-from rally.engines.remote import RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, WeightHandles, weight_updates
+from rally.engines.remote import CudaIpcWeights, RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, weight_updates
 from rally.engines.remote.canary import canary
 from rally.engines.remote.weight_updates import Handles
 
@@ -47,7 +47,7 @@ async def test_no_part_of_a_sleeping_server_is_woken_twice(name: str, tmp_path: 
     model = make_model(seed=0)
     async with FakeServer(name, make_model(seed=1)) as fake:
         server = ServerReplica(fake.url, DIALECTS[name]())
-        transport = WeightHandles(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
+        transport = CudaIpcWeights(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
         engine = RemoteEngine([server], transport, oracle_of(model), replace(SETTINGS, sleeps=True))
         await engine.start()
         await engine.rest()
@@ -81,7 +81,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
         model.save_pretrained(folder)
 
     async with FakeServer(name, make_model(seed=1), handles=taken) as fake:
-        transport = WeightHandles(model.state_dict, WeightFiles(write, tmp_path))
+        transport = CudaIpcWeights(model.state_dict, WeightFiles(write, tmp_path))
         engine = RemoteEngine([ServerReplica(fake.url, DIALECTS[name]())], transport, oracle_of(model), SETTINGS)
         with caplog.at_level(logging.WARNING):
             await engine.start()
@@ -102,7 +102,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_a_server_that_dies_of_handles_is_given_files_when_it_is_back(name: str, tmp_path: Path) -> None:
     model = make_model(seed=0)
-    transport = WeightHandles(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
+    transport = CudaIpcWeights(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
     await transport.take(1)
     async with FakeServer(name, make_model(seed=1), handles="fatal") as fake:
         server = ServerReplica(fake.url, DIALECTS[name]())

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineCore, EngineSettings, cuda_runner
-from rally.engines.embedded.cuda_runner import FastRunner, bucket
+from rally.engines.embedded.cuda_runner import CudaRunner, bucket
 from rally.engines.embedded.request_slots import Request
 from rally.models.fused_layers import FusedDecoder
 from rally.models.kernels.dispatch import kernels_for
@@ -142,7 +142,7 @@ def test_buckets_hold_what_they_are_for():
 def test_gpu_agrees_with_the_training_forward(family, eager):
     model = make_model(family).to("cuda", torch.bfloat16)
     core, requests = run(model, count=60, pages=600, eager=eager)
-    assert isinstance(core.runner, FastRunner)
+    assert isinstance(core.runner, CudaRunner)
     packed = pack(rows(requests), model.device)
     with torch.no_grad():
         apart = token_logprobs(model, packed, 0.8).logp_M - packed.old_logp_M

@@ -8,13 +8,13 @@ from small_models import make_model
 
 from rally.engines.embedded import EngineCore, EngineSettings, scheduler
 from rally.engines.embedded.kv_cache import PagePool
-from rally.engines.embedded.radix_cache import PrefixIndex, token_bytes
+from rally.engines.embedded.radix_cache import RadixCache, token_bytes
 from rally.types import SamplingParams
 
 PAGE = 2
 
 
-def remember(pool: PagePool, index: PrefixIndex, ids: list[int]) -> list[int]:
+def remember(pool: PagePool, index: RadixCache, ids: list[int]) -> list[int]:
     """A history computed and left to the index alone, as a finished request leaves it."""
     match = index.match(0, token_bytes(ids))
     known = match.pages[: match.tokens // PAGE]  # a page held in part would be copied
@@ -27,7 +27,7 @@ def remember(pool: PagePool, index: PrefixIndex, ids: list[int]) -> list[int]:
 
 def test_the_least_recently_used_leaf_goes_first_and_held_pages_stay():
     pool = PagePool(16, 1)
-    index = PrefixIndex(pool, PAGE)
+    index = RadixCache(pool, PAGE)
     old, held, used = (remember(pool, index, [n, n, n + 50, n]) for n in (1, 2, 3))
     pool.share(held)
     index.match(0, token_bytes([1, 1, 51, 1]))  # now `held` and then `used` are the oldest
@@ -48,7 +48,7 @@ histories = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12).map(la
 @given(histories, st.lists(st.integers(1, 5), max_size=8))
 def test_every_page_is_free_or_known_whatever_is_evicted(given_histories, evictions):
     pool = PagePool(200, 1)
-    index = PrefixIndex(pool, PAGE)
+    index = RadixCache(pool, PAGE)
     for ids, count in itertools.zip_longest(given_histories, evictions):
         if ids:
             remember(pool, index, ids)

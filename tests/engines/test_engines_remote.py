@@ -25,8 +25,8 @@ from rally.engines.base import ReplicaGone
 from rally.engines.remote import (
     CanaryError,
     ClientSettings,
+    LaunchedServer,
     Oracle,
-    OwnServer,
     RemoteEngine,
     ServerReplica,
     Sglang,
@@ -152,12 +152,12 @@ async def test_a_server_that_refuses_the_weights_is_left_out_and_a_busy_one_is_a
         await engine.close()
 
 
-def own_server(tmp_path: Path, folders: list[str]) -> OwnServer:
+def own_server(tmp_path: Path, folders: list[str]) -> LaunchedServer:
     def command(folder: str, port: int) -> list[str]:
         folders.append(folder)
         return [sys.executable, fake_server.__file__, "vllm", str(port)]
 
-    return OwnServer(Vllm(), command, tmp_path / "vllm-0.log", settings=ClientSettings(start_seconds=120))
+    return LaunchedServer(Vllm(), command, tmp_path / "vllm-0.log", settings=ClientSettings(start_seconds=120))
 
 
 async def test_a_server_of_our_own_that_is_killed_is_started_again_with_the_new_weights(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_a_server_that_cannot_start_is_quoted(tmp_path: Path) -> None:
     def command(folder: str, port: int) -> list[str]:
         return [sys.executable, "-c", "import sys; print('no such device'); sys.exit(3)"]
 
-    server = OwnServer(Vllm(), command, tmp_path / "vllm-0.log")
+    server = LaunchedServer(Vllm(), command, tmp_path / "vllm-0.log")
     engine = engine_over([server], make_model(seed=0), tmp_path)
     with pytest.raises(ReplicaGone, match=r"(?s)vllm-0 has ended .*vllm-0\.log .*no such device.*exit status 3"):
         await engine.start()

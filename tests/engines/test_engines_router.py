@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rally.engines import Engine, EngineError, WaitsForEveryone
+from rally.engines import Engine, EngineError, LockstepEngine
 from rally.engines.base import ReplicaBusy, ReplicaGone
 from rally.engines.router.router import Router
 from rally.engines.router.server_state import RouterSettings
@@ -69,7 +69,7 @@ def router(*fakes: Fake, settings: RouterSettings = QUICK) -> Router:
 async def test_it_is_an_engine_and_an_episode_stays_with_its_server() -> None:
     fakes = [Fake(name) for name in "abc"]
     made = router(*fakes)
-    assert isinstance(made, Engine) and isinstance(made, WaitsForEveryone)
+    assert isinstance(made, Engine) and isinstance(made, LockstepEngine)
     for episode in range(9):
         for _ in range(4):
             await made.generate([1, 2, 3], PARAMS, session=f"e{episode}")

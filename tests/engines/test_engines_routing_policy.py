@@ -9,25 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rally.engines import EngineError
-from rally.engines.router.routing_policy import Board
+from rally.engines.router.routing_policy import RoutingPolicy
 from rally.engines.router.server_state import Circuit, Duty, RouterSettings, Ticket
 
 
-def board(*names: str, **settings: float) -> Board:
-    made = Board(RouterSettings(**settings))  # type: ignore[arg-type]
+def board(*names: str, **settings: float) -> RoutingPolicy:
+    made = RoutingPolicy(RouterSettings(**settings))  # type: ignore[arg-type]
     for name in names:
         made.add(name, 0.0)
     return made
 
 
-def send(at: Board, session: str | None = None, now: float = 0.0) -> Ticket:
+def send(at: RoutingPolicy, session: str | None = None, now: float = 0.0) -> Ticket:
     """Ask, and be sent off at once."""
     ticket = at.ask(session, now)
     assert at.place(now) == [ticket]
     return ticket
 
 
-def answer(at: Board, session: str, now: float = 0.0) -> str:
+def answer(at: RoutingPolicy, session: str, now: float = 0.0) -> str:
     ticket = send(at, session, now)
     server = ticket.server
     assert server is not None
@@ -229,7 +229,7 @@ def test_those_who_were_in_flight_together_are_refused_once() -> None:
 class Model:
     """What must hold, kept by hand beside the board."""
 
-    board: Board
+    board: RoutingPolicy
     now: float = 0.0
     flying: list[Ticket] = field(default_factory=list)
     open: int = 0

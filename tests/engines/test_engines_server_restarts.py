@@ -18,12 +18,12 @@ from fake_server import FakeServer
 from remote_cases import SETTINGS, oracle_of, ruled
 from small_models import VOCABULARY, make_model
 
-from rally.engines import EngineError, WaitsForEveryone
+from rally.engines import EngineError, LockstepEngine
 from rally.engines.base import ReplicaGone
 from rally.engines.remote import (
     ClientSettings,
+    LaunchedServer,
     Oracle,
-    OwnServer,
     RemoteEngine,
     RemoteSettings,
     ServerReplica,
@@ -47,7 +47,7 @@ def engine_over(
     return RemoteEngine(servers, WeightFiles(lambda folder: folder.mkdir(), room), oracle, settings)
 
 
-def own_server(tmp_path: Path, command: Sequence[str] = (), name: str = "vllm-0") -> OwnServer:
+def own_server(tmp_path: Path, command: Sequence[str] = (), name: str = "vllm-0") -> LaunchedServer:
     """A fake server of our own; from its second start on it is `command`, if there is one."""
     started: list[int] = []
 
@@ -56,10 +56,10 @@ def own_server(tmp_path: Path, command: Sequence[str] = (), name: str = "vllm-0"
         ruled = [sys.executable, fake_server.__file__, "vllm", str(port)]
         return list(command) if command and len(started) > 1 else ruled
 
-    return OwnServer(Vllm(), choose, tmp_path / f"{name}.log", settings=ClientSettings(start_seconds=120))
+    return LaunchedServer(Vllm(), choose, tmp_path / f"{name}.log", settings=ClientSettings(start_seconds=120))
 
 
-def kill(server: OwnServer) -> None:
+def kill(server: LaunchedServer) -> None:
     assert server.process is not None
     os.killpg(server.process.pid, signal.SIGKILL)
 
@@ -222,7 +222,7 @@ async def test_a_server_that_dies_too_often_is_given_up(tmp_path: Path) -> None:
 async def test_those_who_wait_are_told_when_the_engine_closes(tmp_path: Path) -> None:
     async with FakeServer("vllm") as fake:
         engine = engine_over([ServerReplica(fake.url, Vllm())], tmp_path)
-        assert isinstance(engine, WaitsForEveryone)
+        assert isinstance(engine, LockstepEngine)
         await engine.start()
         engine.router.pause(fake.url)
         waits = asyncio.create_task(engine.generate([1], PARAMS))

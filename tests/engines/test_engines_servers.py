@@ -13,12 +13,12 @@ from fake_server import FakeServer
 
 from rally.engines import EngineError
 from rally.engines.base import ReplicaBusy, ReplicaGone, SampleVoid
-from rally.engines.remote import ClientSettings, Dialect, Launch, ServerReplica, Sglang, Vllm
+from rally.engines.remote import ClientSettings, Launch, ServerApi, ServerReplica, Sglang, Vllm
 from rally.engines.remote.launched_server import ask
 from rally.engines.router.router import Router
 from rally.types import SamplingParams, WeightSpan
 
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+DIALECTS: dict[str, ServerApi] = {"vllm": Vllm(), "sglang": Sglang()}
 PARAMS = SamplingParams(max_tokens=5, seed=3)
 
 

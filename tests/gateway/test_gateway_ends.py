@@ -13,12 +13,12 @@ from gateway_cases import black_box, held_by, row_of
 from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once, check_tiling, hold, said, tiny_codec
 
 from rally.gateway import BlackBoxAgentLoop, session
-from rally.gateway.agent_runner import AgentThread, Running
+from rally.gateway.agent_runner import AgentThread, RunningAgent
 from rally.gateway.black_box import returned_by
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError
-from rally.tools.invoke import Ended
+from rally.tools.invoke import CallEnd
 from rally.types import Generation, RallyError, StopReason
 
 CODEC = tiny_codec()
@@ -128,10 +128,10 @@ def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
     async def work() -> None:
         begun.append(True)
 
-    async def cancelled() -> Ended:
+    async def cancelled() -> CallEnd:
         thread = AgentThread()
         thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is at work
-        running = Running(thread, work)
+        running = RunningAgent(thread, work)
         running.cancel()
         return await asyncio.wait_for(running.ended, 10)
 

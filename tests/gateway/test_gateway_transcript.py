@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_cases import calculator, check_tiling, said, tiny_codec
 
-from rally.gateway.transcript import Conversation, Draft, MessageError, Transcript
-from rally.services.admission import Ask
-from rally.services.openai_responses import Answer, ChatShape, Wishes
+from rally.gateway.transcript import ChatHistory, Draft, MessageError, Transcript
+from rally.services.admission import SamplingAsk
+from rally.services.openai_responses import ChatShape, CompletionResponse, ResponseOptions
 from rally.types import Episode, Generation, SamplingParams, Segment, StopReason, WeightSpan
 
 CODEC = tiny_codec([calculator])
 TOOLS = CODEC.tools
 PARAMS = SamplingParams(stop_ids=CODEC.stop_ids)
-WISHES = Wishes(model="m", logprobs=False, token_ids=False, usage_in_stream=False, choices=1)
+WISHES = ResponseOptions(model="m", logprobs=False, token_ids=False, usage_in_stream=False, choices=1)
 Message = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ class Play:
     def step(self, at: int, observed: str, reply: str, made: Any, rewrite: Any, manner: str, wait: int) -> None:
         node = self.nodes[-1 - at % len(self.nodes)] if self.nodes and at >= 0 else None
         messages, offered, known = self._asked(node, observed, manner)
-        draft = self.transcript.draft(Conversation.of([rewrite(m) for m in messages], TOOLS if offered else []))
+        draft = self.transcript.draft(ChatHistory.of([rewrite(m) for m in messages], TOOLS if offered else []))
         assert (draft.after is not None) == known, (messages, manner)
         if node is not None and known:
             equals = [n.ids for n in self.nodes if same(n, node)]
@@ -117,7 +117,9 @@ class Play:
         logprobs = tuple(-(1 + next(self.numbers)) / 4096 for _ in ids)
         generation = Generation(ids=ids, logprobs=logprobs, finish="stop", spans=(WeightSpan(1, 0, len(ids)),))
         shape = ChatShape(CODEC.with_tools(TOOLS if offered else []), offered)
-        message = Answer(shape, WISHES, [Ask(draft.ids, PARAMS)]).whole([generation])["choices"][0]["message"]
+        message = CompletionResponse(shape, WISHES, [SamplingAsk(draft.ids, PARAMS)]).whole([generation])["choices"][0][
+            "message"
+        ]
         hold.__exit__(None, None, None)
         self.given.append((draft.ids, generation))
         self.nodes.append(Node([*messages, message], draft.ids + ids, offered))
@@ -131,7 +133,7 @@ class Play:
 
 
 def same(one: Node, other: Node) -> bool:
-    keys = [Conversation.of(n.messages, TOOLS if n.offered else []).keys[-1] for n in (one, other)]
+    keys = [ChatHistory.of(n.messages, TOOLS if n.offered else []).keys[-1] for n in (one, other)]
     return keys[0] == keys[1]
 
 
@@ -205,8 +207,8 @@ def edited(**function: str) -> Message:
     ],
 )
 def test_usual_rewriting_is_seen_through_and_changed_words_are_not(other: list[Message], equal: bool) -> None:
-    assert (Conversation.of(other, TOOLS).keys[-1] == Conversation.of([*ASKED, REPLY], TOOLS).keys[-1]) is equal
-    assert Conversation.of(other, TOOLS).keys[-1] != Conversation.of(other).keys[-1], "other tools are another talk"
+    assert (ChatHistory.of(other, TOOLS).keys[-1] == ChatHistory.of([*ASKED, REPLY], TOOLS).keys[-1]) is equal
+    assert ChatHistory.of(other, TOOLS).keys[-1] != ChatHistory.of(other).keys[-1], "other tools are another talk"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_usual_rewriting_is_seen_through_and_changed_words_are_not(other: list[M
 )
 def test_a_message_that_is_none_is_refused(message: Message) -> None:
     with pytest.raises(MessageError):
-        Conversation.of([message])
+        ChatHistory.of([message])
 
 
 def test_branches_sub_agents_and_going_on_over_http() -> None:

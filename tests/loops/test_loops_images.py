@@ -7,7 +7,7 @@ from loop_cases import Reply, hold, make_runner, make_task, said
 from PIL import Image as PILImage
 from vision_cases import PAD, make_codec, make_image
 
-from rally.compat.verl.agent_loops import BroughtLoop
+from rally.compat.verl.agent_loops import VerlAgentLoop
 from rally.images.loading import read_image
 from rally.loops import AgentLoopBase, AgentLoopOutput
 from rally.loops.registry import LoopSpec
@@ -127,7 +127,7 @@ class Forgetful(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=ids, response_ids=reply.ids, response_mask=[1] * len(reply.ids))
 
 
-class FromVerl(BroughtLoop):
+class FromVerl(VerlAgentLoop):
     """Takes its prompt for text."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:

@@ -18,7 +18,7 @@ from rally.config import load_sft_config
 from rally.data import write_rows
 from rally.doctor.doctor import examine
 from rally.models.load import LoadError, load_tokenizer
-from rally.models.untrained_tokens import advice, chat_ids, unlearned
+from rally.models.untrained_tokens import advice, chat_ids, untrained_tokens
 from rally.runs.evaluate import evaluate
 from rally.runs.sft import sft
 from rally.runs.train import train
@@ -45,8 +45,8 @@ def blind(tmp_path: Path) -> Path:
 def test_a_token_like_the_unused_ones_was_never_learned(blind: Path) -> None:
     tokenizer = load_tokenizer(str(blind))
     everything = range(len(tokenizer) + 100)
-    assert unlearned(str(blind), tokenizer, everything) == TAGS
-    assert unlearned(str(blind), tokenizer, tokenizer("What is 2+3?<tool_response>").input_ids) == ()
+    assert untrained_tokens(str(blind), tokenizer, everything) == TAGS
+    assert untrained_tokens(str(blind), tokenizer, tokenizer("What is 2+3?<tool_response>").input_ids) == ()
 
 
 def test_it_is_read_from_several_files_too(blind: Path) -> None:
@@ -58,7 +58,7 @@ def test_it_is_read_from_several_files_too(blind: Path) -> None:
     (blind / "model.safetensors").unlink()
     (blind / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     tokenizer = load_tokenizer(str(blind))
-    assert unlearned(str(blind), tokenizer, tokenizer("<tool_call>").input_ids) == TAGS[:1]
+    assert untrained_tokens(str(blind), tokenizer, tokenizer("<tool_call>").input_ids) == TAGS[:1]
 
 
 @pytest.mark.parametrize("name", ["h.wte.weight", "gpt_neox.embed_in.weight", "h.word_embeddings.weight"])
@@ -67,16 +67,16 @@ def test_families_call_the_embedding_by_other_names(blind: Path, name: str) -> N
         rows_VH = whole.get_tensor(EMBEDDING)
     save_file({name: rows_VH}, blind / "model.safetensors")
     tokenizer = load_tokenizer(str(blind))
-    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == TAGS
+    assert untrained_tokens(str(blind), tokenizer, range(len(tokenizer))) == TAGS
 
 
 def test_an_index_is_read_only_where_transformers_would_read_it(blind: Path) -> None:
     index = blind / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "model-2.safetensors"}}))
     tokenizer = load_tokenizer(str(blind))
-    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == TAGS
+    assert untrained_tokens(str(blind), tokenizer, range(len(tokenizer))) == TAGS
     (blind / "model.safetensors").unlink()
-    assert unlearned(str(blind), tokenizer, range(len(tokenizer))) == (), "the file is still being fetched"
+    assert untrained_tokens(str(blind), tokenizer, range(len(tokenizer))) == (), "the file is still being fetched"
 
 
 def test_the_tokens_around_a_tool_answer_are_looked_at_too(blind: Path) -> None:
@@ -96,12 +96,12 @@ def test_each_kind_of_token_is_told_what_can_be_done_for_it(home: Path) -> None:
 
 @pytest.mark.parametrize("model", ["nobody/has-this", "/nowhere", "model.gguf"])
 def test_of_weights_that_are_not_here_nothing_is_said(blind: Path, model: str) -> None:
-    assert unlearned(model, load_tokenizer(str(blind)), range(500)) == ()
+    assert untrained_tokens(model, load_tokenizer(str(blind)), range(500)) == ()
 
 
 def test_of_a_vocabulary_without_unused_rows_nothing_is_said(home: Path) -> None:
     tokenizer = load_tokenizer(str(home / "model"))
-    assert unlearned(str(home / "model"), tokenizer, range(len(tokenizer))) == ()
+    assert untrained_tokens(str(home / "model"), tokenizer, range(len(tokenizer))) == ()
 
 
 def test_every_command_that_samples_or_teaches_tells(home: Path, blind: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import sight_of
-from rally.models.vision_io import SightError, share_sight
+from rally.models.vision_io import VisionError, share_sight
 from rally.recipes.geometry import data as geometry
 from rally.runs import build
 from rally.runs import sft as sft_run
@@ -111,7 +111,7 @@ def test_a_critic_that_cannot_look_as_the_policy_does_is_refused() -> None:
     finer = make_vision_model()
     finer.config.vision_config.patch_size = 2
     for critic in (finer, make_model()):
-        with pytest.raises(SightError, match="cannot look at images as the policy does"):
+        with pytest.raises(VisionError, match="cannot look at images as the policy does"):
             share_sight(critic, make_patches(), "critic.model.path")
 
 
@@ -159,7 +159,7 @@ def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["maxpixels=64", "patch_size=2"])
 def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_path: Path, option: str) -> None:
-    with pytest.raises(SightError, match="is nothing that can be set; known are min_pixels, max_pixels"):
+    with pytest.raises(VisionError, match="is nothing that can be set; known are min_pixels, max_pixels"):
         build.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
 
 
@@ -168,9 +168,9 @@ def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
 
     make_model().save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(SightError, match="has no vision tower"):
+    with pytest.raises(VisionError, match="has no vision tower"):
         build.model_of(config_of(tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=true"))
-    with pytest.raises(SightError, match="mm_processor_kwargs has no effect"):
+    with pytest.raises(VisionError, match="mm_processor_kwargs has no effect"):
         build.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
 
 

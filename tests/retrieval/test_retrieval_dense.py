@@ -14,7 +14,7 @@ from search_cases import CORPUS, save_encoder, write_corpus
 from transformers import AutoModel, AutoTokenizer
 
 from rally.retrieval import IndexSpec, RetrievalError, build_index, dense, open_index
-from rally.retrieval.encoder import Encoder, Recipe, pool, recipe_for
+from rally.retrieval.encoder import Encoder, EncoderSettings, pool, recipe_for
 
 TEXTS = [row.get("contents") or f'"{row["title"]}"\n{row["text"]}' for row in CORPUS]
 WORDS = " ".join(["query:", "passage:", "represent this sentence for searching relevant passages:", "doc:", *TEXTS])
@@ -66,7 +66,7 @@ def test_the_encoder_s_own_files_come_before_its_family(tmp_path: Path) -> None:
     (model / "1_Pooling").mkdir()
     for file, content in files.items():
         (model / file).write_text(json.dumps(content))
-    expected = Recipe(pooling="last", query_prefix="doc: ", passage_prefix="", max_length=6)
+    expected = EncoderSettings(pooling="last", query_prefix="doc: ", passage_prefix="", max_length=6)
     assert recipe_for(str(model), {}) == expected
     assert recipe_for(str(model), {"pooling": "cls", "max_length": None}).pooling == "cls"
     encoded = Encoder(str(model), expected, "cpu").passages(["berlin", "paris is the capital of france."])
@@ -77,14 +77,17 @@ def test_the_encoder_s_own_files_come_before_its_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        ("intfloat/multilingual-e5-large", Recipe(query_prefix="query: ", passage_prefix="passage: ")),
-        ("BAAI/bge-m3", Recipe(pooling="cls")),
-        ("BAAI/bge-base-zh-v1.5", Recipe(pooling="cls", query_prefix="为这个句子生成表示以用于检索相关文章：")),
-        ("facebook/contriever", Recipe(normalize=False)),
-        ("sentence-transformers/all-MiniLM-L6-v2", Recipe()),
+        ("intfloat/multilingual-e5-large", EncoderSettings(query_prefix="query: ", passage_prefix="passage: ")),
+        ("BAAI/bge-m3", EncoderSettings(pooling="cls")),
+        (
+            "BAAI/bge-base-zh-v1.5",
+            EncoderSettings(pooling="cls", query_prefix="为这个句子生成表示以用于检索相关文章："),
+        ),
+        ("facebook/contriever", EncoderSettings(normalize=False)),
+        ("sentence-transformers/all-MiniLM-L6-v2", EncoderSettings()),
     ],
 )
-def test_families_are_known_by_name(model: str, recipe: Recipe) -> None:
+def test_families_are_known_by_name(model: str, recipe: EncoderSettings) -> None:
     assert recipe_for(model, {}) == recipe
 
 

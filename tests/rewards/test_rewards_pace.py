@@ -5,11 +5,11 @@ import time
 from typing import Any
 
 from rally.rewards import RewardSpec, Scorer
-from rally.rewards.worker_pool import Pace
+from rally.rewards.worker_pool import CallPacer
 
 
 async def test_calls_begin_evenly_spaced_in_their_order() -> None:
-    pace, began, order = Pace(1200), time.monotonic(), []
+    pace, began, order = CallPacer(1200), time.monotonic(), []
 
     async def call(number: int) -> None:
         await pace.turn()
@@ -21,7 +21,7 @@ async def test_calls_begin_evenly_spaced_in_their_order() -> None:
 
 
 async def test_without_a_limit_nobody_waits() -> None:
-    pace = Pace(None)
+    pace = CallPacer(None)
     assert [await pace.turn() for _ in range(3)] == [0.0] * 3
 
 

@@ -14,7 +14,7 @@ from rally.engines.embedded.memory_plan import plan_memory, step_bytes
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import KEPT_BYTES, image_features, tower_of
 from rally.models.vision_io import freeze_tower
-from rally.models.vision_memory import tower_shape
+from rally.models.vision_memory import vision_shape
 from rally.runs.cost_estimate import activation_bytes, size_from, size_of
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -60,7 +60,7 @@ def test_activations_are_those_that_torch_keeps(family: str, dtype: torch.dtype)
     image = make_image(width=48, height=48)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         image_features(model, [image])
-    shape, patches = tower_shape(model.config), len(make_patches().of(image).pixels)
+    shape, patches = vision_shape(model.config), len(make_patches().of(image).pixels)
     assert shape is not None and patches == make_patches().most
     told = patches * shape.learning(checkpointing=False) * dtype.itemsize
     assert told == pytest.approx(sum(size for size, _ in held.values()), rel=0.08)
@@ -71,8 +71,8 @@ def test_the_engine_leaves_room_for_the_largest_image_and_for_features(monkeypat
     text = make_vision_model().config.get_text_config()
     settings = EngineSettings(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64)
     sight = step_bytes(model.config, settings, 4, make_patches()) - step_bytes(text, settings, 4)
-    shape = tower_shape(model.config)
-    assert shape is not None and tower_shape(text) is None
+    shape = vision_shape(model.config)
+    assert shape is not None and vision_shape(text) is None
     assert sight == KEPT_BYTES + 4 * (144 * shape.looking() + (36 + 64) * shape.features)
     assert step_bytes(model.config, settings, 4) > step_bytes(model.config, settings, 4, make_patches())
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 3 * KEPT_BYTES)

@@ -17,7 +17,7 @@ from rally.config import ConfigError
 from rally.runs.build.tracking import set_evaluation_aside
 from rally.runs.train import train
 from rally.track import RunFolder
-from rally.track.export.delivery import Ledger
+from rally.track.export.delivery import DeliveryLedger
 from rally.track.export.mlflow_tracker import metric_name
 
 TRACKED = (
@@ -87,10 +87,10 @@ def test_a_trace_key_without_a_backend_is_named(home: Path, tmp_path: Path) -> N
 def test_a_second_evaluation_leaves_the_first_in_its_tracker(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path).create()
     ledger = tmp_path / "tracking" / "mlflow.json"
-    Ledger(ledger).begin("first", 0)
+    DeliveryLedger(ledger).begin("first", 0)
     set_evaluation_aside(folder)
-    assert Ledger.read(ledger).id == "first", "it was killed before its first number, so it is begun again"
+    assert DeliveryLedger.read(ledger).id == "first", "it was killed before its first number, so it is begun again"
     folder.log_metrics(0, {"a": 1.0})
     set_evaluation_aside(folder)
-    assert not Ledger.read(ledger).id and not folder.read_metrics()
-    assert Ledger.read(tmp_path / "rewound-1" / "tracking" / "mlflow.json").id == "first"
+    assert not DeliveryLedger.read(ledger).id and not folder.read_metrics()
+    assert DeliveryLedger.read(tmp_path / "rewound-1" / "tracking" / "mlflow.json").id == "first"

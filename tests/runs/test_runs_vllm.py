@@ -17,7 +17,7 @@ from train_cases import Paper, write_reward
 
 from rally.config import load_config
 from rally.data import write_rows
-from rally.engines.remote import OwnServer
+from rally.engines.remote import LaunchedServer
 from rally.engines.remote.canary import PROMPT_TOKENS
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -58,7 +58,7 @@ def rows() -> Iterator[dict[str, Any]]:
         }
 
 
-def kill_server_itself(server: OwnServer) -> None:
+def kill_server_itself(server: LaunchedServer) -> None:
     """The HTTP server, by kill -9: not the launcher that minds it, which has to clean up."""
     assert server.process is not None
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
@@ -69,14 +69,14 @@ def kill_server_itself(server: OwnServer) -> None:
 def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     killed: list[asyncio.TimerHandle] = []
-    sample = OwnServer.generate
+    sample = LaunchedServer.generate
 
-    async def generate(self: OwnServer, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(self: LaunchedServer, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         if self.version == 1 and len(prompt_ids) != PROMPT_TOKENS and not killed:  # in step 2, and not the canary
             killed.append(asyncio.get_running_loop().call_later(0.5, kill_server_itself, self))
         return await sample(self, prompt_ids, params)
 
-    monkeypatch.setattr(OwnServer, "generate", generate)
+    monkeypatch.setattr(LaunchedServer, "generate", generate)
     write_rows(rows(), tmp_path / "train.parquet")
     tree = {
         "data": {

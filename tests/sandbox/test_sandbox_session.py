@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from rally.sandbox import Program, Sandbox, Session
+from rally.sandbox import Program, Sandbox, SandboxSession
 
 
 @pytest.fixture
-def session(sandbox: Sandbox) -> Session:
+def session(sandbox: Sandbox) -> SandboxSession:
     return sandbox.session(Program(code="", echo=True, memory_mb=256))
 
 
-async def test_variables_survive_calls_errors_and_time_outs(session: Session) -> None:
+async def test_variables_survive_calls_errors_and_time_outs(session: SandboxSession) -> None:
     assert (await session.run("x = 20")).ok
     failed = await session.run("y = 1\n1 / 0")
     assert failed.last.return_code == 1 and not failed.state_lost
@@ -25,7 +25,7 @@ async def test_variables_survive_calls_errors_and_time_outs(session: Session) ->
     await session.close()
 
 
-async def test_state_that_is_lost_is_said_to_be_lost(session: Session) -> None:
+async def test_state_that_is_lost_is_said_to_be_lost(session: SandboxSession) -> None:
     await session.run("x = 1")
     stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     assert (await session.run(stubborn, timeout=0.3)).state_lost
@@ -37,7 +37,7 @@ async def test_state_that_is_lost_is_said_to_be_lost(session: Session) -> None:
     await session.close()
 
 
-async def test_nothing_runs_between_calls(session: Session) -> None:
+async def test_nothing_runs_between_calls(session: SandboxSession) -> None:
     ticking = "import threading, time\nn = 0\ndef tick():\n    global n\n    while True: n += 1; time.sleep(0.001)\n"
     await session.run(f"{ticking}threading.Thread(target=tick, daemon=True).start()")
     before = int((await session.run("n")).echo or 0)
@@ -46,7 +46,9 @@ async def test_nothing_runs_between_calls(session: Session) -> None:
     await session.close()
 
 
-async def test_sessions_do_not_see_each_other_and_a_closed_one_starts_anew(sandbox: Sandbox, session: Session) -> None:
+async def test_sessions_do_not_see_each_other_and_a_closed_one_starts_anew(
+    sandbox: Sandbox, session: SandboxSession
+) -> None:
     other = sandbox.session(Program(code=""))
     await asyncio.gather(session.run("x = 1; open('/tmp/f', 'w').close()"), other.run("x = 2"))
     seen = await other.run("import os; print(x, os.path.exists('/tmp/f'))")

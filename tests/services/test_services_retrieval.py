@@ -10,7 +10,16 @@ import httpx
 import pytest
 from search_cases import CORPUS, Server, write_corpus
 
-from rally.retrieval import Batcher, Found, IndexSpec, Overloaded, RetrievalError, SearchIndex, build_index, open_index
+from rally.retrieval import (
+    Batcher,
+    IndexSpec,
+    Overloaded,
+    RetrievalError,
+    ScoredPassage,
+    SearchIndex,
+    build_index,
+    open_index,
+)
 from rally.retrieval import query_batching as batching_module
 from rally.services.retrieval import create_app
 
@@ -103,12 +112,12 @@ class Held(SearchIndex):
         self.go = threading.Event()
         self.batches: list[tuple[list[str], int]] = []
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+    def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         self.batches.append((list(queries), topk))
         assert self.go.wait(30)
         if "bad" in queries:
             raise RetrievalError("the encoder broke")
-        return [[Found(query.encode(), 1.0)] * topk for query in queries]
+        return [[ScoredPassage(query.encode(), 1.0)] * topk for query in queries]
 
 
 async def test_requests_that_wait_are_searched_together_unless_they_differ() -> None:
@@ -145,5 +154,5 @@ async def test_a_search_that_fails_fails_its_batch_alone_and_a_long_line_is_refu
     index.go.set()
     with pytest.raises(RetrievalError, match="the encoder broke"):
         await tasks[0]
-    assert await tasks[1] == await tasks[2] == [[Found(b"fine", 1.0)]]
+    assert await tasks[1] == await tasks[2] == [[ScoredPassage(b"fine", 1.0)]]
     batcher.close()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rally.chat import tiny_tokenizer
 from rally.cli.serve import app
 from rally.engines import EmbeddedEngine, EngineError, EngineSettings
-from rally.engines.embedded.settings import Words
+from rally.engines.embedded.settings import OptionNames
 from rally.types import RallyError, SamplingParams
 
 KEY = re.compile(r"\b(rollout|trainer|model|data|actor_rollout_ref)\.\w+")
@@ -68,7 +68,7 @@ def test_the_model_is_named_as_in_the_usage(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_a_client_is_told_in_the_same_words() -> None:
-    settings = EngineSettings(max_model_len=32, max_num_seqs=2, words=Words(max_model_len="--max-model-len"))
+    settings = EngineSettings(max_model_len=32, max_num_seqs=2, words=OptionNames(max_model_len="--max-model-len"))
     engine = EmbeddedEngine(make_model(), settings, num_pages=8)
     try:
         for length, asked in ((40, 1), (20, 20)):

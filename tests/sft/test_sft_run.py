@@ -31,7 +31,7 @@ from rally.train.interrupt import RunStopped
 from rally.train.packing import Row
 from rally.train.policy import DivergedError, OptimizerSettings, Policy
 
-PROBLEM = arithmetic.Problem("2+3*4", 14, "What is 2+3*4?")
+PROBLEM = arithmetic.ArithmeticProblem("2+3*4", 14, "What is 2+3*4?")
 SETTINGS = SftSettings(batch_size=8)
 
 

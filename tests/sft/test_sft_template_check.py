@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.cli.main import app
 from rally.data import Conversation, write_rows
-from rally.sft.template_check import CheckReport, Difference, check_conversations, compare
+from rally.sft.template_check import CheckReport, SftDifference, check_conversations, compare
 from rally.sft.training import SftSettings, conversation_row
 
 SCHEMA = {
@@ -162,9 +162,9 @@ def test_a_mask_that_is_off_by_one_is_found(
     row = conversation_row(tiny, RETOOL, WHOLE)
     compare(tiny, RETOOL, row)
     at = wrong(row.sampled)
-    with pytest.raises(Difference, match="is not what an episode would have there"):
+    with pytest.raises(SftDifference, match="is not what an episode would have there"):
         compare(tiny, RETOOL, replace(row, sampled=at, logprobs=(0.0,) * len(at)))
-    with pytest.raises(Difference, match=r"\[the end\]"):
+    with pytest.raises(SftDifference, match=r"\[the end\]"):
         compare(tiny, RETOOL, replace(row, ids=row.ids[:-1], sampled=row.sampled[:-1], logprobs=row.logprobs[:-1]))
 
 

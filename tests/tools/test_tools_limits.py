@@ -21,7 +21,7 @@ from rally.tools import (
     load_tools,
     run_process,
 )
-from rally.tools.rate_limit import Gate
+from rally.tools.rate_limit import RateLimiter
 from rally.types import Task, ToolCall, ToolResponse, ToolStatus
 
 TASK = Task(id="t", data_source="test", prompt=({"role": "user", "content": "hi"},))
@@ -302,7 +302,7 @@ def test_what_users_write_as_default_timeout_is_that_deadline() -> None:
 
 async def test_waiting_at_a_gate_that_tools_share_is_not_counted_against_a_deadline() -> None:
     first, second = Counting({"seconds": 0.2}, SCHEMA), Counting({"seconds": 0.2}, SCHEMA | {"name": "other"})
-    first.shared_gate = second.shared_gate = Gate(CallLimits(max_concurrency=1))
+    first.shared_gate = second.shared_gate = RateLimiter(CallLimits(max_concurrency=1))
     session = opened(first, second, timeout=0.35)
     asked = [*calls(1, 2), ToolCall(name="other", arguments={"x": 3})]
     results = await session.run(asked)

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rally.tools import CallLimits
-from rally.tools.rate_limit import Adaptive, Gate, QueueFull
+from rally.tools.rate_limit import AdaptiveConcurrency, QueueFull, RateLimiter
 
 
-async def enter(gate: Gate, seconds: float = 0.0) -> float:
+async def enter(gate: RateLimiter, seconds: float = 0.0) -> float:
     async with gate.passage() as waited:
         await asyncio.sleep(seconds)
     return waited
 
 
 async def test_a_burst_passes_and_then_a_steady_rate() -> None:
-    gate = Gate(CallLimits(rate_limit=20))
+    gate = RateLimiter(CallLimits(rate_limit=20))
     started = time.perf_counter()
     waits = await asyncio.gather(*(enter(gate) for _ in range(30)))
     took = time.perf_counter() - started
@@ -30,7 +30,7 @@ async def test_a_burst_passes_and_then_a_steady_rate() -> None:
 
 
 async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
-    gate = Gate(CallLimits(rate_limit=1))
+    gate = RateLimiter(CallLimits(rate_limit=1))
     await enter(gate)
     impatient = [asyncio.create_task(enter(gate)) for _ in range(50)]
     await asyncio.sleep(0.05)
@@ -41,15 +41,15 @@ async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
 
 
 async def test_a_full_queue_refuses_at_once_and_an_open_gate_never() -> None:
-    gate = Gate(CallLimits(max_concurrency=2, max_queue=3))
+    gate = RateLimiter(CallLimits(max_concurrency=2, max_queue=3))
     tasks = [asyncio.create_task(enter(gate, 0.1)) for _ in range(8)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(outcome, QueueFull) for outcome in outcomes] == [False] * 5 + [True] * 3
     assert isinstance(await enter(gate), float), "it is open again"
-    strict = Gate(CallLimits(max_concurrency=1, max_queue=0))
+    strict = RateLimiter(CallLimits(max_concurrency=1, max_queue=0))
     first, second = await asyncio.gather(enter(strict, 0.01), enter(strict), return_exceptions=True)
     assert isinstance(first, float) and isinstance(second, QueueFull)
-    bucket = Gate(CallLimits(rate_limit=2, max_queue=0))
+    bucket = RateLimiter(CallLimits(rate_limit=2, max_queue=0))
     outcomes = await asyncio.gather(*(enter(bucket) for _ in range(3)), return_exceptions=True)
     assert [isinstance(outcome, QueueFull) for outcome in outcomes] == [False, False, True]
 
@@ -59,7 +59,7 @@ def test_whoever_gives_up_the_number_holds_and_all_others_get_in(plan: list[tupl
     """Calls that stay for some turns of the event loop; some are cancelled at a random moment."""
 
     async def run() -> None:
-        gate = Gate(CallLimits(max_concurrency=most))
+        gate = RateLimiter(CallLimits(max_concurrency=most))
         inside = 0
 
         async def visit(turns: int) -> None:
@@ -89,7 +89,9 @@ def test_whoever_gives_up_the_number_holds_and_all_others_get_in(plan: list[tupl
 class Served:
     """Simulated time: a server that works on `capacity()` calls as fast as on one, and shares itself among more."""
 
-    def __init__(self, control: Adaptive, capacity: Callable[[float], int], fails_above: int | None = None) -> None:
+    def __init__(
+        self, control: AdaptiveConcurrency, capacity: Callable[[float], int], fails_above: int | None = None
+    ) -> None:
         self.control, self.capacity, self.fails_above = control, capacity, fails_above
         self.now, self.done = 0.0, 0
         self.limits: list[int] = []
@@ -110,7 +112,7 @@ class Served:
 
 
 def test_the_number_settles_where_the_tool_is_fully_used_and_not_much_beyond() -> None:
-    control = Adaptive(1, 1000)
+    control = AdaptiveConcurrency(1, 1000)
     served = Served(control, lambda now: 40)
     served.run(100)
     begun, served.limits, before = served.now, [], served.done
@@ -121,7 +123,7 @@ def test_the_number_settles_where_the_tool_is_fully_used_and_not_much_beyond() -
 
 
 def test_the_number_follows_a_tool_that_loses_strength_and_gets_it_back() -> None:
-    control = Adaptive(2, 200)
+    control = AdaptiveConcurrency(2, 200)
     served = Served(control, lambda now: 10 if 200 <= now < 600 else 60)
     served.run(200)
     strong = control.limit
@@ -132,7 +134,7 @@ def test_the_number_follows_a_tool_that_loses_strength_and_gets_it_back() -> Non
 
 
 def test_timeouts_alone_bring_the_number_down_and_the_bounds_hold() -> None:
-    control = Adaptive(4, 64)
+    control = AdaptiveConcurrency(4, 64)
     served = Served(control, lambda now: 1000, fails_above=20)
     served.run(300)
     assert min(served.limits) >= 4 and max(served.limits) <= 64
@@ -141,14 +143,14 @@ def test_timeouts_alone_bring_the_number_down_and_the_bounds_hold() -> None:
 
 
 def test_some_failures_are_the_model_s_and_change_nothing() -> None:
-    control = Adaptive(1, 16)
+    control = AdaptiveConcurrency(1, 16)
     for call in range(200):
         control.learn(1.0, late=False, failed=call % 10 < 3, waiting=True)
     assert control.limit == 16
 
 
 def test_a_tool_that_nobody_waits_for_is_given_no_more() -> None:
-    control = Adaptive(2, 16)
+    control = AdaptiveConcurrency(2, 16)
     for _ in range(100):
         control.learn(1.0, late=False, failed=False, waiting=False)
     assert control.limit == 2

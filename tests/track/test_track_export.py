@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.delivery import EpisodeFiles, Found, Ledger, MetricsTail, Stream, words
+from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsTail, PositionedMetrics, Stream, words
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.export_lock import alone
 from rally.track.export.settings import flat
@@ -31,7 +31,7 @@ class Tracker:
         self.away = False
         self.ended: bool | None = None
 
-    def send(self, item: Found) -> None:
+    def send(self, item: PositionedMetrics) -> None:
         if self.away:
             raise ConnectionError("nobody answers\nand more")
         self.got.append(item.position)
@@ -51,15 +51,15 @@ class Bench:
         self.now = 100.0
         self.back_at = 1e9  # when a tracker that is away is back
 
-    def stream(self) -> Stream[Found]:
-        def connect(ledger: Ledger) -> Tracker:
+    def stream(self) -> Stream[PositionedMetrics]:
+        def connect(ledger: DeliveryLedger) -> Tracker:
             ledger.begin("it", ledger.through)
             return self.tracker
 
         stream = Stream(
             "tracker",
             MetricsTail(self.folder),
-            Ledger.read(self.state),
+            DeliveryLedger.read(self.state),
             connect,
             lambda *words: self.told.append(words),
             clock=lambda: self.now,
@@ -164,11 +164,13 @@ def test_a_tracker_that_comes_back_at_the_end_gets_everything(tmp_path: Path) ->
 def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> None:
     told: list[tuple[str, str, str]] = []
 
-    def connect(ledger: Ledger) -> Tracker:
+    def connect(ledger: DeliveryLedger) -> Tracker:
         raise OSError
 
     folder = RunFolder(tmp_path)
-    stream = Stream("tracker", MetricsTail(folder), Ledger(tmp_path / "s"), connect, lambda *words: told.append(words))
+    stream = Stream(
+        "tracker", MetricsTail(folder), DeliveryLedger(tmp_path / "s"), connect, lambda *words: told.append(words)
+    )
     stream.open()
     stream.pump()
     stream.close(ok=True)
@@ -177,15 +179,15 @@ def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> Non
 
 def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "ledger.json"
-    assert not Ledger.read(path).continues(5)
-    ledger = Ledger(path)
+    assert not DeliveryLedger.read(path).continues(5)
+    ledger = DeliveryLedger(path)
     ledger.begin("id")
     ledger.will_send(4)
     ledger.was_sent(4)
-    assert Ledger.read(path).continues(4) and Ledger.read(path).continues(5)
-    assert not Ledger.read(path).continues(3)  # step 4 was told, and will be another one
+    assert DeliveryLedger.read(path).continues(4) and DeliveryLedger.read(path).continues(5)
+    assert not DeliveryLedger.read(path).continues(3)  # step 4 was told, and will be another one
     ledger.will_send(5)
-    assert not Ledger.read(path).continues(5)  # it may have arrived or not
+    assert not DeliveryLedger.read(path).continues(5)  # it may have arrived or not
 
 
 def test_a_line_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_line_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> 
         assert one.position == 1 and one.metrics["b"] == 2 and one.metrics["track/nonfinite"] == 1
         assert one.metrics["a"] != one.metrics["a"]  # nan: the file has null
         file.write(": 5}\n")
-    assert tail.news(3.0) == [Found(2, 3.0, {"a": 5})]
+    assert tail.news(3.0) == [PositionedMetrics(2, 3.0, {"a": 5})]
 
 
 def test_episode_files_come_in_the_order_of_the_run(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from track_episodes import NASTY, make_episode
 from tracker_cases import NAMES, ledger_of, make_place, row, send
 
-from rally.track.export.delivery import EpisodeFile, Found
+from rally.track.export.delivery import EpisodeFile, PositionedMetrics
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.mlflow_tracker import MlflowRun, MlflowTraces, connect, experiment_of, how_to_look, metric_name
 from rally.track.export.otel_traces import OtelTraces
-from rally.track.export.settings import Place
+from rally.track.export.settings import TrackerRun
 from rally.track.export.tensorboard_tracker import EventFiles
 from rally.track.export.traces import Traces
 from rally.track.run_folder.folder import RunFolder
@@ -42,7 +42,7 @@ HOSTILE = NASTY + "\x00 end"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> TrackerRun:
     return make_place(tmp_path)
 
 
@@ -68,7 +68,7 @@ def single(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def test_event_files_hold_the_metrics_and_after_a_resume_each_step_once(place: Place) -> None:
+def test_event_files_hold_the_metrics_and_after_a_resume_each_step_once(place: TrackerRun) -> None:
     ledger = ledger_of(place, "tensorboard")
     first = EventFiles(place, ledger)
     send(first, ledger, row(0), row(1), row(2), row(3))
@@ -83,7 +83,7 @@ def test_event_files_hold_the_metrics_and_after_a_resume_each_step_once(place: P
     assert all(math.isnan(value) for value in found["bad"].values())
 
 
-def test_event_files_go_on_after_a_failure_with_each_step_once(place: Place) -> None:
+def test_event_files_go_on_after_a_failure_with_each_step_once(place: TrackerRun) -> None:
     tracker = EventFiles(place, ledger_of(place, "tensorboard"))
     tracker.send(row(1))
     tracker.send(row(2))
@@ -97,7 +97,7 @@ def test_event_files_go_on_after_a_failure_with_each_step_once(place: Place) -> 
 
 
 def test_the_folder_of_the_event_files_is_in_the_one_the_environment_names(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: TrackerRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
     tracker = EventFiles(place, ledger_of(place, "tensorboard"))
@@ -115,7 +115,7 @@ def history(store: MlflowClient, run: str, name: str) -> list[tuple[int, float]]
     return [(m.step, m.value) for m in store.get_metric_history(run, metric_name(name))]
 
 
-def test_an_mlflow_run_has_the_metrics_the_configuration_and_no_secret(place: Place, store: MlflowClient) -> None:
+def test_an_mlflow_run_has_the_metrics_the_configuration_and_no_secret(place: TrackerRun, store: MlflowClient) -> None:
     ledger = ledger_of(place, "mlflow")
     tracker = MlflowRun(place, ledger)
     send(tracker, ledger, row(0), row(1))
@@ -143,20 +143,20 @@ def test_every_name_is_one_that_mlflow_takes(name: str) -> None:
 
 
 def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
-    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+    place: TrackerRun, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rally.track.export.mlflow_tracker.metric_name", lambda name: name)
     tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
-    tracker.send(Found(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
+    tracker.send(PositionedMetrics(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
     assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
     assert tracker.where.endswith(", without 1 metrics that it refused (tracking/log.txt)")
     store.delete_run(ledger.id)
     with pytest.raises(MlflowException, match="active"):
-        tracker.send(Found(2, 1000.0, {"a": 1.0}))
+        tracker.send(PositionedMetrics(2, 1000.0, {"a": 1.0}))
 
 
 def test_a_run_whose_configuration_could_not_be_told_is_not_gone_on_with(
-    place: Place, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
+    place: TrackerRun, store: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*given: Any, **named: Any) -> None:
         raise ConnectionError
@@ -168,7 +168,7 @@ def test_a_run_whose_configuration_could_not_be_told_is_not_gone_on_with(
     assert store.get_run(ledger.id).data.params["trainer.seed"] == "3"
 
 
-def test_an_mlflow_run_goes_on_or_is_told_anew(place: Place, store: MlflowClient) -> None:
+def test_an_mlflow_run_goes_on_or_is_told_anew(place: TrackerRun, store: MlflowClient) -> None:
     ledger = ledger_of(place, "mlflow")
     tracker = MlflowRun(place, ledger)
     send(tracker, ledger, row(1), row(2))
@@ -187,7 +187,7 @@ def test_an_mlflow_run_goes_on_or_is_told_anew(place: Place, store: MlflowClient
     assert first not in {run.info.run_id for run in store.search_runs([experiment], run_view_type=ViewType.ACTIVE_ONLY)}
 
 
-def test_a_local_database_lies_in_the_run_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_database_lies_in_the_run_folder(place: TrackerRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     seen: dict[str, str] = {}
 
@@ -234,7 +234,7 @@ def stored(store: MlflowClient, project: str) -> dict[str, MlflowTrace]:
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "x" * 2**20 + HOSTILE], ids=["short", "megabyte"])
-def test_mlflow_gives_back_the_episode(place: Place, store: MlflowClient, text: str) -> None:
+def test_mlflow_gives_back_the_episode(place: TrackerRun, store: MlflowClient, text: str) -> None:
     project = f"traces {len(text)}"
     run = MlflowRun(replace(place, project=project), ledger := ledger_of(place, "mlflow"))
     backend = MlflowTraces(place.folder, project, "experiment", ledger.id)
@@ -266,7 +266,9 @@ def test_mlflow_gives_back_the_episode(place: Place, store: MlflowClient, text: 
     assert [t.info.trace_id for t in store.search_traces(locations=[trace.info.experiment_id], run_id=ledger.id)]
 
 
-def test_traces_of_a_file_are_counted_and_steps_that_were_set_aside_are_gone(place: Place, store: MlflowClient) -> None:
+def test_traces_of_a_file_are_counted_and_steps_that_were_set_aside_are_gone(
+    place: TrackerRun, store: MlflowClient
+) -> None:
     folder = RunFolder(place.folder)
     backend = MlflowTraces(place.folder, "set aside", "experiment", "")
     traces = Traces(folder, backend, "run-1", 2, None)

@@ -37,7 +37,7 @@ from rally.train.batch import TrainBatch, rows_of
 from rally.train.checkpoint.store import CheckpointError
 from rally.train.critic import Critic, CriticSettings
 from rally.train.packing import pack
-from rally.train.reference import KlControl
+from rally.train.reference import KlController
 from rally.train.value_model import load_value_model, token_values, value_model_part, with_value_head
 
 CPU = torch.device("cpu")
@@ -282,7 +282,7 @@ def test_an_evaluation_loads_no_critic(ppo: Path, home: Path, tmp_path: Path, mo
 
 
 def test_a_coefficient_far_from_its_target_moves_by_a_fifth_of_the_horizon() -> None:
-    control = KlControl(coefficient=1.0, target=0.1, horizon=100)
+    control = KlController(coefficient=1.0, target=0.1, horizon=100)
     control.see(10.0, 50)
     assert control.coefficient == pytest.approx(1.1)
     control.see(0.105, 50)  # 5 % over
@@ -292,8 +292,8 @@ def test_a_coefficient_far_from_its_target_moves_by_a_fifth_of_the_horizon() -> 
 
 
 def test_a_fixed_coefficient_is_that_of_the_configuration(tmp_path: Path) -> None:
-    KlControl(coefficient=0.5, target=0.1).part()(tmp_path)
-    fixed, adaptive = KlControl(coefficient=0.2), KlControl(coefficient=0.2, target=0.3)
+    KlController(coefficient=0.5, target=0.1).part()(tmp_path)
+    fixed, adaptive = KlController(coefficient=0.2), KlController(coefficient=0.2, target=0.3)
     for control in (fixed, adaptive):
         control.see(9.0, 0)
         control.read(tmp_path)

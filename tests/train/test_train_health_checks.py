@@ -18,13 +18,13 @@ from rally.train.health_checks import (
     LIVE,
     LOWEST,
     RETRIES,
-    WatchSettings,
+    HealthSettings,
     findings,
     watched,
 )
 
 HEALTHY = {ENTROPY: 0.5, CALLS: 1.0, CLIPPED: 0.02, LIVE: 0.5, HIGHEST: 1.0, LOWEST: 0.0}
-SETTINGS = WatchSettings(patience=3)
+SETTINGS = HealthSettings(patience=3)
 
 
 def steps(count: int, **series: Any) -> list[dict[str, float]]:
@@ -32,7 +32,7 @@ def steps(count: int, **series: Any) -> list[dict[str, float]]:
     return [HEALTHY | {name: values[i] for name, values in series.items()} for i in range(count)]
 
 
-def told(history: list[dict[str, float]], settings: WatchSettings = SETTINGS) -> dict[str, str]:
+def told(history: list[dict[str, float]], settings: HealthSettings = SETTINGS) -> dict[str, str]:
     return dict(findings(history, settings))
 
 
@@ -43,7 +43,7 @@ def test_a_healthy_run_hears_nothing() -> None:
 def test_the_demos_own_fall_of_entropy_is_no_collapse() -> None:
     """A policy that learns grows surer: the demo ends at a tenth of its start, and is well."""
     entropy = [0.698, 0.372, 0.241, 0.19, 0.16] + [0.05] * 10
-    assert told(steps(15, **{ENTROPY: entropy}), WatchSettings()) == {}
+    assert told(steps(15, **{ENTROPY: entropy}), HealthSettings()) == {}
 
 
 def test_entropy_that_falls_under_its_share() -> None:
@@ -51,7 +51,7 @@ def test_entropy_that_falls_under_its_share() -> None:
     assert told(fallen[:7]) == {}, "the mean of the last three is still above 0.03"
     text = told(fallen)["entropy_collapse"]
     assert "fell from 0.6 to 0.02, under trainer.guards.entropy_share=0.05" in text and "entropy_coeff" in text
-    assert told(fallen, WatchSettings(patience=3, entropy_share=0.0)) == {}
+    assert told(fallen, HealthSettings(patience=3, entropy_share=0.0)) == {}
 
 
 def test_tools_that_are_no_longer_called() -> None:
@@ -95,7 +95,7 @@ def test_a_reward_that_never_varied(value: float, words: str) -> None:
 def test_answers_that_are_cut_off() -> None:
     text = told(steps(4, **{CLIPPED: [0.0, 0.4, 0.8, 0.9]}))["clipped_responses"]
     assert "70% of the episodes of the last 3 steps" in text and "data.max_response_length" in text
-    assert told(steps(4, **{CLIPPED: [1.0] * 4}), WatchSettings(patience=3, clipped_share=1.0)) == {}
+    assert told(steps(4, **{CLIPPED: [1.0] * 4}), HealthSettings(patience=3, clipped_share=1.0)) == {}
 
 
 numbers = st.floats(0, 1) | st.just(float("nan"))

@@ -35,7 +35,7 @@ from rally.track import RunFolder
 from rally.train.batch import TrainBatch, TurnRewardError, batch_of, build_batch, rows_of, scored_of, turns_of_episodes
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import corrected_rows, kl_rewards, marked_rows, over_rows
-from rally.train.micro_batches import Cut
+from rally.train.micro_batches import MicroBatchLimits
 from rally.train.update import UpdateSettings, update_policy
 
 CREDITS = [
@@ -219,7 +219,7 @@ def test_the_kl_in_the_reward_is_that_of_each_token_to_the_reference() -> None:
     expected_M = padded_logprobs(reference, build_batch(episodes), 1.0).detach()
     attention.install(reference)
     rows = rows_of(episodes)
-    found_M = over_rows(rows, lambda packed: token_logprobs(reference, packed).logp_M, CPU, Cut(30))
+    found_M = over_rows(rows, lambda packed: token_logprobs(reference, packed).logp_M, CPU, MicroBatchLimits(30))
     assert torch.allclose(found_M, expected_M, atol=1e-5)
     recorded_M = torch.tensor([p for row in rows for p in row.logprobs])
     penalties_M = kl_rewards(rows, found_M, "kl", 0.1)

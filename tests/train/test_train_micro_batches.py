@@ -11,7 +11,7 @@ from rally.config import load_config
 from rally.models import attention
 from rally.runs.build.training import update_settings_of
 from rally.train.batch import build_batch
-from rally.train.micro_batches import UNBOUND, Cut
+from rally.train.micro_batches import UNBOUND, MicroBatchLimits
 from rally.train.packing import micro_batches, pack
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import FrozenModel, awake
@@ -33,21 +33,21 @@ def test_each_pass_keeps_to_its_own_keys() -> None:
         f"{R}.log_prob_max_token_len_per_gpu=4000",
         f"{F}.log_prob_micro_batch_size_per_gpu=4",
     )
-    assert written.cut == Cut(1000, 8)
-    assert written.log_prob_cut == Cut(4000, 16)
-    assert written.reference_cut == Cut(1000, 4)
+    assert written.cut == MicroBatchLimits(1000, 8)
+    assert written.log_prob_limits == MicroBatchLimits(4000, 16)
+    assert written.reference_limits == MicroBatchLimits(1000, 4)
 
 
 def test_a_reference_in_the_loss_bounds_the_update_as_well() -> None:
     written = settings(
         f"{A}.use_kl_loss=true", f"{A}.ppo_micro_batch_size_per_gpu=8", f"{F}.log_prob_micro_batch_size_per_gpu=4"
     )
-    assert written.cut == Cut(16384, 4)
+    assert written.cut == MicroBatchLimits(16384, 4)
 
 
 def test_without_a_token_budget_the_count_alone_cuts() -> None:
     written = settings(f"{A}.use_dynamic_bsz=false", f"{A}.ppo_micro_batch_size_per_gpu=3")
-    assert written.cut == written.log_prob_cut == Cut(UNBOUND, 3)
+    assert written.cut == written.log_prob_limits == MicroBatchLimits(UNBOUND, 3)
     rows = build_batch(uneven_episodes()).rows
     sizes = [len(part) for part in micro_batches(rows, *written.cut)]
     assert sum(sizes) == len(rows) and max(sizes) == 3

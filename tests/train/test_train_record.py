@@ -17,7 +17,7 @@ from rally.track.timing import PhaseClock
 from rally.train.batch import advantage_spans, build_batch, rows_of
 from rally.train.packing import Row
 from rally.types import Episode
-from rally.util.threads import Recorder
+from rally.util.threads import BackgroundWriter
 
 BATCHED = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):
@@ -115,7 +115,7 @@ def test_what_could_not_be_written_is_heard_of() -> None:
     def full() -> None:
         raise OSError("no space left")
 
-    recorder, written = Recorder(), []
+    recorder, written = BackgroundWriter(), []
     for work in (lambda: written.append(1), full, lambda: written.append(2)):
         recorder.write(work)
     with pytest.raises(OSError, match="no space left"):

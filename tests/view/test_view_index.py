@@ -25,10 +25,10 @@ from rally.track.run_folder.episode_json import episode_to_json
 from rally.types import Episode, RallyError, Turn
 from rally.view import episode_index as index_module
 from rally.view import episode_index as indexer_module
-from rally.view.episode_index import EpisodeFile, Index, list_files
-from rally.view.episode_query import Beside, Query
+from rally.view.episode_index import Index, IndexedFile, list_files
+from rally.view.episode_query import Neighbours, Query
 from rally.view.episode_rows import searched, shown, summarize
-from rally.view.run_data import Run, open_runs
+from rally.view.run_data import RunData, open_runs
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +36,22 @@ def codec() -> ChatCodec:
     return ChatCodec(tiny_tokenizer())
 
 
-def opened(path: Path) -> Run:
+def opened(path: Path) -> RunData:
     [run] = open_runs([path])
     run.indexer.catch_up()
     return run
 
 
-def ids(run: Run, **asked: str) -> list[str]:
+def ids(run: RunData, **asked: str) -> list[str]:
     return [row["id"] for row in run.rows({"limit": "1000", **asked})["rows"]]
 
 
 @pytest.fixture(scope="module")
-def small(run_path: Path) -> Run:
+def small(run_path: Path) -> RunData:
     return opened(run_path)
 
 
-def test_rows_are_what_was_recorded(small: Run) -> None:
+def test_rows_are_what_was_recorded(small: RunData) -> None:
     [row] = small.rows({"id": "t000002-00001-2"})["rows"]
     expected = {
         "step": 2,
@@ -77,7 +77,7 @@ def test_new_files_are_added_and_the_others_are_not_read_again(tmp_path: Path, c
     assert len(ids(run, step="3")) == 12
 
 
-def numbers(run: Run) -> list[tuple[str, int]]:
+def numbers(run: RunData) -> list[tuple[str, int]]:
     with closing(run.index.connect()) as db:
         return db.execute("SELECT id, n FROM episodes").fetchall()
 
@@ -205,7 +205,7 @@ def test_a_folder_that_fails_once_is_followed_on(
     run = opened(write_run(tmp_path / "run"))
     broken = threading.Event()
 
-    def failing(folder: Path) -> list[EpisodeFile]:
+    def failing(folder: Path) -> list[IndexedFile]:
         if broken.is_set():
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return list_files(folder)
@@ -230,7 +230,7 @@ def test_an_index_removed_under_a_running_viewer_is_made_anew(tmp_path: Path) ->
 
 
 @contextmanager
-def following(run: Run) -> Iterator[None]:
+def following(run: RunData) -> Iterator[None]:
     run.indexer.start()
     try:
         yield
@@ -278,7 +278,7 @@ def test_whatever_was_recorded_has_a_row_and_can_be_shown(episode: Episode) -> N
 
 
 @given(st.text(max_size=20) | st.sampled_from(['"', "***", 'AND NOT "x', "NEAR(a b)", "a\x00b", 'x" OR "']))
-def test_whatever_is_typed_is_no_error(small: Run, text: str) -> None:
+def test_whatever_is_typed_is_no_error(small: RunData, text: str) -> None:
     assert small.rows({"text": text, "count": "1"})["count"] <= 30
 
 
@@ -303,7 +303,7 @@ RANGES: dict[str, Callable[[dict[str, Any]], bool]] = {
     st.integers(1, 7),
 )
 def test_pages_one_after_the_other_are_the_whole_table(
-    small: Run, filters: list[str], sort: str, desc: bool, size: int
+    small: RunData, filters: list[str], sort: str, desc: bool, size: int
 ) -> None:
     everything = small.rows({"limit": "1000"})["rows"]
     wanted = [row for row in everything if all(RANGES[name](row) for name in filters)]
@@ -324,8 +324,10 @@ def test_pages_one_after_the_other_are_the_whole_table(
     names = [row["id"] for row in pages]
     with closing(small.index.connect()) as db:
         found = [query.beside(db, name) for name in names]
-        assert query.beside(db, "nobody") == Beside()
-    assert found == [Beside(*one) for one in zip(range(len(names)), [None, *names], [*names[1:], None], strict=False)]
+        assert query.beside(db, "nobody") == Neighbours()
+    assert found == [
+        Neighbours(*one) for one in zip(range(len(names)), [None, *names], [*names[1:], None], strict=False)
+    ]
 
 
 def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, codec: ChatCodec) -> None:
@@ -350,7 +352,7 @@ def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, c
         ({"after": "x"}, "is not a key"),
     ],
 )
-def test_a_filter_that_means_nothing_is_one_sentence(small: Run, asked: dict[str, str], told: str) -> None:
+def test_a_filter_that_means_nothing_is_one_sentence(small: RunData, asked: dict[str, str], told: str) -> None:
     with pytest.raises(RallyError, match=told):
         small.rows(asked)
 

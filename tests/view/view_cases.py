@@ -24,7 +24,7 @@ from rally.types import (
     Turn,
     WeightSpan,
 )
-from rally.view.run_data import Run, open_runs
+from rally.view.run_data import RunData, open_runs
 from rally.view.server import create_app
 
 BEGAN = 1_763_200_000.0
@@ -156,7 +156,7 @@ def nasty_episode(text: str) -> Episode:
 @contextmanager
 def served(*paths: Path, token: str | None = None) -> Iterator[str]:
     """The address of a viewer over these runs."""
-    runs: list[Run] = open_runs(paths)
+    runs: list[RunData] = open_runs(paths)
     for run in runs:
         run.indexer.catch_up()
     server = uvicorn.Server(uvicorn.Config(create_app(runs, token), port=0, log_level="warning"))

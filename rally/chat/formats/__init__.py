@@ -1,6 +1,6 @@
 """A tool-call format is chosen by name, and a name that does not exist is answered with those that do."""
 
-from rally.chat.formats.base import FormatResult, Found, ToolFormat, schemas_of
+from rally.chat.formats.base import FormatResult, FoundCall, ToolFormat, schemas_of
 from rally.chat.formats.hermes import HERMES
 from rally.chat.formats.llama3_json import LLAMA3_JSON
 from rally.chat.formats.plain_call import PLAIN
@@ -19,4 +19,4 @@ def get_format(name: str) -> ToolFormat:
     return found
 
 
-__all__ = ["ALIASES", "FORMATS", "FormatResult", "Found", "ToolFormat", "get_format", "schemas_of"]
+__all__ = ["ALIASES", "FORMATS", "FormatResult", "FoundCall", "ToolFormat", "get_format", "schemas_of"]

@@ -18,7 +18,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Tool name to its parameter schema (JSON schema of an object)."""
 
 
-class Found(NamedTuple):
+class FoundCall(NamedTuple):
     """A call and the part of the text, text[start:end], that wrote it."""
 
     start: int
@@ -38,13 +38,13 @@ class ToolFormat:
     """How one family of models writes tool calls."""
 
     name: str
-    find: Callable[[str, Schemas], list[Found]]
+    find: Callable[[str, Schemas], list[FoundCall]]
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), start: int = 0) -> FormatResult:
         """What the text says; calls are looked for from `start` on (after the thinking, where a call is a thought)."""
         found = self.find(text[start:], schemas_of(tools))
         if start:
-            found = [Found(f.start + start, f.end + start, f.call) for f in found]
+            found = [FoundCall(f.start + start, f.end + start, f.call) for f in found]
         calls = tuple(_numbered(f.call, i, f.call.raw or text[f.start : f.end]) for i, f in enumerate(found))
         return FormatResult(outside(text, found), calls)
 
@@ -59,7 +59,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     return {str(f["name"]): f.get("parameters") or {} for f in functions}
 
 
-def outside(text: str, found: Sequence[Found]) -> str:
+def outside(text: str, found: Sequence[FoundCall]) -> str:
     """What is left of the text without its calls; untouched when there are none."""
     if not found:
         return text

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from rally.chat.formats.base import Found, Schemas, ToolFormat, call_of, malformed
+from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, call_of, malformed
 from rally.chat.formats.plain_call import find_plain
 from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
@@ -29,16 +29,18 @@ class Tagged(NamedTuple):
     end: int
 
 
-def find_hermes(text: str, schemas: Schemas) -> list[Found]:
-    found: list[Found] = []
+def find_hermes(text: str, schemas: Schemas) -> list[FoundCall]:
+    found: list[FoundCall] = []
     at = 0
     while (tag := _TAG.search(text, at)) is not None:
         if tag.group() == CLOSE:
             calls, at = Tagged([malformed(f"{CLOSE} without {OPEN} before it", CLOSE, SHAPE)], tag.end())
         else:
             calls, at = _tagged(text, tag.end(), schemas)
-        found.append(Found(tag.start(), at, calls[0] if calls[1:] else replace(calls[0], raw=text[tag.start() : at])))
-        found += [Found(at, at, call) for call in calls[1:]]
+        found.append(
+            FoundCall(tag.start(), at, calls[0] if calls[1:] else replace(calls[0], raw=text[tag.start() : at]))
+        )
+        found += [FoundCall(at, at, call) for call in calls[1:]]
     return found
 
 

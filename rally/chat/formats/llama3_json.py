@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from rally.chat.formats.base import Found, Schemas, ToolFormat, call_of, malformed
+from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, call_of, malformed
 from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
 
@@ -21,39 +21,39 @@ _LIKE_A_CALL = re.compile(r"""\s*\{\s*(["']?)(?:name|function)\1\s*:""")
 _NEXT = re.compile(rf"[;\n][ \t]*(?=\{{)|{re.escape(PYTHON_TAG)}")
 
 
-class Read(NamedTuple):
+class ReadCall(NamedTuple):
     """What stands at a start: a call, or (None) something else to pass over; and its end."""
 
     call: ToolCall | None
     end: int
 
 
-def find_llama3(text: str, schemas: Schemas) -> list[Found]:
-    found: list[Found] = []
+def find_llama3(text: str, schemas: Schemas) -> list[FoundCall]:
+    found: list[FoundCall] = []
     at = 0
     while (start := _START.search(text, at)) is not None:
         tagged = start.group() != "{"
         call, end = _call_at(text, start.end() if tagged else start.start(), tagged, schemas)
         if call is not None:
-            found.append(Found(_with_opening(text, at, start.start()), end, call))
+            found.append(FoundCall(_with_opening(text, at, start.start()), end, call))
         at = end
     return found
 
 
-def _call_at(text: str, begin: int, tagged: bool, schemas: Schemas) -> Read:
+def _call_at(text: str, begin: int, tagged: bool, schemas: Schemas) -> ReadCall:
     meant = tagged or _LIKE_A_CALL.match(text, begin) is not None
     try:
         value, end = read_json(text, begin)
     except ValueError as error:
-        return _broken(text, begin, str(error)) if meant else Read(None, begin + 1)
+        return _broken(text, begin, str(error)) if meant else ReadCall(None, begin + 1)
     if not meant and not _names_a_tool(value, schemas):
-        return Read(None, end)
+        return ReadCall(None, end)
     after = _AFTER.match(text, end)
     stop = after.end() if after else end
     try:
-        return Read(call_of(value, schemas), stop)
+        return ReadCall(call_of(value, schemas), stop)
     except ValueError as error:
-        return Read(malformed(str(error), text[begin:end], SHAPE), stop)
+        return ReadCall(malformed(str(error), text[begin:end], SHAPE), stop)
 
 
 def _names_a_tool(value: Any, schemas: Schemas) -> bool:
@@ -61,10 +61,10 @@ def _names_a_tool(value: Any, schemas: Schemas) -> bool:
     return isinstance(name, str) and (name in schemas or bool({"parameters", "arguments"} & set(value)))
 
 
-def _broken(text: str, begin: int, reason: str) -> Read:
+def _broken(text: str, begin: int, reason: str) -> ReadCall:
     following = _NEXT.search(text, begin + 1)
     end = following.start() if following else len(text)
-    return Read(malformed(reason, text[begin:end], SHAPE), end)
+    return ReadCall(malformed(reason, text[begin:end], SHAPE), end)
 
 
 def _with_opening(text: str, low: int, start: int) -> int:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rally.chat.formats.base import Found, Schemas, ToolFormat, convert, malformed, only_parameter
+from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, malformed, only_parameter
 from rally.chat.formats.tolerant_json import read_whole
 from rally.types import ToolCall
 
@@ -25,12 +25,12 @@ class Split(NamedTuple):
     end: int | None
 
 
-def find_plain(text: str, schemas: Schemas) -> list[Found]:
+def find_plain(text: str, schemas: Schemas) -> list[FoundCall]:
     if not schemas:
         return []
     names = "|".join(re.escape(name) for name in sorted(schemas, key=len, reverse=True))
     opening = re.compile(rf"(?<![\w.])({names})\(")
-    found: list[Found] = []
+    found: list[FoundCall] = []
     at = 0
     while (match := opening.search(text, at)) is not None:
         found.append(_call_at(text, match, schemas))
@@ -38,7 +38,7 @@ def find_plain(text: str, schemas: Schemas) -> list[Found]:
     return found
 
 
-def _call_at(text: str, match: re.Match[str], schemas: Schemas) -> Found:
+def _call_at(text: str, match: re.Match[str], schemas: Schemas) -> FoundCall:
     name, start = match.group(1), match.end()
     schema = schemas[name]
     parts, end = _split(text, start)
@@ -46,12 +46,12 @@ def _call_at(text: str, match: re.Match[str], schemas: Schemas) -> Found:
     if end is None:
         newline = text.find("\n", start)
         end = newline if newline >= 0 else len(text)
-        return Found(match.start(), end, malformed("its bracket is not closed", text[match.start() : end], shape))
+        return FoundCall(match.start(), end, malformed("its bracket is not closed", text[match.start() : end], shape))
     try:
         call = ToolCall(name=name, arguments=_arguments(text[start : end - 1], parts, schema))
     except ValueError as error:
         call = malformed(str(error), text[match.start() : end], shape)
-    return Found(match.start(), end, call)
+    return FoundCall(match.start(), end, call)
 
 
 def _split(text: str, start: int) -> Split:

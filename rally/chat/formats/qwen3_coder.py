@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rally.chat.formats.base import Found, Schemas, ToolFormat, convert, malformed
+from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, malformed
 from rally.types import ToolCall
 
 SHAPE = "<tool_call><function=tool name><parameter=name>value</parameter></function></tool_call>"
@@ -29,8 +29,8 @@ class Body(NamedTuple):
     end: int
 
 
-def find_qwen3_coder(text: str, schemas: Schemas) -> list[Found]:
-    found: list[Found] = []
+def find_qwen3_coder(text: str, schemas: Schemas) -> list[FoundCall]:
+    found: list[FoundCall] = []
     at = 0
     while (start := _START.search(text, at)) is not None:
         name = (start.group(1) or start.group(2) or "").strip()
@@ -39,7 +39,7 @@ def find_qwen3_coder(text: str, schemas: Schemas) -> list[Found]:
     return found
 
 
-def _call_at(text: str, start: re.Match[str], name: str, schemas: Schemas) -> Found:
+def _call_at(text: str, start: re.Match[str], name: str, schemas: Schemas) -> FoundCall:
     if not name:
         stray = start.group() == "</tool_call>"
         reason = (
@@ -55,7 +55,7 @@ def _call_at(text: str, start: re.Match[str], name: str, schemas: Schemas) -> Fo
     end = closing.end()
     if text[end:].strip() and not closing.group().strip():
         return _broken(text, start, None, f"expected <parameter=name> or </function> at {text[end:].strip()[:20]!r}")
-    return Found(start.start(), end, ToolCall(name=name, arguments=body.arguments))
+    return FoundCall(start.start(), end, ToolCall(name=name, arguments=body.arguments))
 
 
 def _body(text: str, at: int, schema: Mapping[str, Any]) -> Body:
@@ -79,11 +79,11 @@ def _unclosed_end(text: str, start: int, key: str) -> int:
     return following.start()
 
 
-def _broken(text: str, start: re.Match[str], end: int | None, reason: str) -> Found:
+def _broken(text: str, start: re.Match[str], end: int | None, reason: str) -> FoundCall:
     if end is None:
         following = _NEXT.search(text, start.end())
         end = following.end() if following else len(text)
-    return Found(start.start(), end, malformed(reason, text[start.start() : end], SHAPE))
+    return FoundCall(start.start(), end, malformed(reason, text[start.start() : end], SHAPE))
 
 
 QWEN3_CODER = ToolFormat("qwen3_coder", find_qwen3_coder)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rally.images.loading import has_images
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopError
-from rally.loops.episode_builder import Exchange
+from rally.loops.episode_builder import EpisodeBuilder
 from rally.types import Message, Segment, StopReason
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,7 +68,7 @@ class ServerManager:
         return TokenOutput(list(said.ids), list(said.logprobs), "aborted" if said.finish == "abort" else "completed")
 
 
-class BroughtLoop(AgentLoopBase):
+class VerlAgentLoop(AgentLoopBase):
     """What a loop class written for verl derives from."""
 
     processor: None = None
@@ -164,7 +164,7 @@ class ExchangeOver(BaseException):
 class MessageServer:
     """The policy as such a loop asks it."""
 
-    def __init__(self, loop: MessageLoop, exchange: Exchange) -> None:
+    def __init__(self, loop: MessageLoop, exchange: EpisodeBuilder) -> None:
         self.exchange = exchange
         self.over: StopReason | None = None
         self._loop = loop
@@ -245,7 +245,7 @@ class MessageServer:
         raise ExchangeOver(f"the exchange is over: {reason.value}")
 
 
-class MessageLoop(BroughtLoop):
+class MessageLoop(VerlAgentLoop):
     """Subclass it and write `generate`; name the class in `rollout.agent_loop_class`."""
 
     @abstractmethod
@@ -255,7 +255,7 @@ class MessageLoop(BroughtLoop):
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         most = self.server.engine.max_model_len
-        exchange = Exchange.start(self.codec, self.task, self.settings, most, self.context.began)
+        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
         server = MessageServer(self, exchange)
         data = DataProto(
             batch={"prompt": [[dict(message) for message in self.task.prompt]]},

@@ -71,7 +71,7 @@ NAMES: dict[str, dict[str, str]] = {
 PACKAGES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
 
 
-class StandIns(MetaPathFinder, Loader):
+class VerlNameFinder(MetaPathFinder, Loader):
     """Finds the modules of the table; last on the path, so that what is installed is found first."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -91,5 +91,5 @@ class StandIns(MetaPathFinder, Loader):
 
 def offer_verl_names() -> None:
     """From now on, files written for verl can be imported in this process."""
-    if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
-        sys.meta_path.append(StandIns())
+    if not any(isinstance(finder, VerlNameFinder) for finder in sys.meta_path):
+        sys.meta_path.append(VerlNameFinder())

@@ -17,7 +17,7 @@ from rally.config.sft import SftConfig
 A = "actor_rollout_ref.actor"
 
 
-class Idle(NamedTuple):
+class UnusedKey(NamedTuple):
     """A key without effect, why, and the values that pass beside its default."""
 
     key: str
@@ -39,44 +39,44 @@ def sft_ineffective(config: SftConfig) -> Iterator[str]:
     yield from _loaded(config, "trainer.checkpoint")
 
 
-def _loss(config: Config) -> Iterator[Idle]:
+def _loss(config: Config) -> Iterator[UnusedKey]:
     if not config.rollout.skip_rollout:
         key = "actor_rollout_ref.rollout.skip_rollout"
         why = f"without {key}=true; set that, or leave it out"
-        yield Idle("actor_rollout_ref.rollout.skip_dump_dir", why, ("/tmp/rollout_dump",))
+        yield UnusedKey("actor_rollout_ref.rollout.skip_dump_dir", why, ("/tmp/rollout_dump",))
     if not config.actor.use_kl_loss:
         why = f"without {A}.use_kl_loss=true; set that, or leave it out"
-        yield from (Idle(f"{A}.kl_loss_coef", why, (0.0,)), Idle(f"{A}.kl_loss_type", why))
+        yield from (UnusedKey(f"{A}.kl_loss_coef", why, (0.0,)), UnusedKey(f"{A}.kl_loss_type", why))
     if not config.actor.shuffle:
-        yield Idle(f"{A}.data_loader_seed", f"without {A}.shuffle=true; set that, or leave it out", (42,))
+        yield UnusedKey(f"{A}.data_loader_seed", f"without {A}.shuffle=true; set that, or leave it out", (42,))
 
 
-def _reward(config: Config) -> Iterator[Idle]:
+def _reward(config: Config) -> Iterator[UnusedKey]:
     if config.reward_manager_name != "rate_limited":
         why = "without reward_model.reward_manager=rate_limited; set that, or leave it out"
         for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout"):
-            yield Idle(f"reward_model.{name}", why)
+            yield UnusedKey(f"reward_model.{name}", why)
     else:
         for key, ruling in (("reward.num_workers", "max_concurrent"), ("reward.timeout", "timeout")):
-            yield Idle(key, f"with reward_manager=rate_limited; leave it out and set reward_model.{ruling}")
+            yield UnusedKey(key, f"with reward_manager=rate_limited; leave it out and set reward_model.{ruling}")
     given = "reward_model.reward_kwargs"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows
         why = f"without {given}.overlong_buffer_cfg.enable=true; set that, or leave it out"
         for name in ("max_resp_len", *(f"overlong_buffer_cfg.{part}" for part in ("len", "penalty_factor", "log"))):
-            yield Idle(f"{given}.{name}", why)
+            yield UnusedKey(f"{given}.{name}", why)
 
 
-def _schedule(config: Config | SftConfig, section: str, name: str) -> Iterator[Idle]:
+def _schedule(config: Config | SftConfig, section: str, name: str) -> Iterator[UnusedKey]:
     optim = look_up(config, section)
     why = f"with {section}.{name}={optim.lr_scheduler_type}; leave it out, or set {name}=cosine"
     if optim.lr_scheduler_type == "constant":
-        yield Idle(f"{section}.min_lr_ratio", why)
+        yield UnusedKey(f"{section}.min_lr_ratio", why)
     if optim.lr_scheduler_type != "cosine":
-        yield Idle(f"{section}.num_cycles", why)
+        yield UnusedKey(f"{section}.num_cycles", why)
 
 
-def _told(config: Config | SftConfig, keys: Iterable[Idle]) -> Iterator[str]:
+def _told(config: Config | SftConfig, keys: Iterable[UnusedKey]) -> Iterator[str]:
     defaults = type(config)()
     for key, why, also in keys:
         value = look_up(config, key)

@@ -26,7 +26,7 @@ SHORT_HISTORY_BYTES = 64 * 1024  # keys of one request and layer; above this a c
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Of each request: its packed tokens [offset, offset + tokens) sit at positions `start`.. of its history, which is
     in the pages table_nP."""
 
@@ -39,8 +39,8 @@ class Rows:
     def length(self) -> Ints:
         return self.start + self.tokens
 
-    def take(self, chosen: Any) -> Rows:
-        return Rows(self.offset[chosen], self.tokens[chosen], self.start[chosen], self.table_nP[chosen])
+    def take(self, chosen: Any) -> BatchRows:
+        return BatchRows(self.offset[chosen], self.tokens[chosen], self.start[chosen], self.table_nP[chosen])
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -49,7 +49,7 @@ class Rows:
 class PagedAttention:
     """The context of one engine step over the KV store; `stride` is the pool's."""
 
-    def __init__(self, store: KVStore, rows: Rows, places_T: Tensor, stride: int) -> None:
+    def __init__(self, store: KVStore, rows: BatchRows, places_T: Tensor, stride: int) -> None:
         self.store = store
         self.places_T = places_T
         sample = store.keys[0]
@@ -73,7 +73,7 @@ class PagedAttention:
         return out_THD
 
 
-def _aligned(rows: Rows, page_size: int, stride: int) -> npt.NDArray[np.bool_]:
+def _aligned(rows: BatchRows, page_size: int, stride: int) -> npt.NDArray[np.bool_]:
     """Which histories lie in consecutive pages from a multiple of the stride on."""
     used = -(-rows.length // page_size)
     width = int(used.max())
@@ -84,7 +84,7 @@ def _aligned(rows: Rows, page_size: int, stride: int) -> npt.NDArray[np.bool_]:
     return result
 
 
-def _neighbours(rows: Rows, chosen: npt.NDArray[np.bool_], stride: int) -> Iterator[Ints]:
+def _neighbours(rows: BatchRows, chosen: npt.NDArray[np.bool_], stride: int) -> Iterator[Ints]:
     """Cut the chosen rows into groups whose stretches of the pool lie so close that at most half of them are idle."""
     numbers = np.flatnonzero(chosen)
     order = numbers[np.argsort(rows.table_nP[numbers, 0])]
@@ -96,7 +96,7 @@ def _neighbours(rows: Rows, chosen: npt.NDArray[np.bool_], stride: int) -> Itera
             first = i
 
 
-def _similar(rows: Rows, chosen: npt.NDArray[np.bool_]) -> Iterator[Ints]:
+def _similar(rows: BatchRows, chosen: npt.NDArray[np.bool_]) -> Iterator[Ints]:
     """Cut the chosen rows into groups of similar width and length, so that little is padded."""
     numbers = np.flatnonzero(chosen)
     blocks: dict[tuple[int, int], list[int]] = {}
@@ -123,7 +123,7 @@ class _Masks:
 class _Strided:
     """Decoding requests whose histories begin at regular places: one view, of which some rows may be idle."""
 
-    def __init__(self, store: KVStore, rows: Rows, stride: int) -> None:
+    def __init__(self, store: KVStore, rows: BatchRows, stride: int) -> None:
         device = store.device
         stretch = rows.table_nP[:, 0] // stride
         self.n = int(stretch[-1] - stretch[0]) + 1
@@ -156,7 +156,7 @@ class _Strided:
 class _Gathered:
     """Short requests: histories gathered page by page into one padded block."""
 
-    def __init__(self, store: KVStore, rows: Rows) -> None:
+    def __init__(self, store: KVStore, rows: BatchRows) -> None:
         device = store.device
         self.page_size = store.page_size
         self.n, self.width = len(rows), int(rows.tokens.max())
@@ -189,7 +189,7 @@ class _Gathered:
 class _PerSequence:
     """One call per request, over a view of its pages."""
 
-    def __init__(self, store: KVStore, rows: Rows) -> None:
+    def __init__(self, store: KVStore, rows: BatchRows) -> None:
         spans = zip(rows.offset.tolist(), rows.tokens.tolist(), rows.start.tolist(), strict=True)
         self.rows = [(*span, self._where(store, rows.table_nP[i], sum(span[1:]))) for i, span in enumerate(spans)]
 

@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.engines.embedded.cuda_runner import FastRunner
+from rally.engines.embedded.cuda_runner import CudaRunner
 from rally.engines.embedded.kv_cache import KVStore, PagePool
 from rally.engines.embedded.memory_plan import plan_memory
-from rally.engines.embedded.radix_cache import PrefixIndex
+from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
-from rally.engines.embedded.runner import ModelRunner, Pending, Runner
-from rally.engines.embedded.scheduler import Plan, Scheduler
-from rally.engines.embedded.settings import EngineSettings, Words
+from rally.engines.embedded.runner import ModelRunner, PendingStep, StepRunner
+from rally.engines.embedded.scheduler import Scheduler, StepPlan
+from rally.engines.embedded.settings import EngineSettings, OptionNames
 from rally.models import attention
 from rally.models.families import FAMILIES, kv_shape, power_of_two, unsupported_attention, unsupported_by_kernels
 from rally.models.fused_layers import fusable
@@ -75,7 +75,7 @@ class EngineCore:
         )
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
-        self.index = PrefixIndex(self.pool, self.settings.page_size)
+        self.index = RadixCache(self.pool, self.settings.page_size)
         self.slots = Slots(self.settings.max_num_seqs, self.settings.max_model_len, self.settings.page_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -87,7 +87,7 @@ class EngineCore:
             eos_ids=frozenset(eos_ids),
         )
         self.model, self.store = model, store
-        self.runner: Runner = (
+        self.runner: StepRunner = (
             self._fast_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
         )
         self._launched: _Launched | None = None
@@ -113,14 +113,14 @@ class EngineCore:
             )
         return paged
 
-    def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> Runner:
+    def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> StepRunner:
         settings = self.settings
         if settings.deterministic and (settings.eager or not fusable(model, invariant=True)):
             raise EngineError(
                 f"deterministic rollout has fused layers for {', '.join(FAMILIES)} without adapters only, and "
                 "not with enforce_eager; leave one of the two out"
             )
-        return FastRunner(
+        return CudaRunner(
             model,
             store,
             self.slots,
@@ -192,7 +192,7 @@ class EngineCore:
         last, self._launched = self._launched, None
         return self._read_back(last) if last else []
 
-    def _launch(self, plan: Plan) -> _Launched:
+    def _launch(self, plan: StepPlan) -> _Launched:
         samplers = plan.samplers
         launched = _Launched(samplers, self.slots.serial[samplers], self.runner.launch(plan))
         self.steps += 1
@@ -295,13 +295,13 @@ class _Launched(NamedTuple):
 
     samplers: Ints
     serials: Ints
-    pending: Pending
+    pending: PendingStep
 
 
 NOT_AT_ALL = "use another model, or a server engine"
 
 
-def refuse_unsupported(model: PreTrainedModel, words: Words, *, paged: bool) -> None:
+def refuse_unsupported(model: PreTrainedModel, words: OptionNames, *, paged: bool) -> None:
     """Raise for attention that the backend does not compute."""
     name, cure = type(model).__name__, f"{words.plain} runs it in plain torch"
     if what := unsupported_attention(model):

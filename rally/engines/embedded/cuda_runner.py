@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Slots
-from rally.engines.embedded.runner import Done, Looking
-from rally.engines.embedded.sampler import Draw, Sampled, sample
-from rally.engines.embedded.scheduler import Plan
-from rally.engines.embedded.step_inputs import Inputs, Padding, Sizes, fill
+from rally.engines.embedded.runner import FinishedStep, ImageInputs
+from rally.engines.embedded.sampler import Draw, SampledBatch, sample
+from rally.engines.embedded.scheduler import StepPlan
+from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.models.attention import Scores, head_logits, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens
 from rally.models.kernels.dispatch import Kernels, kernels_for
 from rally.models.lora import switches
-from rally.models.vision import Seen, tower_of
+from rally.models.vision import SeenImages, tower_of
 
 GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
 GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
@@ -45,7 +45,7 @@ class KernelAttention:
     length).
     """
 
-    def __init__(self, store: KVStore, inputs: Inputs, kernels: Kernels, split_up_to: int) -> None:
+    def __init__(self, store: KVStore, inputs: StepInputs, kernels: Kernels, split_up_to: int) -> None:
         self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
         self.places_T = inputs.places.long()
 
@@ -84,14 +84,14 @@ class _InFlight:
     def __init__(self, words: Tensor, samples: int, event: torch.cuda.Event | None) -> None:
         self.words, self.samples, self.event = words, samples, event
 
-    def result(self) -> Sampled:
+    def result(self) -> SampledBatch:
         if self.event is not None:
             self.event.synchronize()
         ids, logprobs = self.words[:, : self.samples].numpy()
         values = logprobs.view(np.float32).copy()
         if not np.isfinite(values).all():
             raise EngineError("the model's logits are not finite (NaN or infinity); its weights are broken or diverged")
-        return Sampled(ids.astype(np.int64), values, values)
+        return SampledBatch(ids.astype(np.int64), values, values)
 
 
 class _Bucket(NamedTuple):
@@ -102,7 +102,7 @@ class _Bucket(NamedTuple):
     graph: bool
 
 
-class FastRunner:
+class CudaRunner:
     """Owns no weights: the module is the trainer's."""
 
     ahead = True
@@ -123,7 +123,7 @@ class FastRunner:
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused()
-        self.looking = Looking(model, slots) if tower_of(model) is not None else None
+        self.looking = ImageInputs(model, slots) if tower_of(model) is not None else None
         self._weights = self._find_weights()
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
@@ -141,7 +141,7 @@ class FastRunner:
         self.host = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self._turn = 0
-        self._views: dict[Sizes, Inputs] = {}
+        self._views: dict[Sizes, StepInputs] = {}
         self._captured: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
 
@@ -166,7 +166,7 @@ class FastRunner:
         return [*(p.data_ptr() for p in self.model.parameters()), *switches(self.model)]
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> _InFlight | Done:
+    def launch(self, plan: StepPlan) -> _InFlight | FinishedStep:
         self._turn = (self._turn + 1) % HOST_BUFFERS
         seen = self.looking.seen(plan) if self.looking is not None else None
         sizes, split, graph = self._bucket(plan, plain=seen is None)
@@ -182,7 +182,7 @@ class FastRunner:
             positions=self.looking.positions(plan) if self.looking is not None else None,
         )
         self.buffer[:words].copy_(host[:words], non_blocking=True)
-        inputs = self._inputs(sizes) if graph else Inputs.of(self.buffer, sizes)
+        inputs = self._inputs(sizes) if graph else StepInputs.of(self.buffer, sizes)
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
@@ -194,13 +194,13 @@ class FastRunner:
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
         return self._read_back(len(samplers))
 
-    def _inputs(self, sizes: Sizes) -> Inputs:
+    def _inputs(self, sizes: Sizes) -> StepInputs:
         """Kept for the sizes of graphs, which are few."""
         if sizes not in self._views:
-            self._views[sizes] = Inputs.of(self.buffer, sizes)
+            self._views[sizes] = StepInputs.of(self.buffer, sizes)
         return self._views[sizes]
 
-    def _bucket(self, plan: Plan, plain: bool) -> _Bucket:
+    def _bucket(self, plan: StepPlan, plain: bool) -> _Bucket:
         """A step that shows an image is not `plain` and has no graph: what the tower gives is at no fixed place."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
@@ -218,7 +218,7 @@ class FastRunner:
         sizes = Sizes(tokens, decodes, chunks, tiles, samples, pages, count, self.axes)
         return _Bucket(sizes, split, graph)
 
-    def _split_up_to(self, plan: Plan) -> int:
+    def _split_up_to(self, plan: StepPlan) -> int:
         """0: not split. Otherwise a bound of the lengths, one of few, since a graph belongs to it."""
         programs = len(plan.decodes) * self.store.keys[0].shape[1]
         if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
@@ -226,7 +226,7 @@ class FastRunner:
         longest = int(self.slots.computed[plan.decodes].max())
         return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
-    def _body(self, inputs: Inputs, split: int, seen: Seen | None) -> None:
+    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
         given, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], given)
@@ -236,7 +236,7 @@ class FastRunner:
             hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
         self.hidden[: inputs.sizes.tokens].copy_(hidden)
 
-    def _head(self, inputs: Inputs) -> None:
+    def _head(self, inputs: StepInputs) -> None:
         samples = inputs.sizes.samples
         logits = self._logits(self.hidden[inputs.last.long()]).float()
         ids = torch.empty(samples, dtype=torch.int64, device=self.device)
@@ -262,14 +262,14 @@ class FastRunner:
                 run()
             self._captured[key] = graph_
 
-    def _sample_by_torch(self, inputs: Inputs, plan: Plan) -> Done:
+    def _sample_by_torch(self, inputs: StepInputs, plan: StepPlan) -> FinishedStep:
         samplers = plan.samplers
         rows = inputs.last[: len(samplers)].long()
         logits = self._logits(self.hidden[rows])
         sampled = sample(logits, Draw.of(self.slots, samplers))
         places = torch.from_numpy(samplers).to(self.device)
         self.last_ids[places] = torch.from_numpy(sampled.ids).to(self.device)
-        return Done(sampled)
+        return FinishedStep(sampled)
 
     def _read_back(self, samples: int) -> _InFlight:
         words = self.back[self._turn]

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from rally.engines.base import BusyClock, EngineError
+from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.embedded.core import EngineCore
-from rally.engines.embedded.request_slots import Request, Sampled
+from rally.engines.embedded.request_slots import Request, SampledTokens
 from rally.engines.embedded.settings import EngineSettings
 from rally.types import Generation, ImageSpan, SamplingParams
 
@@ -35,7 +35,7 @@ SOON = 1e-4
 of torch's operations, and each of them lets go of the interpreter: with Python's own 5 ms every one of them would wait
 so long beside an agent loop at work, and the GPU with it."""
 
-OnTokens = Callable[[Sampled], None]
+OnTokens = Callable[[SampledTokens], None]
 """Is told, in the caller's event loop, what was sampled since it was last told; the rest is in the Generation."""
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
@@ -76,7 +76,7 @@ class EmbeddedEngine:
         self._closed = False
         self._told: set[asyncio.AbstractEventLoop] = set()  # event loops with results they may not have gone through
         self._failure: BaseException | None = None
-        self._steps = BusyClock()
+        self._steps = UtilizationClock()
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
         self._thread.start()
 

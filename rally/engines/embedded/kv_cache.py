@@ -61,7 +61,7 @@ def _call(name: str, *arguments: object) -> None:
         )
 
 
-class DeviceMemory:
+class VirtualMemory:
     """`size` bytes on one GPU, taken at once."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -223,7 +223,7 @@ class KVStore:
         self.num_pages = num_pages
         shape = (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim)
         size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
-        self.memory = DeviceMemory(size, device) if lend else None
+        self.memory = VirtualMemory(size, device) if lend else None
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
         self.paged = (
             self.memory.tensor(shape, dtype) if self.memory else torch.empty(shape, dtype=dtype, device=device)

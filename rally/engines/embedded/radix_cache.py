@@ -42,7 +42,7 @@ class _Node:
         self.stamp = 0
 
 
-class Place(NamedTuple):
+class TreePosition(NamedTuple):
     """Where in the tree a history has got to, in whole pages; stale once the node has been dropped."""
 
     node: _Node
@@ -58,13 +58,13 @@ class Match(NamedTuple):
 
     pages: list[int]
     tokens: int
-    place: Place | None = None
+    place: TreePosition | None = None
 
 
 _Leaf = tuple[int, int, _Node]  # when it was last used, a serial number, the leaf
 
 
-class PrefixIndex:
+class RadixCache:
     """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -90,7 +90,7 @@ class PrefixIndex:
             pages.append(child.page)
             node, at = child, at + step
         shared, nearest = self._within_page(node, tokens[at : at + step])
-        place = Place(node, at // step)
+        place = TreePosition(node, at // step)
         self._used(node if nearest is None else nearest, stamp)
         if nearest is None:
             return Match(pages, at // WIDTH, place)
@@ -119,13 +119,15 @@ class PrefixIndex:
                     best = shared, child
         return best
 
-    def insert(self, version: int, tokens: bytes, pages: Sequence[int], after: Place | None = None) -> Place:
+    def insert(
+        self, version: int, tokens: bytes, pages: Sequence[int], after: TreePosition | None = None
+    ) -> TreePosition:
         """Remember that `pages` hold the KV of `tokens`, the last page maybe in part. Known prefixes keep theirs.
 
         Returns how far its whole pages go: a later call that brings more of the same history may go on from there.
         """
         if after is None or after.stale:
-            after = Place(self._roots.setdefault(version, _Node(b"", -1, None)), 0)
+            after = TreePosition(self._roots.setdefault(version, _Node(b"", -1, None)), 0)
         node, stamp, step = after.node, next(self._clock), self._step
         place = after
         for number in range(after.pages, -(-len(tokens) // step)):
@@ -140,7 +142,7 @@ class PrefixIndex:
             child.stamp = stamp
             node = child
             if len(key) == step:
-                place = Place(node, number + 1)
+                place = TreePosition(node, number + 1)
         self._used(node, stamp)
         return place
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rally.engines.embedded.radix_cache import Place
+from rally.engines.embedded.radix_cache import TreePosition
 from rally.models.vision import Rope, rope_of
 from rally.types import FinishReason, Generation, ImageSpan, SamplingParams, WeightSpan
 
@@ -39,7 +39,7 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # tokens already handed to the prefix index
-    place: Place | None = None  # and where there
+    place: TreePosition | None = None  # and where there
     pure_version: int | None = None  # the one weight version all its KV was computed under; None when mixed
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens in a row, and their logprobs."""
 
     ids: list[int]
@@ -208,7 +208,7 @@ class Slots:
         """The tokens of a running request that were read back."""
         return self.ids[request.slot, : self.known[request.slot]].tolist()  # type: ignore[no-any-return]
 
-    def sampled(self, request: Request, start: int) -> Sampled:
+    def sampled(self, request: Request, start: int) -> SampledTokens:
         """What a running request sampled after its first `start` tokens, as far as it was read back."""
         new = slice(request.prompt_len + start, int(self.known[request.slot]))
-        return Sampled(self.ids[request.slot, new].tolist(), self.logprobs[request.slot, new].tolist())
+        return SampledTokens(self.ids[request.slot, new].tolist(), self.logprobs[request.slot, new].tolist())

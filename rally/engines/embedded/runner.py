@@ -12,26 +12,26 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rally.engines.embedded.attention_torch import PagedAttention, Rows
+from rally.engines.embedded.attention_torch import BatchRows, PagedAttention
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Ints, Slots
-from rally.engines.embedded.sampler import Draw, Sampled, sample
-from rally.engines.embedded.scheduler import Plan
+from rally.engines.embedded.sampler import Draw, SampledBatch, sample
+from rally.engines.embedded.scheduler import StepPlan
 from rally.models.attention import head_logits, packed_hidden
-from rally.models.vision import Features, Gallery, Seen, joined, tower_of
+from rally.models.vision import FeatureCache, Features, SeenImages, joined, tower_of
 
 
-class Looking:
+class ImageInputs:
     """For a module that sees; features are kept between steps until `weights_changed`."""
 
     def __init__(self, model: PreTrainedModel, slots: Slots) -> None:
         self.model, self.slots = model, slots
-        self.gallery = Gallery(model)
+        self.gallery = FeatureCache(model)
 
     def weights_changed(self) -> None:
         self.gallery.forget()
 
-    def positions(self, plan: Plan) -> Ints:
+    def positions(self, plan: StepPlan) -> Ints:
         """Of the packed tokens, on three axes."""
         slots = self.slots
         decoding = slots.computed[plan.decodes] - 1 + slots.shift[plan.decodes]
@@ -42,15 +42,15 @@ class Looking:
             parts.append(request.rope.between(chunk.start, chunk.start + chunk.tokens))
         return np.concatenate(parts, axis=1)
 
-    def seen(self, plan: Plan) -> Seen | None:
+    def seen(self, plan: StepPlan) -> SeenImages | None:
         """The image tokens of a step; None if it has none. A chunk may begin or end inside an image."""
         glimpses = list(self._glimpses(plan))
         if not glimpses:
             return None
         at = np.concatenate([np.arange(g.at, g.at + len(g.features.first_VC)) for g in glimpses])
-        return Seen(torch.from_numpy(at).to(self.model.device), joined([g.features for g in glimpses]))
+        return SeenImages(torch.from_numpy(at).to(self.model.device), joined([g.features for g in glimpses]))
 
-    def _glimpses(self, plan: Plan) -> list[_Glimpse]:
+    def _glimpses(self, plan: StepPlan) -> list[_Glimpse]:
         found, packed = [], len(plan.decodes)
         for chunk in plan.chunks:
             request = self.slots.requests[chunk.slot]
@@ -71,20 +71,20 @@ class _Glimpse(NamedTuple):
     features: Features
 
 
-class Pending(Protocol):
+class PendingStep(Protocol):
     """A launched step."""
 
-    def result(self) -> Sampled:
+    def result(self) -> SampledBatch:
         """One token for each of the plan's samplers; waits until the step has run."""
         ...
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Owns no weights: the module is the trainer's. `ahead`: a step may be launched before the last is read back."""
 
     ahead: bool
 
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Copy pages, compute the planned tokens, write their KV, sample."""
         ...
 
@@ -103,7 +103,7 @@ class Tokens(NamedTuple):
     last: Ints
 
 
-def packed_tokens(plan: Plan, slots: Slots, page_size: int) -> Tokens:
+def packed_tokens(plan: StepPlan, slots: Slots, page_size: int) -> Tokens:
     """Decoding slots first, a token each (already counted as computed), then the chunks."""
     owner, positions, last = plan.decodes, slots.computed[plan.decodes] - 1, np.arange(len(plan.decodes))
     if plan.chunks:
@@ -120,12 +120,12 @@ def packed_tokens(plan: Plan, slots: Slots, page_size: int) -> Tokens:
     )
 
 
-class Done(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that has already run."""
 
-    sampled: Sampled
+    sampled: SampledBatch
 
-    def result(self) -> Sampled:
+    def result(self) -> SampledBatch:
         return self.sampled
 
 
@@ -136,14 +136,14 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
         self.model, self.store, self.slots, self.stride = model, store, slots, stride
-        self.looking = Looking(model, slots) if tower_of(model) is not None else None
+        self.looking = ImageInputs(model, slots) if tower_of(model) is not None else None
 
     def weights_changed(self) -> None:
         if self.looking is not None:
             self.looking.weights_changed()
 
     @torch.no_grad()
-    def launch(self, plan: Plan) -> Done:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         if plan.copies:
             self.store.copy_pages(plan.copies)
         device = self.store.device
@@ -158,13 +158,13 @@ class ModelRunner:
         hidden = packed_hidden(self.model, ids, positions, context, seen)
         if not len(last):
             nothing = np.empty(0, np.float32)
-            return Done(Sampled(np.empty(0, np.int64), nothing, nothing))
+            return FinishedStep(SampledBatch(np.empty(0, np.int64), nothing, nothing))
         draw = Draw.of(self.slots, plan.samplers)
-        return Done(sample(head_logits(self.model, hidden[last]), draw))
+        return FinishedStep(sample(head_logits(self.model, hidden[last]), draw))
 
-    def _rows(self, plan: Plan) -> Rows:
+    def _rows(self, plan: StepPlan) -> BatchRows:
         slots, ones = self.slots, np.ones(len(plan.decodes), np.int64)
         tokens = np.append(ones, [c.tokens for c in plan.chunks]).astype(np.int64)
         starts = np.append(slots.computed[plan.decodes] - 1, [c.start for c in plan.chunks]).astype(np.int64)
         owners = np.append(plan.decodes, [c.slot for c in plan.chunks]).astype(np.int64)
-        return Rows(np.cumsum(tokens) - tokens, tokens, starts, slots.table_SP[owners])
+        return BatchRows(np.cumsum(tokens) - tokens, tokens, starts, slots.table_SP[owners])

@@ -20,7 +20,7 @@ from rally.models.kernels.sampling_filters import filtered_logprobs
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Sampled(NamedTuple):
+class SampledBatch(NamedTuple):
     """Of each row: the token, its log-probability under softmax(logits / temperature), which is what the trainer
     computes, and the one after top-k, top-p and min-p as well."""
 
@@ -63,7 +63,7 @@ class Draw(NamedTuple):
         )
 
 
-def sample(logits_BV: Tensor, draw: Draw) -> Sampled:
+def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
     """Sample each row under its own parameters."""
     device = logits_BV.device
     greedy = draw.temperature == 0
@@ -81,7 +81,9 @@ def sample(logits_BV: Tensor, draw: Draw) -> Sampled:
     chosen = ids[:, None]
     picked = logp.gather(1, chosen).squeeze(1).cpu().numpy()
     same = filtered is logp
-    return Sampled(ids.cpu().numpy(), picked, picked if same else filtered.gather(1, chosen).squeeze(1).cpu().numpy())
+    return SampledBatch(
+        ids.cpu().numpy(), picked, picked if same else filtered.gather(1, chosen).squeeze(1).cpu().numpy()
+    )
 
 
 def _filter(logp_BV: Tensor, draw: Draw) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import PagePool
-from rally.engines.embedded.radix_cache import WIDTH, Match, PrefixIndex, token_bytes
+from rally.engines.embedded.radix_cache import WIDTH, Match, RadixCache, token_bytes
 from rally.engines.embedded.request_slots import Ints, Request, Slots
 
 BUSY = 64  # decodes of a step that is worth keeping free of chunks
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StepPlan:
     """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it."""
 
     decodes: Ints
@@ -62,7 +62,7 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        index: PrefixIndex,
+        index: RadixCache,
         slots: Slots,
         *,
         max_num_batched_tokens: int,
@@ -96,7 +96,7 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The work of the next step. Empty when nothing can be done before a launched step has been read back."""
         slots = self.slots
         wanting = slots.planned < slots.limit
@@ -112,7 +112,7 @@ class Scheduler:
         if self.waiting and not self._hold_back(len(decodes), chunks):
             self._admit(budget, chunks)
         copies, self._copies = self._copies, []
-        plan = Plan(decodes=decodes, chunks=chunks, copies=copies)
+        plan = StepPlan(decodes=decodes, chunks=chunks, copies=copies)
         self._advance(plan)
         return plan
 
@@ -123,7 +123,7 @@ class Scheduler:
         self._held = self._held + 1 if alone and self._held < self.patience else 0
         return self._held > 0
 
-    def _advance(self, plan: Plan) -> None:
+    def _advance(self, plan: StepPlan) -> None:
         """Count the planned tokens as computed, and those to be sampled as planned."""
         slots = self.slots
         slots.computed[plan.decodes] += 1

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class OptionNames:
     """What a user calls what he can change; the defaults are the keys of a training run."""
 
     max_model_len: str = "rollout.max_model_len"
@@ -38,4 +38,4 @@ class EngineSettings:
     eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, and easier to look into
     deterministic: bool = False  # nothing depends on timing, to the last bit
     lend_memory: bool = False  # on a GPU, KV memory goes back to the device while weights are updated
-    words: Words = field(default_factory=Words)  # in sentences about these settings
+    words: OptionNames = field(default_factory=OptionNames)  # in sentences about these settings

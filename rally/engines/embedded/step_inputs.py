@@ -18,7 +18,7 @@ from torch import Tensor
 from rally.engines.embedded.request_slots import Ints, Slots
 from rally.engines.embedded.runner import packed_tokens
 from rally.engines.embedded.sampler import uniforms
-from rally.engines.embedded.scheduler import Plan
+from rally.engines.embedded.scheduler import StepPlan
 from rally.models.kernels.attention_tiles import extend_tiles
 
 SAMPLING = ("last", "slots", "temperature", "uniform")
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StepInputs:
     """The fields on the device."""
 
     sizes: Sizes
@@ -84,7 +84,7 @@ class Inputs:
     uniform: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor, sizes: Sizes) -> Inputs:
+    def of(cls, buffer: Tensor, sizes: Sizes) -> StepInputs:
         """Views of a flat int32 buffer."""
         offsets = sizes.offsets()
         views = {name: buffer[offsets[name] :][: prod(shape)].view(shape) for name, shape in sizes.fields().items()}
@@ -103,7 +103,7 @@ class Padding(NamedTuple):
 def fill(
     words: npt.NDArray[np.int32],
     sizes: Sizes,
-    plan: Plan,
+    plan: StepPlan,
     slots: Slots,
     *,
     page_size: int,
@@ -153,7 +153,7 @@ def fill(
     return offsets["end"]
 
 
-def tiles(plan: Plan, computed: Ints, first_row: int, group: int) -> npt.NDArray[np.int32]:
+def tiles(plan: StepPlan, computed: Ints, first_row: int, group: int) -> npt.NDArray[np.int32]:
     """Every decoding token is a tile, a chunk is several (its row of the page table follows `first_row`); those with
     long histories first, so that the last programs to run are short ones."""
     order = np.argsort(-computed)

@@ -3,20 +3,20 @@
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.engine import RemoteEngine, RemoteSettings
-from rally.engines.remote.launched_server import OwnServer
+from rally.engines.remote.launched_server import LaunchedServer
 from rally.engines.remote.rally_api import Rally, RallyReplica
-from rally.engines.remote.server_api import Dialect, Launch
+from rally.engines.remote.server_api import Launch, ServerApi
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
-from rally.engines.remote.weight_updates import WeightFiles, WeightHandles, WeightTransport, roomy, sweep
+from rally.engines.remote.weight_updates import CudaIpcWeights, WeightFiles, WeightTransport, roomy, sweep
 
 __all__ = [
     "CanaryError",
     "ClientSettings",
-    "Dialect",
+    "ServerApi",
     "Launch",
     "Oracle",
-    "OwnServer",
+    "LaunchedServer",
     "Rally",
     "RallyReplica",
     "RemoteEngine",
@@ -25,7 +25,7 @@ __all__ = [
     "Sglang",
     "Vllm",
     "WeightFiles",
-    "WeightHandles",
+    "CudaIpcWeights",
     "WeightTransport",
     "roomy",
     "sweep",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rally.engines.base import EngineError, ReplicaBusy, ReplicaGone
-from rally.engines.remote.server_api import TOKEN_VARIABLE, Asked, Call, Dialect, InFlight, Source
+from rally.engines.remote.server_api import TOKEN_VARIABLE, Asked, HttpCall, InFlight, ServerApi, Source
 from rally.types import Generation, SamplingParams
 
 
@@ -77,7 +77,7 @@ class ClientSettings:
 class ServerReplica:
     """A `Replica` over HTTP."""
 
-    def __init__(self, url: str, dialect: Dialect, settings: ClientSettings | None = None) -> None:
+    def __init__(self, url: str, dialect: ServerApi, settings: ClientSettings | None = None) -> None:
         self.url, credentials = Address.of(url)
         self.dialect = dialect
         self.settings = settings or ClientSettings()
@@ -133,7 +133,7 @@ class ServerReplica:
         if not self.serving:
             return False
         try:
-            await self.call(Call("/health"), HEALTH_SECONDS)
+            await self.call(HttpCall("/health"), HEALTH_SECONDS)
         except EngineError:
             return False
         return True
@@ -148,7 +148,7 @@ class ServerReplica:
         while True:
             check()
             try:
-                await self.call(Call("/health"), HEALTH_SECONDS)
+                await self.call(HttpCall("/health"), HEALTH_SECONDS)
                 return
             except EngineError as problem:
                 if time.monotonic() > deadline:
@@ -186,7 +186,7 @@ class ServerReplica:
         await self._order((self.dialect.resume(),))
         self.serving = True
 
-    async def _order(self, calls: Sequence[Call]) -> None:
+    async def _order(self, calls: Sequence[HttpCall]) -> None:
         for call in calls:
             if call.wakes in self._woken:
                 continue
@@ -196,7 +196,7 @@ class ServerReplica:
             if call.wakes:
                 self._woken.add(call.wakes)
 
-    async def call(self, call: Call, seconds: float, *, in_turn: bool = False) -> Any:
+    async def call(self, call: HttpCall, seconds: float, *, in_turn: bool = False) -> Any:
         """The JSON that the server answers, or one of the three errors. None where it answers without a body. `in_turn`
         are those of which there may be `max_connections` at once."""
         import aiohttp
@@ -249,7 +249,7 @@ class ServerReplica:
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
-    async def _send_abort(self, call: Call) -> None:
+    async def _send_abort(self, call: HttpCall) -> None:
         with suppress(EngineError):  # a server that is gone has freed it in its own way
             await self.call(call, HEALTH_SECONDS)
 
@@ -294,14 +294,14 @@ def _new_session(headers: dict[str, str]) -> aiohttp.ClientSession:
     )
 
 
-async def _asked(session: aiohttp.ClientSession, url: str, call: Call) -> tuple[int, str, bytes]:
+async def _asked(session: aiohttp.ClientSession, url: str, call: HttpCall) -> tuple[int, str, bytes]:
     """Status, Retry-After and the whole body of what the server answers."""
     method, body = ("GET", None) if call.body is None else ("POST", json.dumps(call.body).encode())
     async with session.request(method, url + call.path, data=body, allow_redirects=False) as response:
         return response.status, response.headers.get("Retry-After", ""), await response.read()
 
 
-def _refusal(name: str, call: Call, status: int, retry_after: str, content: bytes) -> EngineError:
+def _refusal(name: str, call: HttpCall, status: int, retry_after: str, content: bytes) -> EngineError:
     said = " ".join(content.decode(errors="replace").split())[:300]
     if status in (429, 503):
         return ReplicaBusy(f"{name} has too much to do ({status}: {said})", _seconds(retry_after))

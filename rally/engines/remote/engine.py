@@ -18,10 +18,10 @@ from typing import TypeVar
 
 import torch
 
-from rally.engines.base import BusyClock, EngineError
+from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.remote.canary import CanaryError, Oracle, canary, probe
 from rally.engines.remote.client import ServerReplica
-from rally.engines.remote.launched_server import OwnServer
+from rally.engines.remote.launched_server import LaunchedServer
 from rally.engines.remote.server_api import InFlight
 from rally.engines.remote.weight_updates import WeightTransport
 from rally.engines.router.router import Router
@@ -62,7 +62,7 @@ class RemoteEngine:
         self.settings = settings
         self.restarts = 0
         self._version = 0
-        self._requests = BusyClock()
+        self._requests = UtilizationClock()
         self._minding = asyncio.Lock()  # one at a time gives weights to servers: an update, or one that comes back
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
@@ -85,7 +85,7 @@ class RemoteEngine:
     async def start(self) -> None:
         await self.weights.take(self._version)
         await _all(*(self._introduce(server) for server in self.servers))
-        own = [server for server in self.servers if isinstance(server, OwnServer)]
+        own = [server for server in self.servers if isinstance(server, LaunchedServer)]
         self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
         for name, watcher in self._watchers.items():
             watcher.add_done_callback(functools.partial(self._stopped_watching, name))
@@ -198,7 +198,7 @@ class RemoteEngine:
         window = self.settings.max_model_len
         await self._give(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
 
-    async def _watch(self, server: OwnServer) -> None:
+    async def _watch(self, server: LaunchedServer) -> None:
         """Start it again when it dies, so often; then it is lost."""
         allowed = self.settings.max_restarts
         why = await self._until_it_ends(server)
@@ -214,7 +214,7 @@ class RemoteEngine:
         tried = f"rollout.server.max_attempts={allowed} attempts to start it again"
         self.router.lost(server.name, f"{server.name} is lost after {tried}: {why}")
 
-    async def _bring_back(self, server: OwnServer) -> None:
+    async def _bring_back(self, server: LaunchedServer) -> None:
         """Start it and give it the current weights; one that does not take them is ended."""
         async with self._minding:
             try:
@@ -247,7 +247,7 @@ class RemoteEngine:
         if not watcher.cancelled() and (problem := watcher.exception()) is not None:
             self.router.lost(name, f"{name} could not be started again: {type(problem).__name__}: {problem}")
 
-    async def _until_it_ends(self, server: OwnServer) -> str:
+    async def _until_it_ends(self, server: LaunchedServer) -> str:
         assert server.process is not None
         await server.process.ended()
         server.serving = False

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import ClientSettings, ServerReplica
-from rally.engines.remote.server_api import Dialect
+from rally.engines.remote.server_api import ServerApi
 from rally.types import Generation, SamplingParams
 from rally.util.locks import Lock, hold
 from rally.util.subprocesses import POLL_SECONDS, ServerProcess
@@ -62,12 +62,12 @@ Command = Callable[[str, int], list[str]]
 """The command line of a server over the model in a folder, at a port."""
 
 
-class OwnServer(ServerReplica):
+class LaunchedServer(ServerReplica):
     """A `ServerReplica` whose process is ours."""
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: ServerApi,
         command: Command,
         log: Path,
         *,

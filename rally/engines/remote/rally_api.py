@@ -14,7 +14,7 @@ from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.server_api import (
     TOKEN_VARIABLE,
     Asked,
-    Call,
+    HttpCall,
     InFlight,
     Launch,
     Source,
@@ -32,9 +32,9 @@ class Rally:
 
     name = "rally"
 
-    def generate(self, request: Asked) -> Call:
+    def generate(self, request: Asked) -> HttpCall:
         body = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}
-        return Call("/generate", body)
+        return HttpCall("/generate", body)
 
     def generation(self, answer: Any, request: Asked) -> Generation:
         spans = take(answer, "spans")
@@ -50,23 +50,23 @@ class Rally:
             sampling_logprobs=take(answer, "sampling_logprobs"),
         )
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> HttpCall | None:
         return None
 
-    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         return (_load(source, version, in_flight),)
 
-    def sleep(self) -> tuple[Call, ...]:
+    def sleep(self) -> tuple[HttpCall, ...]:
         raise EngineError("a server of Rally's own cannot sleep; set rollout.free_cache_engine=false")
 
-    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+    def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
         raise AssertionError("it never sleeps")
 
-    def resume(self) -> Call:
-        return Call("/health")
+    def resume(self) -> HttpCall:
+        return HttpCall("/health")
 
-    def window(self) -> Call:
-        return Call("/health")
+    def window(self) -> HttpCall:
+        return HttpCall("/health")
 
     def window_of(self, answer: Any) -> int | None:
         length = answer.get("max_model_len") if isinstance(answer, dict) else None
@@ -106,7 +106,7 @@ class RallyReplica(ServerReplica):
         self.version, self.serving = 0, True
 
 
-def _load(source: Source, version: int, in_flight: InFlight) -> Call:
+def _load(source: Source, version: int, in_flight: InFlight) -> HttpCall:
     if not isinstance(source, str):
         raise EngineError("a server of Rally's own takes weights from a folder alone")
-    return Call("/load_weights", {"folder": source, "version": version, "in_flight": in_flight})
+    return HttpCall("/load_weights", {"folder": source, "version": version, "in_flight": in_flight})

@@ -27,7 +27,7 @@ def generation_to_wire(generation: Generation) -> dict[str, Any]:
 InFlight = Literal["abort", "keep", "recompute"]
 
 
-class Exported(Protocol):
+class IpcExport(Protocol):
     """Weights in the memory of the GPU that this process shares with a server, as each kind of server wants them."""
 
     def described(self) -> dict[str, Any]: ...
@@ -35,11 +35,11 @@ class Exported(Protocol):
     def serialized(self) -> str: ...
 
 
-Source = str | Exported
+Source = str | IpcExport
 """Where weights are: a folder, or memory."""
 
 
-class Call(NamedTuple):
+class HttpCall(NamedTuple):
     """One request to a server: POST with a JSON body, or GET without one."""
 
     path: str
@@ -86,13 +86,13 @@ class Launch:
     extra: Mapping[str, Any]
 
 
-class Dialect(Protocol):
+class ServerApi(Protocol):
     """What one kind of server wants to be asked, and how it answers; nothing here waits or remembers."""
 
     @property
     def name(self) -> str: ...
 
-    def generate(self, request: Asked) -> Call:
+    def generate(self, request: Asked) -> HttpCall:
         """The call that samples one continuation."""
         ...
 
@@ -100,27 +100,27 @@ class Dialect(Protocol):
         """What was sampled; ReplicaGone where the answer is not whole."""
         ...
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> HttpCall | None:
         """What frees a request whose caller has gone; None where closing the connection does."""
         ...
 
-    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         """The calls, in order, after which the server is paused and holds the weights of `source`."""
         ...
 
-    def sleep(self) -> tuple[Call, ...]:
+    def sleep(self) -> tuple[HttpCall, ...]:
         """What makes an idle server give back the GPU memory of its weights and KV."""
         ...
 
-    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+    def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
         """The calls, in order, after which a sleeping one holds the weights of `source`. Nothing was in flight."""
         ...
 
-    def resume(self) -> Call:
+    def resume(self) -> HttpCall:
         """What makes a paused server go on."""
         ...
 
-    def window(self) -> Call:
+    def window(self) -> HttpCall:
         """The call whose answer `window_of` understands."""
         ...
 

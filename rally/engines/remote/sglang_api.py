@@ -11,7 +11,7 @@ from typing import Any
 
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import ask
-from rally.engines.remote.server_api import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.engines.remote.server_api import Asked, HttpCall, InFlight, Launch, Source, as_list, flags, take, whole
 from rally.types import Generation
 
 PAUSE = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
@@ -22,7 +22,7 @@ class Sglang:
 
     name = "sglang"
 
-    def generate(self, request: Asked) -> Call:
+    def generate(self, request: Asked) -> HttpCall:
         params = request.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
@@ -35,7 +35,7 @@ class Sglang:
         }
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed & 0x7FFFFFFF  # it is kept in 32 bits
-        return Call(
+        return HttpCall(
             "/generate",
             {
                 "rid": request.id,
@@ -65,31 +65,33 @@ class Sglang:
             queued_seconds=meta.get("queue_time"),  # told by servers with --enable-metrics
         )
 
-    def abort(self, request_id: str) -> Call | None:
-        return Call("/abort_request", {"rid": request_id})
+    def abort(self, request_id: str) -> HttpCall | None:
+        return HttpCall("/abort_request", {"rid": request_id})
 
-    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         treated = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
-        return Call("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
+        return HttpCall("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
 
-    def sleep(self) -> tuple[Call, ...]:
+    def sleep(self) -> tuple[HttpCall, ...]:
         return (
-            Call("/pause_generation", {"mode": "abort"}),  # its own health check is a request, and under one it dies
-            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+            HttpCall(
+                "/pause_generation", {"mode": "abort"}
+            ),  # its own health check is a request, and under one it dies
+            HttpCall("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
         )
 
-    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+    def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
         return (
-            Call("/resume_memory_occupation", {"tags": ["weights"]}, wakes="weights"),
+            HttpCall("/resume_memory_occupation", {"tags": ["weights"]}, wakes="weights"),
             _update(source, version, {}),
-            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}, wakes="kv_cache"),
+            HttpCall("/resume_memory_occupation", {"tags": ["kv_cache"]}, wakes="kv_cache"),
         )
 
-    def resume(self) -> Call:
-        return Call("/continue_generation", {})
+    def resume(self) -> HttpCall:
+        return HttpCall("/continue_generation", {})
 
-    def window(self) -> Call:
-        return Call("/get_server_info")
+    def window(self) -> HttpCall:
+        return HttpCall("/get_server_info")
 
     def window_of(self, answer: Any) -> int | None:
         length = answer.get("context_length") if isinstance(answer, dict) else None
@@ -125,11 +127,11 @@ class Sglang:
         return {}
 
 
-def _update(source: Source, version: int, treated: dict[str, Any]) -> Call:
+def _update(source: Source, version: int, treated: dict[str, Any]) -> HttpCall:
     named = {"weight_version": str(version), **treated}
     if isinstance(source, str):
-        return Call("/update_weights_from_disk", {"model_path": source, **named})
-    return Call("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
+        return HttpCall("/update_weights_from_disk", {"model_path": source, **named})
+    return HttpCall("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
 
 
 def _require_memory_saver(launch: Launch) -> None:

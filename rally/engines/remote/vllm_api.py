@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rally.engines.remote.launched_server import ask
-from rally.engines.remote.server_api import Asked, Call, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.engines.remote.server_api import Asked, HttpCall, InFlight, Launch, Source, as_list, flags, take, whole
 from rally.types import Generation
 
 # The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
@@ -23,7 +23,7 @@ class Vllm:
 
     name = "vllm"
 
-    def generate(self, request: Asked) -> Call:
+    def generate(self, request: Asked) -> HttpCall:
         params = request.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
@@ -39,7 +39,7 @@ class Vllm:
         }
         if params.seed is not None:
             sampling["seed"] = params.seed
-        return Call(
+        return HttpCall(
             "/inference/v1/generate",
             {
                 "request_id": request.id,
@@ -64,35 +64,35 @@ class Vllm:
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         )
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> HttpCall | None:
         return None
 
-    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[Call, ...]:
+    def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
         # Unless told, 0.26 also drops the KV of requests that it keeps; whose prefixes are old is what salts are for.
         pause = "abort" if in_flight == "abort" else "keep&clear_cache=false"
         fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
-        reset = (Call(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
+        reset = (HttpCall(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
         return (
-            Call(f"/pause?mode={pause}", {}),
+            HttpCall(f"/pause?mode={pause}", {}),
             *_reload(source, version),
             *reset,
         )
 
-    def sleep(self) -> tuple[Call, ...]:
-        return (Call("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
+    def sleep(self) -> tuple[HttpCall, ...]:
+        return (HttpCall("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
 
-    def wake(self, source: Source, version: int) -> tuple[Call, ...]:
+    def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
         return (
-            Call("/wake_up?tags=weights", {}, wakes="weights"),
+            HttpCall("/wake_up?tags=weights", {}, wakes="weights"),
             *_reload(source, version),
-            Call("/wake_up?tags=kv_cache", {}, wakes="kv_cache"),
+            HttpCall("/wake_up?tags=kv_cache", {}, wakes="kv_cache"),
         )
 
-    def resume(self) -> Call:
-        return Call("/resume", {})
+    def resume(self) -> HttpCall:
+        return HttpCall("/resume", {})
 
-    def window(self) -> Call:
-        return Call("/v1/models")
+    def window(self) -> HttpCall:
+        return HttpCall("/v1/models")
 
     def window_of(self, answer: Any) -> int | None:
         length = take(answer, "data", 0).get("max_model_len")
@@ -135,14 +135,14 @@ class Vllm:
         return {}
 
 
-def _reload(source: Source, version: int) -> tuple[Call, ...]:
-    named = Call("/update_weight_version", {"new_version": str(version)}, optional=True)
+def _reload(source: Source, version: int) -> tuple[HttpCall, ...]:
+    named = HttpCall("/update_weight_version", {"new_version": str(version)}, optional=True)
     if isinstance(source, str):
-        return Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}), named
+        return HttpCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}), named
     return (
-        Call("/init_weight_transfer_engine", {"init_info": {}}),
-        Call("/start_weight_update", {}),
-        Call("/update_weights", {"update_info": source.described()}),
-        Call("/finish_weight_update", {}),
+        HttpCall("/init_weight_transfer_engine", {"init_info": {}}),
+        HttpCall("/start_weight_update", {}),
+        HttpCall("/update_weights", {"update_info": source.described()}),
+        HttpCall("/finish_weight_update", {}),
         named,
     )

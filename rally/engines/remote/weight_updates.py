@@ -158,7 +158,7 @@ class Handles:
         return base64.b64encode(buffer.getvalue()).decode()
 
 
-class WeightHandles:
+class CudaIpcWeights:
     """A `WeightTransport` by handles. `weights` gives the policy as it is; `files` is the way that always works, and
     the only one for a server that starts."""
 

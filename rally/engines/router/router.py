@@ -3,7 +3,7 @@
     router = Router([RallyReplica("http://127.0.0.1:8001"), RallyReplica("http://127.0.0.1:8002")], max_model_len=2048)
     generation = await router.generate(prompt_ids, params, session="episode 17")
 
-Every decision is `Board`'s; here are only waiting, sending and health checks. A request is sent again only after it
+`RoutingPolicy` makes every decision; this module waits, sends and checks health. A request is sent again only after it
 failed, with the seed of the first try, and what a failed try sampled is in no answer: nothing is counted twice.
 Whoever gives servers weights and starts them again tells it here (`pause`, `away`, `lost`, `back`); until then health
 checks are all that is known of them. Replicas belong to the router, which closes them.
@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from rally.engines.base import NO_IMAGES, EngineError, Replica, ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.prometheus import Metric, exposition, labelled
-from rally.engines.router.routing_policy import Board
+from rally.engines.router.routing_policy import RoutingPolicy
 from rally.engines.router.server_state import Duty, RouterSettings, Ticket
 from rally.types import Generation, ImageSpan, SamplingParams
 
@@ -38,7 +38,7 @@ class Router:
         self.settings = settings or RouterSettings()
         self.weight_version = 0
         self._max_model_len = max_model_len
-        self._board = Board(self.settings)
+        self._board = RoutingPolicy(self.settings)
         self._replicas: dict[str, Replica] = {}
         self._random = random.Random(self.settings.seed)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}  # who waits to be sent off

@@ -17,17 +17,17 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from rally.engines.base import EngineError
-from rally.engines.router.server_state import Circuit, Duty, RouterSettings, Standing, Ticket
+from rally.engines.router.server_state import Circuit, Duty, RouterSettings, ServerState, Ticket
 
 _serial = attrgetter("serial")
 
 
-class Board:
+class RoutingPolicy:
     """Servers, sessions and waiting requests. `counts` says what was decided how often."""
 
     def __init__(self, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
-        self.servers: dict[str, Standing] = {}
+        self.servers: dict[str, ServerState] = {}
         self.counts: Counter[str] = Counter()
         self._homes: OrderedDict[str, str] = OrderedDict()  # session to server, least recently used first
         self._queue: list[Ticket] = []  # waits for any server, oldest first
@@ -46,7 +46,7 @@ class Board:
     def add(self, name: str, now: float) -> None:
         if name in self.servers:
             raise EngineError(f"there is a server {name!r} already; give each its own name")
-        self.servers[name] = Standing(name, self.settings)
+        self.servers[name] = ServerState(name, self.settings)
         self._look_around(now)
 
     def remove(self, name: str, now: float) -> None:
@@ -170,7 +170,7 @@ class Board:
             times.append(min(map(self._deadline, self._queue)))
         return min(times, default=None)
 
-    def _options(self, now: float) -> Iterator[tuple[Ticket, Standing] | None]:
+    def _options(self, now: float) -> Iterator[tuple[Ticket, ServerState] | None]:
         """Who could go where: the oldest ticket of each queue that may leave it."""
         yield self._from_common_queue(now)
         for server in self.servers.values():
@@ -182,13 +182,13 @@ class Board:
             elif self._lags(server, now) and (other := self._emptiest(ticket, now)):
                 yield ticket, other
 
-    def _from_common_queue(self, now: float) -> tuple[Ticket, Standing] | None:
+    def _from_common_queue(self, now: float) -> tuple[Ticket, ServerState] | None:
         for ticket in self._queue:
             if server := self._emptiest(ticket, now):
                 return ticket, server
         return None
 
-    def _emptiest(self, ticket: Ticket, now: float) -> Standing | None:
+    def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
         """The server with the fewest in flight. One that failed under this request only if there is no other at all."""
         usable = [s for s in self.servers.values() if s.usable]
         untried = [s for s in usable if s.name not in ticket.tried] or usable
@@ -196,7 +196,7 @@ class Board:
         least = min((s.in_flight for s in free), default=0)
         return self._random.choice([s for s in free if s.in_flight == least]) if free else None
 
-    def _lags(self, server: Standing, now: float) -> bool:
+    def _lags(self, server: ServerState, now: float) -> bool:
         """Whether it is so far behind another with room that a session is better off without its cached prefix."""
         least = min((s.load for s in self.servers.values() if s.has_room(now)), default=server.load)
         return server.load > self.settings.lag_factor * least + self.settings.lag_margin
@@ -213,7 +213,7 @@ class Board:
                 del queue[at]
                 return
 
-    def _settle_in(self, ticket: Ticket, server: Standing) -> None:
+    def _settle_in(self, ticket: Ticket, server: ServerState) -> None:
         """The session is at home where it was last answered; count how it came there."""
         if ticket.session is None:
             return
@@ -231,23 +231,23 @@ class Board:
             lives = old is not None and old.usable and before not in ticket.tried
             self.counts["moved_from_busy" if lives else "moved_from_dead"] += 1
 
-    def _leave_server(self, ticket: Ticket) -> Standing:
+    def _leave_server(self, ticket: Ticket) -> ServerState:
         assert ticket.server is not None, "a ticket that was never sent off"
         server = self.servers[ticket.server]
         server.release(ticket)
         return server
 
-    def _opened(self, server: Standing, now: float) -> None:
+    def _opened(self, server: ServerState, now: float) -> None:
         self.counts["circuits_opened"] += 1
         self._release_queue(server)
         self._look_around(now)
 
-    def _release_queue(self, server: Standing) -> None:
+    def _release_queue(self, server: ServerState) -> None:
         """Those who waited for this server alone now wait for any."""
         self._queue = sorted([*self._queue, *server.queue], key=_serial)
         server.queue = []
 
-    def _forget_if_empty(self, server: Standing) -> None:
+    def _forget_if_empty(self, server: ServerState) -> None:
         if server.leaving and server.in_flight == 0:
             del self.servers[server.name]
 

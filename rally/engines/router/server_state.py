@@ -60,7 +60,7 @@ class Ticket:
 
 
 @dataclass(eq=False)
-class Standing:
+class ServerState:
     """`queue` holds the tickets that wait for this server and no other, oldest first."""
 
     name: str

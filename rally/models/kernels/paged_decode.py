@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 MERGED = 8  # splits that the merging kernel reads at once
 
 
-class Tuning(NamedTuple):
+class DecodeTuning(NamedTuple):
     """How a program does its work; `split` also decides how results are rounded, so a run keeps to one."""
 
     block: int
@@ -37,9 +37,9 @@ class Tuning(NamedTuple):
     split: int = SPLIT
 
 
-def tuning(head_size: int) -> Tuning:
+def tuning(head_size: int) -> DecodeTuning:
     """Blocks of which three programs, each with two in flight, fit into the shared memory of an H200 multiprocessor."""
-    return Tuning(block=64 if head_size <= 128 else 32, warps=4, stages=3)
+    return DecodeTuning(block=64 if head_size <= 128 else 32, warps=4, stages=3)
 
 
 def paged_decode(
@@ -55,7 +55,7 @@ def paged_decode(
     window: int | None,
     max_length: int,
     workspace: Tensor | None = None,
-    tuned: Tuning | None = None,
+    tuned: DecodeTuning | None = None,
 ) -> None:
     """One query token per request, at position length - 1, its key and value already in the pool.
 

@@ -26,7 +26,7 @@ from rally.models.kernels.attention_tiles import BLOCK_M
 LOG2_E = math.log2(math.e)
 
 
-class Tuning(NamedTuple):
+class ExtendTuning(NamedTuple):
     """How a program does its work; `block` also decides how results are rounded, so a run keeps to one."""
 
     block: int
@@ -34,10 +34,10 @@ class Tuning(NamedTuple):
     stages: int
 
 
-def tuning(head_size: int, block_m: int) -> Tuning:
+def tuning(head_size: int, block_m: int) -> ExtendTuning:
     """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
     block = 32 if head_size > 128 or block_m <= 64 else 64
-    return Tuning(block, block_m // 16, 3 if head_size <= 128 else 2)
+    return ExtendTuning(block, block_m // 16, 3 if head_size <= 128 else 2)
 
 
 def paged_extend(
@@ -52,7 +52,7 @@ def paged_extend(
     scale: float,
     window: int | None,
     block_m: int = BLOCK_M,
-    tuned: Tuning | None = None,
+    tuned: ExtendTuning | None = None,
 ) -> None:
     """Tokens whose own keys and values, and those of their histories, are already in the pool; causal by position.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rally.data.row_files import DataError, Row
-from rally.recipes.data_files import Progress, Written, write_file
+from rally.recipes.data_files import Progress, WrittenFile, write_file
 from rally.types import Message
 
 DATA_SOURCE = "rally/arithmetic"
@@ -28,7 +28,7 @@ _TRIES_PER_PROBLEM = 30
 _MISSES_IN_A_ROW = 10_000
 
 
-class Problem(NamedTuple):
+class ArithmeticProblem(NamedTuple):
     expression: str
     answer: int
     question: str
@@ -89,7 +89,7 @@ def held_out(expression: str) -> bool:
     return int(hashlib.md5(expression.encode(), usedforsecurity=False).hexdigest(), 16) % 10 == 0
 
 
-def draws(rng: random.Random, split: Split, spec: ArithmeticSpec) -> Iterator[Problem]:
+def draws(rng: random.Random, split: Split, spec: ArithmeticSpec) -> Iterator[ArithmeticProblem]:
     """Problems of one split without end, repeats among them."""
     misses = 0
     while misses < _MISSES_IN_A_ROW:
@@ -99,14 +99,14 @@ def draws(rng: random.Random, split: Split, spec: ArithmeticSpec) -> Iterator[Pr
         misses += 1
         if held_out(expression) == (split == "test"):
             misses = 0
-            yield Problem(expression, int(evaluate(expression)), question)
+            yield ArithmeticProblem(expression, int(evaluate(expression)), question)
     raise DataError(f"these forms and ranges have no {split} problem; widen the ranges")
 
 
-def problems(count: int, seed: int, split: Split, spec: ArithmeticSpec | None = None) -> list[Problem]:
+def problems(count: int, seed: int, split: Split, spec: ArithmeticSpec | None = None) -> list[ArithmeticProblem]:
     """`count` different problems; asking for more of them only adds to the end."""
     spec = spec or ArithmeticSpec()
-    found: dict[str, Problem] = {}
+    found: dict[str, ArithmeticProblem] = {}
     stream = draws(random.Random(f"arithmetic:{seed}:{split}"), split, spec)
     for _ in range(count * _TRIES_PER_PROBLEM):
         if len(found) == count:
@@ -139,7 +139,7 @@ TOOL = "calculator"
 MALFORMED_REPLY = "Failed to decode tool call: the JSON is cut off"
 
 
-def conversation(problem: Problem, habit: Habit, rng: random.Random) -> list[Message]:
+def conversation(problem: ArithmeticProblem, habit: Habit, rng: random.Random) -> list[Message]:
     """One conversation about the problem, in the OpenAI shape."""
     user = {"role": "user", "content": problem.question}
     match habit:
@@ -218,7 +218,7 @@ def _with_wrong_digit(expression: str, rng: random.Random) -> str:
 
 def write_arithmetic(
     out_dir: Path, train: int, test: int, seed: int, progress: Progress, spec: ArithmeticSpec | None = None
-) -> list[Written]:
+) -> list[WrittenFile]:
     """train.parquet and test.parquet of the arithmetic demo."""
     counts: dict[Split, int] = {"train": train, "test": test}
     return [
@@ -234,7 +234,7 @@ def write_arithmetic_sft(
     seed: int,
     progress: Progress,
     spec: ArithmeticSpec | None = None,
-) -> list[Written]:
+) -> list[WrittenFile]:
     """sft.parquet of the arithmetic demo: conversations with the habits of `mix`, none about a test problem."""
     rows = conversations(count, mix, spec or ArithmeticSpec(), seed)
     return [write_file(out_dir / "sft.parquet", progress(rows, count, "sft"))]

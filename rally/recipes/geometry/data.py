@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rally.data.messages import load_images
 from rally.data.row_files import DataError, Row, read_rows
-from rally.recipes.data_files import Written, write_file
+from rally.recipes.data_files import WrittenFile, write_file
 from rally.recipes.geometry.drawing import Figure, Point, at, drawn, middle, toward, turned
 from rally.types import Message
 
@@ -31,7 +31,7 @@ TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29))
 _MISSES_IN_A_ROW = 4_000
 
 
-class Problem(NamedTuple):
+class GeometryProblem(NamedTuple):
     """`name` is its kind and numbers; `measured` is the unknown as the figure itself has it."""
 
     name: str
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     measured: float
 
 
-def triangle(rng: random.Random) -> Problem:
+def triangle(rng: random.Random) -> GeometryProblem:
     """Two angles are given."""
     a, b = rng.randint(30, 100), rng.randint(30, 100)
     while a + b > 150:
@@ -50,10 +50,10 @@ def triangle(rng: random.Random) -> Problem:
     corners = _corners(a, b)
     labels = _inside(corners, (f"{a}°", f"{b}°", "x°"))
     figure = Figure(lines=_closed(corners), labels=labels)
-    return Problem(f"triangle {a} {b}", 1, DEGREES, 180 - a - b, figure, _angle(corners[2], *corners[:2]))
+    return GeometryProblem(f"triangle {a} {b}", 1, DEGREES, 180 - a - b, figure, _angle(corners[2], *corners[:2]))
 
 
-def parallels(rng: random.Random) -> Problem:
+def parallels(rng: random.Random) -> GeometryProblem:
     """A line crosses two parallel ones; x is on the same side of it, on the same or the other side of its line."""
     a, inner = rng.choice([*range(35, 81), *range(100, 146)]), rng.random() < 0.5
     low, along = (0.0, 0.0), at(a)
@@ -66,10 +66,12 @@ def parallels(rng: random.Random) -> Problem:
     arms = ((high[0] + 1, 1.0), low if inner else toward(low, high, 2.0))
     question = f"The two lines that do not meet are parallel. {DEGREES}"
     name = f"parallels {a} {'inner' if inner else 'outer'}"
-    return Problem(name, 1, question, 180 - a if inner else a, Figure(tuple(lines), labels), _angle(high, *arms))
+    return GeometryProblem(
+        name, 1, question, 180 - a if inner else a, Figure(tuple(lines), labels), _angle(high, *arms)
+    )
 
 
-def right_triangle(rng: random.Random) -> Problem:
+def right_triangle(rng: random.Random) -> GeometryProblem:
     """Two sides are given; all three are whole numbers."""
     scale, unknown = rng.randint(1, 6), rng.randrange(3)
     a, b, c = (scale * side for side in rng.choice(TRIPLES))
@@ -80,10 +82,10 @@ def right_triangle(rng: random.Random) -> Problem:
     figure = Figure(lines=_closed(corners), labels=labels, square=(corners[0], corners[1], corners[2]))
     question = "One angle is marked as a right angle. How long is the side marked x?"
     name = f"right {a} {b} {unknown}"
-    return Problem(name, 2, question, (a, b, c)[unknown], figure, math.dist(*edges[unknown]))
+    return GeometryProblem(name, 2, question, (a, b, c)[unknown], figure, math.dist(*edges[unknown]))
 
 
-def inscribed(rng: random.Random) -> Problem:
+def inscribed(rng: random.Random) -> GeometryProblem:
     """An angle at the centre of a circle, and one on it over the same arc."""
     a, reverse = rng.randint(20, 70), rng.random() < 0.5
     centre = (0.0, 0.0)
@@ -95,10 +97,10 @@ def inscribed(rng: random.Random) -> Problem:
     corner = (centre, left, right) if reverse else (top, left, right)
     question = f"O is the centre of the circle. {DEGREES}"
     figure = Figure(lines=lines, labels=labels, circles=((centre, 1.0),))
-    return Problem(f"inscribed {a} {reverse}", 2, question, 2 * a if reverse else a, figure, _angle(*corner))
+    return GeometryProblem(f"inscribed {a} {reverse}", 2, question, 2 * a if reverse else a, figure, _angle(*corner))
 
 
-def similar(rng: random.Random) -> Problem:
+def similar(rng: random.Random) -> GeometryProblem:
     """A line parallel to one side cuts a smaller triangle off; three lengths are given."""
     part, times = rng.randint(2, 9), rng.randint(2, 4)
     rest, short = part * (times - 1), rng.randint(2, 15)
@@ -111,10 +113,10 @@ def similar(rng: random.Random) -> Problem:
     labels = (*sides, *_beside(((d, e),), (f"{short}",), a, gap))
     figure = Figure(lines=(*_closed([a, b, c]), (d, e)), labels=labels)
     question = "The line inside the triangle is parallel to the side marked x. How long is x?"
-    return Problem(f"similar {part} {times} {short}", 3, question, short * times, figure, math.dist(b, c))
+    return GeometryProblem(f"similar {part} {times} {short}", 3, question, short * times, figure, math.dist(b, c))
 
 
-def exterior(rng: random.Random) -> Problem:
+def exterior(rng: random.Random) -> GeometryProblem:
     """The angle outside of an isosceles triangle, at its base, gives the one at its top."""
     outside = rng.randint(105, 155)
     corners = _corners(180 - outside, 180 - outside)
@@ -125,10 +127,10 @@ def exterior(rng: random.Random) -> Problem:
     figure = Figure(lines=(*_closed(corners), (corners[1], beyond), *strokes), labels=labels)
     question = f"The two sides marked with a stroke are equally long. {DEGREES}"
     measured = _angle(corners[2], *corners[:2])
-    return Problem(f"exterior {outside}", 3, question, 2 * outside - 180, figure, measured)
+    return GeometryProblem(f"exterior {outside}", 3, question, 2 * outside - 180, figure, measured)
 
 
-KINDS: tuple[Callable[[random.Random], Problem], ...] = (
+KINDS: tuple[Callable[[random.Random], GeometryProblem], ...] = (
     *(triangle, parallels, right_triangle),
     *(inscribed, similar, exterior),
 )
@@ -139,10 +141,10 @@ def held_out(name: str) -> bool:
     return int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16) % 10 == 0
 
 
-def problems(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3)) -> list[Problem]:
+def problems(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3)) -> list[GeometryProblem]:
     """`count` different problems of these levels; asking for more of them only adds to the end."""
     rng = random.Random(f"geometry:{seed}:{split}")
-    found: dict[str, Problem] = {}
+    found: dict[str, GeometryProblem] = {}
     misses = 0
     while len(found) < count and misses < _MISSES_IN_A_ROW:
         problem = rng.choice(KINDS)(rng)
@@ -251,7 +253,7 @@ class GeometrySizes(NamedTuple):
 
 def write_geometry(
     out: Path, sizes: GeometrySizes, levels: Sequence[int], source: Path | None, seed: int
-) -> list[Written]:
+) -> list[WrittenFile]:
     """train.parquet and test.parquet, pictures inside: drawn here, or those of a folder like geometry3k's."""
     counts = dict(zip(SPLITS, sizes, strict=True))
     return [

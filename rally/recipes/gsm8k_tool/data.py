@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from rally.data.row_files import DataError, Row, download, read_rows
 from rally.recipes.arithmetic.data import evaluate
-from rally.recipes.data_files import Progress, Written, write_file
+from rally.recipes.data_files import Progress, WrittenFile, write_file
 from rally.types import Message
 
 DATA_SOURCE = "openai/gsm8k"
@@ -162,7 +162,7 @@ def write_gsm8k(
     flavor: Flavor,
     progress: Progress,
     tool: Tool = "calc_gsm8k_reward",
-) -> list[Written]:
+) -> list[WrittenFile]:
     """train.parquet and test.parquet of GSM8K."""
     splits: tuple[Split, ...] = ("train", "test")
     return [
@@ -171,6 +171,6 @@ def write_gsm8k(
     ]
 
 
-def write_gsm8k_sft(out_dir: Path, source: Path | None, progress: Progress) -> list[Written]:
+def write_gsm8k_sft(out_dir: Path, source: Path | None, progress: Progress) -> list[WrittenFile]:
     """sft.parquet of GSM8K: the train solutions, told with the calculator."""
     return [write_file(out_dir / "sft.parquet", progress(sft_rows(source), None, "sft"))]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rally.data.row_files import DataError, Row, read_rows
-from rally.recipes.data_files import Written, tool_answers, write_file
+from rally.recipes.data_files import WrittenFile, tool_answers, write_file
 from rally.recipes.gsm8k_tool import data as gsm8k
-from rally.recipes.retool.problems import Problem, problems
+from rally.recipes.retool.problems import CodeProblem, problems
 from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.types import Message
 
@@ -41,9 +41,9 @@ def held_out(question: str) -> bool:
     return int(hashlib.md5(question.encode(), usedforsecurity=False).hexdigest(), 16) % 10 == 0
 
 
-def generate(count: int, seed: int, split: Split, stream: str = "rows") -> list[Problem]:
+def generate(count: int, seed: int, split: Split, stream: str = "rows") -> list[CodeProblem]:
     """`count` different problems of a split, every family in turn as long as it has new ones."""
-    found: dict[str, Problem] = {}
+    found: dict[str, CodeProblem] = {}
     source = problems(random.Random(f"retool:{stream}:{seed}:{split}"))
     tries = count * _TRIES_PER_PROBLEM * (10 if split == "test" else 1)
     for problem, _ in zip(source, range(tries), strict=False):
@@ -94,7 +94,7 @@ def sft_rows(count: int, seed: int, run_all: RunAll, tools: Sequence[dict[str, A
         yield {"messages": [*_prompt(problem.question), *_solution(problem, output)], "tools": list(tools)}
 
 
-def _solution(problem: Problem, output: str) -> Iterable[Message]:
+def _solution(problem: CodeProblem, output: str) -> Iterable[Message]:
     call = {"type": "function", "function": {"name": TOOL, "arguments": {"code": problem.program}}}
     yield {"role": "assistant", "content": problem.plan, "tool_calls": [call]}
     yield {"role": "tool", "content": output, "name": TOOL}
@@ -126,7 +126,7 @@ class RetoolSizes(NamedTuple):
     sft: int
 
 
-def write_retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[Written]:
+def write_retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[WrittenFile]:
     """train.parquet, test.parquet and sft.parquet. With `gsm8k` (a folder, or `HUB`) its train split is trained on too,
     and the first rows of its test split are validated on, as many as are generated for that. AIME is validated on."""
     source = None if gsm8k == HUB and not HUB.exists() else gsm8k

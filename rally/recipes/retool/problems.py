@@ -31,7 +31,7 @@ class Family(NamedTuple):
     formula: Callable[..., int]
 
 
-class Problem(NamedTuple):
+class CodeProblem(NamedTuple):
     family: str
     topic: str
     level: int
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
     answer: int
 
 
-def draw_problem(family: Family, rng: random.Random) -> Problem:
+def draw_problem(family: Family, rng: random.Random) -> CodeProblem:
     """One problem, its answer found by the formula and confirmed by the program."""
     numbers = family.draw(rng)
     answer = family.formula(**numbers)
@@ -49,10 +49,10 @@ def draw_problem(family: Family, rng: random.Random) -> Problem:
     printed = run_trusted(program)
     assert printed == str(answer), f"{family.name} {numbers}: the formula says {answer}, the program {printed}"
     question, plan = family.text.format(**numbers), family.plan.format(**numbers)
-    return Problem(family.name, family.topic, family.level, question, plan, program, answer)
+    return CodeProblem(family.name, family.topic, family.level, question, plan, program, answer)
 
 
-def problems(rng: random.Random) -> Iterator[Problem]:
+def problems(rng: random.Random) -> Iterator[CodeProblem]:
     """Problems without end, every family in turn."""
     while True:
         for family in FAMILIES:

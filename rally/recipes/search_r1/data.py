@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from rally.data.row_files import DataError, Row, download, read_rows
-from rally.recipes.data_files import Written, tool_answers, write_file
+from rally.recipes.data_files import WrittenFile, tool_answers, write_file
 from rally.retrieval import IndexSpec, build_index
 from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.types import Message
@@ -66,7 +66,7 @@ class Prompt:
         return [*system, {"role": "user", "content": self.user.replace("{question}", question)}]
 
 
-class Source(NamedTuple):
+class HotpotSource(NamedTuple):
     questions: list[Row]
     passages: list[Row]
 
@@ -76,14 +76,14 @@ def held_out(question_id: str) -> bool:
     return int(hashlib.md5(question_id.encode(), usedforsecurity=False).hexdigest(), 16) % 5 == 0
 
 
-def read_source(folder: Path | None) -> Source:
+def read_source(folder: Path | None) -> HotpotSource:
     """Questions and corpus of a folder with train.jsonl and corpus.jsonl, or without one HotpotQA from the hub."""
     if folder is None:
         return _from_hub(download("HotpotQA", "hotpotqa/hotpot_qa", "distractor", "validation", _HOLDS))
     for name in ("train.jsonl", "corpus.jsonl"):
         if not (folder / name).is_file():
             raise DataError(f"{folder} has no {name}; a source folder holds {_HOLDS}")
-    return Source(list(read_rows(folder / "train.jsonl")), list(read_rows(folder / "corpus.jsonl")))
+    return HotpotSource(list(read_rows(folder / "train.jsonl")), list(read_rows(folder / "corpus.jsonl")))
 
 
 _HOLDS = "train.jsonl (id, question, golden_answers) and corpus.jsonl (id, title, text)"
@@ -165,7 +165,7 @@ def _checked(questions: Iterable[Row]) -> Iterator[Row]:
         yield item
 
 
-def _from_hub(items: Iterable[Mapping[str, Any]]) -> Source:
+def _from_hub(items: Iterable[Mapping[str, Any]]) -> HotpotSource:
     questions: list[Row] = []
     passages: dict[str, str] = {}
     for item in items:
@@ -176,10 +176,10 @@ def _from_hub(items: Iterable[Mapping[str, Any]]) -> Source:
         about = {"supporting_titles": titles, "type": item["type"], "level": item["level"]}
         questions.append({"id": item["id"], "question": item["question"], "golden_answers": [item["answer"]], **about})
     corpus = [{"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(passages.items())]
-    return Source(questions, corpus)
+    return HotpotSource(questions, corpus)
 
 
-def write_search_r1(out: Path, source: Path | None, prompt_file: Path | None, sft: bool = False) -> list[Written]:
+def write_search_r1(out: Path, source: Path | None, prompt_file: Path | None, sft: bool = False) -> list[WrittenFile]:
     """train.parquet, test.parquet, corpus.jsonl, and for `sft` sft.parquet, whose searches are made by BM25."""
     prompt = Prompt.read(prompt_file) if prompt_file else Prompt()
     questions, passages = read_source(source)
@@ -191,7 +191,7 @@ def write_search_r1(out: Path, source: Path | None, prompt_file: Path | None, sf
     return [*written, _write_searches(out, questions, prompt)] if sft else written
 
 
-def _write_searches(out: Path, questions: Sequence[Row], prompt: Prompt) -> Written:
+def _write_searches(out: Path, questions: Sequence[Row], prompt: Prompt) -> WrittenFile:
     with TemporaryDirectory() as folder:
         index = build_index(out / "corpus.jsonl", Path(folder) / "index", IndexSpec()).path
         tool = {"name": TOOL, "config": {"index_path": str(index), "topk": 3}}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from rally.data.row_files import DataError, Row
-from rally.recipes.data_files import Written, write_file
+from rally.recipes.data_files import WrittenFile, write_file
 from rally.types import Message
 
 DATA_SOURCE = "rally/triage"
@@ -154,7 +154,7 @@ class TriageSizes(NamedTuple):
     mixed: int
 
 
-def write_triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
+def write_triage(out: Path, sizes: TriageSizes, seed: int) -> list[WrittenFile]:
     """train.parquet, test.parquet, articles.jsonl, sft.parquet, and words.txt for the tokenizer of a toy model."""
     written = [
         write_file(out / "train.parquet", rows(sizes.train, seed, "train")),
@@ -165,4 +165,4 @@ def write_triage(out: Path, sizes: TriageSizes, seed: int) -> list[Written]:
         conversations = sft_rows(sizes.clean, sizes.mixed, HABITS, seed)
         written.append(write_file(out / "sft.parquet", conversations))
     (out / "words.txt").write_text("\n".join(WORDS), encoding="utf-8")
-    return [*written, Written(out / "words.txt", len(WORDS))]
+    return [*written, WrittenFile(out / "words.txt", len(WORDS))]

@@ -22,18 +22,18 @@ from rally.engines import build_engine
 from rally.engines.base import EngineError, TrainingEngine
 from rally.engines.remote import (
     ClientSettings,
-    Dialect,
+    CudaIpcWeights,
     Launch,
+    LaunchedServer,
     Oracle,
-    OwnServer,
     Rally,
     RemoteEngine,
     RemoteSettings,
+    ServerApi,
     ServerReplica,
     Sglang,
     Vllm,
     WeightFiles,
-    WeightHandles,
     WeightTransport,
     roomy,
     sweep,
@@ -44,9 +44,9 @@ from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
 from rally.models.parallel import model_state, ranks_of
 from rally.runs.build.episodes import engine_settings_of, sampling_of
-from rally.runs.build.inputs import Inputs, RunError
+from rally.runs.build.inputs import RunError, RunInputs
 from rally.train.checkpoint.weight_files import WeightWriter
-from rally.train.messages import AskLogits, GatherWeights
+from rally.train.messages import ComputeLogits, GatherWeights
 from rally.train.policy import Policy
 from rally.types import SamplingParams
 from rally.util.threads import available_cores
@@ -54,7 +54,7 @@ from rally.util.threads import available_cores
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Place = tuple[int, ...]
 """GPUs of one server, by their indices in this process; none on a machine without any."""
-DIALECTS: dict[str, Callable[[], Dialect]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
+DIALECTS: dict[str, Callable[[], ServerApi]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
 def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
@@ -105,7 +105,7 @@ def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
     weights = functools.partial(whole_weights, model)
     first = functools.partial(write_whole, model, _bucket(config), _untied(config, model))
     files = WeightFiles(WeightWriter(first, weights), room)
-    return WeightHandles(weights, files) if shown else files
+    return CudaIpcWeights(weights, files) if shown else files
 
 
 def by_handles(config: Config, model: PreTrainedModel) -> bool:
@@ -133,7 +133,7 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
     plan = launch_of(config, model)
     dialect = DIALECTS[rollout.server_kind]()
     return [
-        OwnServer(
+        LaunchedServer(
             dialect,
             lambda folder, port: dialect.command(replace(plan, folder=folder, port=port)),
             config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
@@ -256,7 +256,7 @@ def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 def oracle_of(model: PreTrainedModel) -> Oracle:
     def forward(ids: Sequence[int]) -> Tensor:
-        with ranks_of(model).doing(AskLogits(ids)):
+        with ranks_of(model).doing(ComputeLogits(ids)):
             return logits_of(model, ids)
 
     vocabulary = model.config.get_text_config().vocab_size
@@ -302,7 +302,7 @@ def _bucket(config: Config) -> str:
     return f"{config.rollout.checkpoint_engine.update_weights_bucket_megabytes}MB"
 
 
-def engine_of(config: Config, inputs: Inputs, policy: Policy) -> TrainingEngine:
+def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngine:
     if config.rollout.name != "embedded":
         if inputs.codec.patches is not None:
             raise RunError(

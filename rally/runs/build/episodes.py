@@ -17,9 +17,9 @@ from rally.engines.embedded import EngineSettings
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.rewards.worker_pool import Scorer
-from rally.runs.build.inputs import Inputs
+from rally.runs.build.inputs import RunInputs
 from rally.train.rollout.rollout import FailurePolicy, Rollout, ValidationPass
-from rally.train.rollout.rollout_cache import SkippingRunner
+from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import SamplingParams
 
 
@@ -146,7 +146,7 @@ def skipping(runner: Runner, config: Config) -> Runner:
     """The runner, which skips what was sampled before where rollout.skip_rollout says so."""
     if not config.rollout.skip_rollout:
         return runner
-    return SkippingRunner(**vars(runner), dump=dump_of(config))
+    return CachedRolloutRunner(**vars(runner), dump=dump_of(config))
 
 
 def dump_of(config: Config) -> Path:
@@ -167,7 +167,7 @@ def _speaker(config: Config) -> str:
     return hashlib.sha256(repr((words, how)).encode()).hexdigest()[:8]
 
 
-def runner_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Runner:
+def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runner:
     return Runner(
         engine=engine,
         codec=inputs.codec,
@@ -189,7 +189,7 @@ def scorer_of(config: Config) -> Scorer:
     return Scorer(spec, reward.num_workers, reward.timeout)
 
 
-def rollout_of(config: Config, inputs: Inputs, engine: TrainingEngine) -> Rollout:
+def rollout_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
         runner=skipping(runner_of(config, inputs, engine), config),
         scorer=scorer_of(config),

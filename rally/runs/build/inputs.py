@@ -33,7 +33,7 @@ class RunError(RallyError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Where a run left its results, and its last validation."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What a run reads before any weight is loaded: tokenizer, tools, users, rows; all mistakes in them show here."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Inputs:
     val_tasks: TaskSet | None
 
 
-def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> Inputs:
+def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> RunInputs:
     tokenizer = tokenizer_of(config)
     toolbox = toolbox_of(config)
     interactions = interactions_of(config)
@@ -71,7 +71,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> I
         check_rows(config, found, interactions, toolbox)
         return found
 
-    return Inputs(
+    return RunInputs(
         tokenizer,
         toolbox,
         interactions,

@@ -104,7 +104,7 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
 
 
 @dataclass(frozen=True)
-class Plan(Message):
+class RunPlan(Message):
     """What every rank builds the policy from."""
 
     config: Config | SftConfig

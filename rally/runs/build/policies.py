@@ -22,7 +22,7 @@ from rally.train.checkpoint.store import Checkpoint, CheckpointError
 from rally.train.critic import FOLDER, Critic, CriticSettings
 from rally.train.micro_batches import UNBOUND
 from rally.train.policy import Policy
-from rally.train.reference import BaseOfPolicy, FrozenModel, KlControl, Reference
+from rally.train.reference import BaseOfPolicy, FrozenModel, KlController, Reference
 from rally.train.value_model import load_value_model
 
 
@@ -78,13 +78,13 @@ def critic_settings_of(config: Config) -> CriticSettings:
     )
 
 
-def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlControl | None:
+def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlController | None:
     """The coefficient of the KL in the reward, if it is there."""
     coefficient, given = reward_kl_coef(config), config.algorithm.kl_ctrl
     if coefficient == 0:
         return None
     adaptive = given.type == "adaptive"
-    control = KlControl(coefficient=coefficient, target=given.target_kl if adaptive else None, horizon=given.horizon)
+    control = KlController(coefficient=coefficient, target=given.target_kl if adaptive else None, horizon=given.horizon)
     if checkpoint:
         control.read(checkpoint.path)
     return control

@@ -9,12 +9,12 @@ from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import restore
 from rally.models.parallel import ALONE, Ranks
-from rally.models.untrained_tokens import KEY, chat_ids, warn_of_unlearned
+from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of
 from rally.runs.build.episodes import rollout_of, sampling_of, validation_passes
-from rally.runs.build.inputs import Inputs, RunError
-from rally.runs.build.models import Plan
+from rally.runs.build.inputs import RunError, RunInputs
+from rally.runs.build.models import RunPlan
 from rally.runs.build.policies import critic_of, kl_control_of, policy_of, reference_of
 from rally.runs.build.tracking import extra_folders_of, sinks_of, trace_of, unread
 from rally.runs.build.training import fit_settings, update_settings_of
@@ -26,7 +26,7 @@ from rally.train.trainer import Trainer
 
 def trainer_of(
     config: Config,
-    inputs: Inputs,
+    inputs: RunInputs,
     folder: RunFolder,
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
@@ -40,9 +40,9 @@ def trainer_of(
     sampler = sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
-    ranks.begin(Plan(config, checkpoint.path if checkpoint else None, steps))
+    ranks.begin(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
-    warn_of_unlearned(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
+    warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))

@@ -11,26 +11,26 @@ from rally.config.sft import SftOptim
 from rally.config.trainer import GradientGuards
 from rally.data.samplers import total_steps
 from rally.train.divergence import GradientLimits
-from rally.train.health_checks import WatchSettings
-from rally.train.micro_batches import Cut, cut_of
+from rally.train.health_checks import HealthSettings
+from rally.train.micro_batches import MicroBatchLimits, limits_of
 from rally.train.policy import OptimizerSettings
 from rally.train.rollout.dynamic_sampling import FilterSettings
-from rally.train.trainer import FitSettings
+from rally.train.trainer import TrainerSettings
 from rally.train.update import UpdateSettings
 
 
-def update_cut(config: Config) -> Cut:
+def update_limits(config: Config) -> MicroBatchLimits:
     """Of a pass with a gradient; the reference, where the loss asks it, sees the same micro-batches."""
     actor = config.actor
-    own = cut_of(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
-    return own.within(log_prob_cut(config, config.actor_rollout_ref.ref)) if actor.use_kl_loss else own
+    own = limits_of(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
+    return own.within(log_prob_limits(config, config.actor_rollout_ref.ref)) if actor.use_kl_loss else own
 
 
-def log_prob_cut(config: Config, keys: LogProbKeys) -> Cut:
+def log_prob_limits(config: Config, keys: LogProbKeys) -> MicroBatchLimits:
     """Of a pass that only asks for log-probabilities; what `keys` do not say is the actor's."""
     actor = config.actor
     dynamic = actor.use_dynamic_bsz if keys.log_prob_use_dynamic_bsz is None else keys.log_prob_use_dynamic_bsz
-    return cut_of(
+    return limits_of(
         keys.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         keys.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu,
         dynamic,
@@ -38,7 +38,7 @@ def log_prob_cut(config: Config, keys: LogProbKeys) -> Cut:
 
 
 def update_settings_of(config: Config) -> UpdateSettings:
-    actor, cut = config.actor, update_cut(config)
+    actor, cut = config.actor, update_limits(config)
     return UpdateSettings(
         mini_batch_groups=config.mini_batch_size,
         surrogate=surrogate_settings_of(config),
@@ -51,8 +51,8 @@ def update_settings_of(config: Config) -> UpdateSettings:
         epochs=actor.ppo_epochs,
         max_tokens=cut.max_tokens,
         max_rows=cut.max_rows,
-        log_prob_cut=log_prob_cut(config, config.rollout),
-        reference_cut=log_prob_cut(config, config.actor_rollout_ref.ref),
+        log_prob_limits=log_prob_limits(config, config.rollout),
+        reference_limits=log_prob_limits(config, config.actor_rollout_ref.ref),
         temperature=config.rollout.temperature,
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
@@ -140,9 +140,9 @@ def gradient_limits_of(guards: GradientGuards) -> GradientLimits:
     return GradientLimits(factor=guards.grad_norm_factor, highest=guards.max_grad_norm)
 
 
-def watch_settings_of(config: Config) -> WatchSettings:
+def watch_settings_of(config: Config) -> HealthSettings:
     guards = config.trainer.guards
-    return WatchSettings(
+    return HealthSettings(
         patience=guards.patience,
         entropy_share=guards.entropy_share,
         tool_share=guards.tool_share,
@@ -150,9 +150,9 @@ def watch_settings_of(config: Config) -> WatchSettings:
     )
 
 
-def fit_settings(config: Config, steps: int) -> FitSettings:
+def fit_settings(config: Config, steps: int) -> TrainerSettings:
     trainer, data = config.trainer, config.data
-    return FitSettings(
+    return TrainerSettings(
         total_steps=steps,
         batch_size=data.train_batch_size,
         n=config.rollout.n,

@@ -24,7 +24,7 @@ _LISTENS_WITHIN = 2.0
 
 
 @dataclass(frozen=True)
-class Launched:
+class ProgramProcess:
     """A started program: the ends of its pipes that are ours. `link` carries cells, and the value of the last line."""
 
     pid: int
@@ -39,7 +39,7 @@ class Fetched:
     left_out: int = 0
 
 
-def start(level: LevelName, order: Order, step: Step | None, path: list[str], first: bool = True) -> Launched:
+def start(level: LevelName, order: Order, step: Step | None, path: list[str], first: bool = True) -> ProgramProcess:
     """Start a step, or a session when there is none; files are placed before the first."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
@@ -57,16 +57,16 @@ def start(level: LevelName, order: Order, step: Step | None, path: list[str], fi
     theirs.close()
     for end in (out_read, err_read, ours.fileno()):
         os.set_blocking(end, False)
-    return Launched(pid, out_read, err_read, ours)
+    return ProgramProcess(pid, out_read, err_read, ours)
 
 
-def close(launched: Launched) -> None:
+def close(launched: ProgramProcess) -> None:
     os.close(launched.out)
     os.close(launched.err)
     launched.link.close()
 
 
-def send_cell(launched: Launched, code: str) -> None:
+def send_cell(launched: ProgramProcess, code: str) -> None:
     """Hand code to a session; OSError when it does not listen."""
     launched.link.settimeout(_LISTENS_WITHIN)
     launched.link.sendall(json.dumps({"code": code}).encode() + b"\n")

@@ -27,7 +27,7 @@ _SEEDED = (("numpy.random", "seed"), ("sympy.core.random", "seed"))
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     code: int
     echo: str | None = None
 
@@ -58,7 +58,7 @@ def run_session(order: Order, path: list[str], link: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Ran:
+def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> ProgramResult:
     """Run `code`; with `echo`, also the repr of a last line that is an expression with a value."""
     try:
         parsed = ast.parse(code, name)
@@ -67,14 +67,14 @@ def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Ran:
             del parsed.body[-1]
         exec(compile(parsed, name, "exec", dont_inherit=True), namespace)
         if not isinstance(last, ast.Expr):
-            return Ran(0)
+            return ProgramResult(0)
         value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
-        return Ran(0, None if value is None else repr(value))
+        return ProgramResult(0, None if value is None else repr(value))
     except SystemExit as end:
-        return Ran(_exit_code(end))
+        return ProgramResult(_exit_code(end))
     except BaseException as error:  # noqa: BLE001 - whatever the program raised is its result
         _show(error)
-        return Ran(1)
+        return ProgramResult(1)
 
 
 def _fresh_main(order: Order, path: list[str]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _tell(link: socket.socket, ran: Ran) -> None:
+def _tell(link: socket.socket, ran: ProgramResult) -> None:
     with suppress(OSError):
         link.sendall(json.dumps({"code": ran.code, "echo": ran.echo}).encode() + b"\n")
 

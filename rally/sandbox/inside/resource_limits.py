@@ -23,7 +23,7 @@ _KILL_ROUNDS = 1000  # a tree that forks while it is killed needs several; in a 
 _GONE = (FileNotFoundError, ProcessLookupError)  # it ended while we looked
 
 
-class Tree:
+class ProcessTree:
     """The processes below this one: all others of its pid namespace, or else its descendants."""
 
     def __init__(self, own_namespace: bool) -> None:
@@ -76,8 +76,8 @@ class Usage:
     processes: int
 
 
-class Watch:
-    def __init__(self, caps: Caps, tree: Tree, folder: str) -> None:
+class ResourceWatch:
+    def __init__(self, caps: Caps, tree: ProcessTree, folder: str) -> None:
         self._caps = caps
         self._tree = tree
         self._folder = folder

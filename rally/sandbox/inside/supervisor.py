@@ -20,9 +20,9 @@ from typing import Any
 from rally.sandbox import json_socket
 from rally.sandbox.inside import program_process
 from rally.sandbox.inside.confine import LevelName
-from rally.sandbox.inside.program_process import Launched
+from rally.sandbox.inside.program_process import ProgramProcess
 from rally.sandbox.inside.request import Caps, Order, Step
-from rally.sandbox.inside.resource_limits import Tree, Watch, reap
+from rally.sandbox.inside.resource_limits import ProcessTree, ResourceWatch, reap
 
 TICK = 0.02  # how often caps are measured: memory then overshoots by what a machine can touch in that time
 GRACE = 1.0  # for an interrupted session to come back
@@ -50,7 +50,9 @@ class Capture:
 class Follower:
     """One program, or one cell of a session, from now to its end."""
 
-    def __init__(self, launched: Launched, host: socket.socket, watch: Watch, caps: Caps, session: bool) -> None:
+    def __init__(
+        self, launched: ProgramProcess, host: socket.socket, watch: ResourceWatch, caps: Caps, session: bool
+    ) -> None:
         self._launched = launched
         self._host = host
         self._watch = watch
@@ -155,8 +157,8 @@ class Supervisor:
         self._order = order
         self._host = host
         self._path = path
-        self._tree = Tree(own_namespace=level == "bubblewrap")
-        self._watch = Watch(order.caps, self._tree, order.folder)
+        self._tree = ProcessTree(own_namespace=level == "bubblewrap")
+        self._watch = ResourceWatch(order.caps, self._tree, order.folder)
 
     def run(self) -> None:
         """All there is to do, whatever comes in between."""
@@ -205,7 +207,7 @@ class Supervisor:
             follower.drain()
             self._tell([_result(step, follower)], self._echo(follower), lost=not alive)
 
-    def _follow(self, launched: Launched, step: Step) -> Follower:
+    def _follow(self, launched: ProgramProcess, step: Step) -> Follower:
         self._watch.restart()
         follower = Follower(launched, self._host, self._watch, self._order.caps, self._order.session)
         follower.until_ended(step.timeout, self._order.caps.cpu_seconds or step.timeout)

@@ -17,7 +17,7 @@ from rally.types import ToolResponse
 NO_GAIN = -0.05
 
 
-class Judged(NamedTuple):
+class CheckedAnswer(NamedTuple):
     """The answer as it was understood, and what it is worth."""
 
     parsed: str | None
@@ -62,9 +62,9 @@ class Gsm8kTool(BaseTool[Any]):
         text = f"Current parsed answer={parsed!r} reward={score}"
         return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score, "correct": score == 1.0}
 
-    def judged(self, answer: str, truth: Any) -> Judged:
+    def judged(self, answer: str, truth: Any) -> CheckedAnswer:
         marked = answer if answer.startswith("#### ") else f"#### {answer}"
-        return Judged(gsm8k.extract(marked, "flexible"), gsm8k.score(marked, truth, "flexible"))
+        return CheckedAnswer(gsm8k.extract(marked, "flexible"), gsm8k.score(marked, truth, "flexible"))
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The best score of the episode."""
@@ -88,7 +88,7 @@ class Geo3kTool(Gsm8kTool):
             },
         }
 
-    def judged(self, answer: str, truth: Any) -> Judged:
+    def judged(self, answer: str, truth: Any) -> CheckedAnswer:
         boxed = answer if last_boxed(answer) is not None else rf"\boxed{{{answer}}}"
         graded = math_answers.boxed(boxed, truth)
-        return Judged(graded.answer, float(graded.right))
+        return CheckedAnswer(graded.answer, float(graded.right))

@@ -28,8 +28,8 @@ from rally.sandbox import (
     Program,
     Sandbox,
     SandboxError,
+    SandboxSession,
     SandboxSettings,
-    Session,
     shared_sandbox,
 )
 from rally.tools.base import BaseTool
@@ -165,7 +165,7 @@ class CodeInterpreter(BaseTool[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _checked(self.name, self.config)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, SandboxSession] = {}
         self._runner: CodeServer | Sandbox
         at_once = self.settings.at_once
         if self.settings.url:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import mcp_types as types
 
 from rally.tools.mcp.config import Server
-from rally.tools.mcp.connection import CLOSING_SECONDS, CannotStart, Connection, McpFailure, Unsent
+from rally.tools.mcp.connection import CLOSING_SECONDS, CannotStart, McpConnection, McpFailure, Unsent
 
 ATTEMPTS = 8  # failures in a row after which a server is left alone
 FIRST_ATTEMPTS = 2  # the same for a program that has never run: one for each handshake
@@ -39,14 +39,14 @@ class Hub:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._connections: set[Connection] = set()
+        self._connections: set[McpConnection] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rally-mcp", daemon=True)
         self._thread.start()
         atexit.register(self._close_all)
 
-    def connect(self, server: Server, *, old_handshake: bool) -> Connection:
+    def connect(self, server: Server, *, old_handshake: bool) -> McpConnection:
         """Must be called in the hub's thread."""
-        connection = Connection(server, old_handshake=old_handshake)
+        connection = McpConnection(server, old_handshake=old_handshake)
         self._connections.add(connection)
         connection.owner.add_done_callback(lambda _: self._connections.discard(connection))
         return connection
@@ -76,7 +76,7 @@ def hub() -> Hub:
     return Hub()
 
 
-class Line:
+class McpClient:
     """A connection to one server that is opened when needed and opened again when lost. Lives in the hub.
 
     `keeps_state`: earlier calls matter to later ones, so a server that was started anew must be told to the model.
@@ -88,8 +88,8 @@ class Line:
         self.server = server
         self.old_handshake = old_handshake
         self._keeps_state = keeps_state
-        self._opening: asyncio.Task[Connection] | None = None
-        self._current: Connection | None = None
+        self._opening: asyncio.Task[McpConnection] | None = None
+        self._current: McpConnection | None = None
         self._failures = 0
         self._has_run = False
         self._left_alone_until = 0.0
@@ -125,7 +125,7 @@ class Line:
         if self._current is not None:
             await self._current.close()
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> McpConnection:
         if self._closed:
             raise McpFailure(f"the MCP server {self.server.name!r} was closed with its run")
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
@@ -135,7 +135,7 @@ class Line:
         # Shielded, because one call's deadline must not undo what another still waits for.
         return await asyncio.shield(self._opening)
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> McpConnection:
         while True:
             if 0 < self._failures < self._attempts:
                 pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 1))
@@ -161,7 +161,7 @@ class Line:
     def _attempts(self) -> int:
         return ATTEMPTS if self._has_run or self.server.transport != "stdio" else FIRST_ATTEMPTS
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: McpConnection) -> None:
         """Whoever notices first counts it; the others find a new connection under way."""
         connection.retire()
         if connection is self._current:
@@ -179,7 +179,7 @@ class Line:
             raise McpFailure(f"{self._last_failure}; it is tried again in {seconds:.0f} seconds")
 
 
-def _seen(opening: asyncio.Task[Connection]) -> None:
+def _seen(opening: asyncio.Task[McpConnection]) -> None:
     """Whoever waited for it may have given up, and asyncio would print a traceback for an error nobody looks at."""
     if not opening.cancelled():
         opening.exception()

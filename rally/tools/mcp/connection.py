@@ -108,7 +108,7 @@ class CannotStart(McpFailure):
     """A server that another attempt would not start either."""
 
 
-class Connection:
+class McpConnection:
     """One session. It opens at once, in a task of its own; `ready` waits for it."""
 
     def __init__(self, server: Server, *, old_handshake: bool = False) -> None:
@@ -252,7 +252,7 @@ class Connection:
 class _Watched:
     """The SDK's stream of incoming messages, which also tells its connection of its end and of lines that are none."""
 
-    def __init__(self, read: Any, connection: Connection) -> None:
+    def __init__(self, read: Any, connection: McpConnection) -> None:
         self._read = read
         self._connection = connection
 

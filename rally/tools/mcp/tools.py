@@ -29,10 +29,10 @@ from rally.redact import redact
 from rally.tools.base import BaseTool
 from rally.tools.invoke import ToolTimeout
 from rally.tools.limits import CallLimits
-from rally.tools.mcp.client import Line, hub
+from rally.tools.mcp.client import McpClient, hub
 from rally.tools.mcp.config import McpSettings, Server, read_servers, read_settings
 from rally.tools.mcp.connection import McpFailure
-from rally.tools.rate_limit import Gate
+from rally.tools.rate_limit import RateLimiter
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import Image, ToolResponse
 
@@ -48,14 +48,14 @@ class Content:
 
 
 def read_content(result: types.CallToolResult) -> Content:
-    reader = _Reader()
+    reader = _ContentReader()
     lines = [reader.line(part) for part in result.content]
     if not lines and result.structured_content is not None:
         lines = [json.dumps(result.structured_content, ensure_ascii=False)]
     return Content(ToolResponse(text="\n".join(lines), image=reader.images or None), reader.not_shown)
 
 
-class _Reader:
+class _ContentReader:
     def __init__(self) -> None:
         self.images: list[Image] = []
         self.not_shown = 0
@@ -111,7 +111,7 @@ def _necessary_chunks(png: bytes) -> bytes:
 class McpTool(BaseTool[Any]):
     """One tool of a server whose session all episodes share."""
 
-    def __init__(self, lines: Lines, tool: types.Tool, settings: McpSettings, gate: Gate) -> None:
+    def __init__(self, lines: McpClients, tool: types.Tool, settings: McpSettings, gate: RateLimiter) -> None:
         super().__init__(settings.model_dump(exclude_none=True), _schema(lines.server, tool, prefix=settings.prefix))
         self._lines = lines
         self._called = tool.name
@@ -149,7 +149,7 @@ class McpTool(BaseTool[Any]):
         }
         return replace(content.response, text=text), None, metrics
 
-    def _line(self, instance_id: str) -> Line:
+    def _line(self, instance_id: str) -> McpClient:
         return self._lines.shared
 
 
@@ -168,7 +168,7 @@ class EpisodeMcpTool(McpTool):
         if line is not None:
             await hub().ask(line.close())
 
-    def _line(self, instance_id: str) -> Line:
+    def _line(self, instance_id: str) -> McpClient:
         return self._lines.of_episode(self._episode(instance_id))
 
     def _episode(self, instance_id: str) -> str:
@@ -179,17 +179,17 @@ class EpisodeMcpTool(McpTool):
 class _Held:
     """An episode's line and the number of tools that use it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: McpClient) -> None:
         self.line = line
         self.holders = 0
 
 
-class Lines:
+class McpClients:
     """All lines to one server: the shared one, and one for each episode that is under way."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.shared = Line(server, keeps_state=False)
+        self.shared = McpClient(server, keeps_state=False)
         self._episodes: dict[str, _Held] = {}
         # Tools that are dropped without `close` (filtered out, a failed start) take their servers with them.
         self._ended = weakref.finalize(self, _close_soon, self.shared, self._episodes)
@@ -199,13 +199,13 @@ class Lines:
         held = self._episodes.setdefault(episode, _Held(self._new_line()))
         held.holders += 1
 
-    def _new_line(self) -> Line:
-        return Line(self.server, keeps_state=True, old_handshake=self.shared.old_handshake)
+    def _new_line(self) -> McpClient:
+        return McpClient(self.server, keeps_state=True, old_handshake=self.shared.old_handshake)
 
-    def of_episode(self, episode: str) -> Line:
+    def of_episode(self, episode: str) -> McpClient:
         return self._episodes[episode].line
 
-    def give_back(self, episode: str) -> Line | None:
+    def give_back(self, episode: str) -> McpClient | None:
         """The episode's line when nobody holds it any more, to be closed."""
         held = self._episodes[episode]
         held.holders -= 1
@@ -216,23 +216,23 @@ class Lines:
             hub().run(_close(self.shared, self._episodes))
 
 
-async def _close(shared: Line, episodes: Mapping[str, _Held]) -> None:
+async def _close(shared: McpClient, episodes: Mapping[str, _Held]) -> None:
     await asyncio.gather(shared.close(), *(held.line.close() for held in episodes.values()))
 
 
-def _close_soon(shared: Line, episodes: Mapping[str, _Held]) -> None:
+def _close_soon(shared: McpClient, episodes: Mapping[str, _Held]) -> None:
     hub().start(_close(shared, episodes))
 
 
 class _Found(NamedTuple):
-    lines: Lines
+    lines: McpClients
     tool: types.Tool
 
 
 def mcp_tools(entry: Mapping[str, Any], folder: Path) -> list[BaseTool[Any]]:
     """The tools of an entry, its servers started; a ToolConfigError says what is wrong with the entry or a server."""
     settings = read_settings(entry)
-    every = [Lines(server) for server in read_servers(settings, folder)]
+    every = [McpClients(server) for server in read_servers(settings, folder)]
     try:
         listed = hub().run(_list_all(every, settings))
         found = [_Found(lines, tool) for lines, tools in zip(every, listed, strict=True) for tool in tools]
@@ -244,19 +244,19 @@ def mcp_tools(entry: Mapping[str, Any], folder: Path) -> list[BaseTool[Any]]:
     except ToolConfigError:
         _close_every(every)
         raise
-    gate = Gate(CallLimits(max_concurrency=settings.num_workers, rate_limit=settings.rate_limit))
+    gate = RateLimiter(CallLimits(max_concurrency=settings.num_workers, rate_limit=settings.rate_limit))
     kind = EpisodeMcpTool if settings.session == "episode" else McpTool
     return [kind(lines, tool, settings, gate) for lines, tool in chosen]
 
 
-async def _list_all(every: Sequence[Lines], settings: McpSettings) -> list[list[types.Tool]]:
+async def _list_all(every: Sequence[McpClients], settings: McpSettings) -> list[list[types.Tool]]:
     tools = await asyncio.gather(*(lines.shared.list_tools() for lines in every))
     if settings.session == "episode":
         await asyncio.gather(*(lines.shared.close() for lines in every))
     return tools
 
 
-def _close_every(every: Iterable[Lines]) -> None:
+def _close_every(every: Iterable[McpClients]) -> None:
     for lines in every:
         lines.close()
 

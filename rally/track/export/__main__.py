@@ -17,10 +17,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from rally.track.export.delivery import AnyStream, Destination, EpisodeFiles, Found, Ledger, MetricsTail, Stream
+from rally.track.export.delivery import (
+    AnyStream,
+    DeliveryLedger,
+    Destination,
+    EpisodeFiles,
+    MetricsTail,
+    PositionedMetrics,
+    Stream,
+)
 from rally.track.export.episode_spans import Decode
 from rally.track.export.export_lock import StillSending, alone
-from rally.track.export.settings import ExportSettings, Place, TraceSettings
+from rally.track.export.settings import ExportSettings, TraceSettings, TrackerRun
 from rally.track.export.traces import TraceBackend, Traces
 from rally.track.run_folder.folder import RunFolder
 
@@ -67,19 +75,19 @@ def follow(streams: list[AnyStream]) -> None:
 
 
 def build_streams(settings: ExportSettings, tell: Tell) -> Iterator[AnyStream]:
-    place = Place(Path(settings.folder), settings.project, settings.name, settings.after)
+    place = TrackerRun(Path(settings.folder), settings.project, settings.name, settings.after)
     folder = RunFolder(settings.folder)
     for name in settings.trackers:
-        ledger = Ledger.read(settings.state / f"{name}.json")
+        ledger = DeliveryLedger.read(settings.state / f"{name}.json")
         yield Stream(name, MetricsTail(folder), ledger, partial(_tracker, name, place), tell)
     if settings.trace is not None:
         # Last, because traces belong to the run of the metrics, which is then open.
-        ledger = Ledger.read(settings.state / f"traces-{settings.trace.backend}.json")
+        ledger = DeliveryLedger.read(settings.state / f"traces-{settings.trace.backend}.json")
         connect = partial(_traces, settings.trace, settings, folder)
         yield Stream(f"{settings.trace.backend} traces", EpisodeFiles(folder), ledger, connect, tell)
 
 
-def _tracker(name: str, place: Place, ledger: Ledger) -> Destination[Found]:
+def _tracker(name: str, place: TrackerRun, ledger: DeliveryLedger) -> Destination[PositionedMetrics]:
     """Each library is imported only where it is asked for."""
     match name:
         case "tensorboard":
@@ -96,17 +104,17 @@ def _tracker(name: str, place: Place, ledger: Ledger) -> Destination[Found]:
             return WandbRun(place, ledger)
 
 
-def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, ledger: Ledger) -> Traces:
+def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, ledger: DeliveryLedger) -> Traces:
     last = 2 * settings.after + 1  # the position of the last episodes that the run goes on from
     build = _mlflow_traces if trace.backend == "mlflow" else _otel_traces
     backend = build(trace, settings, ledger, last)
     return Traces(folder, backend, ledger.id.split()[0], trace.max_samples, _decoder(trace))
 
 
-def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
+def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: DeliveryLedger, last: int) -> TraceBackend:
     from rally.track.export.mlflow_tracker import MlflowTraces
 
-    run = Ledger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
+    run = DeliveryLedger.read(settings.state / "mlflow.json").id if "mlflow" in settings.trackers else ""
     backend = MlflowTraces(Path(settings.folder), trace.project, trace.experiment, run)
     own, _, linked = ledger.id.partition(" ")
     if own and (not ledger.continues(last) or linked != run):
@@ -115,7 +123,7 @@ def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledge
     return backend
 
 
-def _otel_traces(trace: TraceSettings, settings: ExportSettings, ledger: Ledger, last: int) -> TraceBackend:
+def _otel_traces(trace: TraceSettings, settings: ExportSettings, ledger: DeliveryLedger, last: int) -> TraceBackend:
     from rally.track.export.otel_traces import OtelTraces
 
     # A collector forgets nothing, so what is sampled again gets ids of its own.

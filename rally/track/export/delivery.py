@@ -19,7 +19,7 @@ from rally.util.jsonl import write_atomic
 
 
 @dataclass
-class Ledger:
+class DeliveryLedger:
     """Kept in a file beside the run. Positions below or at `through` have arrived; `sending` may have."""
 
     path: Path
@@ -28,7 +28,7 @@ class Ledger:
     sending: int | None = None
 
     @classmethod
-    def read(cls, path: Path) -> Ledger:
+    def read(cls, path: Path) -> DeliveryLedger:
         return cls(path, **json.loads(path.read_text("utf-8"))) if path.exists() else cls(path)
 
     def continues(self, after: int) -> bool:
@@ -53,7 +53,7 @@ class Ledger:
         write_atomic(self.path, json.dumps(known) + "\n")
 
 
-class Found(NamedTuple):
+class PositionedMetrics(NamedTuple):
     """Something of the folder and its position; `at` is the Unix time of its finding."""
 
     position: int
@@ -74,7 +74,7 @@ class MetricsTail:
         self._path = folder.metrics_path
         self._read = 0
 
-    def news(self, now: float) -> list[Found]:
+    def news(self, now: float) -> list[PositionedMetrics]:
         """The lines finished since the last call; null is nan, as everywhere."""
         if not self._path.exists():
             return []
@@ -83,7 +83,10 @@ class MetricsTail:
             whole, newline, _ = file.read().rpartition(b"\n")
         rows = [json.loads(line) for line in whole.split(b"\n") if line]
         self._read += len(whole) + len(newline)  # last, so that what could not be read is read again
-        return [Found(row.pop("step"), now, {k: math.nan if v is None else v for k, v in row.items()}) for row in rows]
+        return [
+            PositionedMetrics(row.pop("step"), now, {k: math.nan if v is None else v for k, v in row.items()})
+            for row in rows
+        ]
 
 
 class EpisodeFiles:
@@ -118,7 +121,7 @@ T_co = TypeVar("T_co", bound=Positioned, covariant=True)
 T_contra = TypeVar("T_contra", bound=Positioned, contravariant=True)
 
 
-class Source(Protocol[T_co]):
+class EventSource(Protocol[T_co]):
     def news(self, now: float) -> Sequence[T_co]: ...
 
 
@@ -138,9 +141,9 @@ class Stream(Generic[T]):
     """From one source to one destination. `tell(kind, name, text)` reaches the person at the console."""
 
     name: str
-    source: Source[T]
-    ledger: Ledger
-    connect: Callable[[Ledger], Destination[T]]  # readies the ledger: it may go on, or begin again
+    source: EventSource[T]
+    ledger: DeliveryLedger
+    connect: Callable[[DeliveryLedger], Destination[T]]  # readies the ledger: it may go on, or begin again
     tell: Callable[[str, str, str], None]
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep

@@ -19,10 +19,10 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import SpanAttributeKey, TraceTagKey
 from opentelemetry.sdk.resources import Resource
 
-from rally.track.export.delivery import Found, Ledger
+from rally.track.export.delivery import DeliveryLedger, PositionedMetrics
 from rally.track.export.episode_spans import Span, Trace
 from rally.track.export.otel_traces import Attributes, as_json, as_plain_json, readable_spans, tag_texts
-from rally.track.export.settings import Place, flat, without_password
+from rally.track.export.settings import TrackerRun, flat, without_password
 
 REFUSED = "INVALID_PARAMETER_VALUE"
 MAX_METRICS = 1000  # of one request
@@ -62,7 +62,7 @@ def how_to_look(client: MlflowClient) -> str:
 class MlflowRun:
     """One run, named like the experiment of the configuration, in an experiment named like its project."""
 
-    def __init__(self, place: Place, ledger: Ledger) -> None:
+    def __init__(self, place: TrackerRun, ledger: DeliveryLedger) -> None:
         self._client = connect(place.folder)
         experiment = experiment_of(self._client, place.project, place.folder)
         if ledger.continues(place.after) and self._shown(ledger.id):
@@ -81,7 +81,7 @@ class MlflowRun:
         lacking = f", without {len(self._refused)} metrics that it refused (tracking/log.txt)" if self._refused else ""
         return how_to_look(self._client) + lacking
 
-    def send(self, item: Found) -> None:
+    def send(self, item: PositionedMetrics) -> None:
         # The time is the one of the finding: a row that is sent again is the same row, which MLflow then has once.
         points = [
             Metric(metric_name(name), value, int(item.at * 1000), item.position) for name, value in item.metrics.items()
@@ -115,7 +115,7 @@ class MlflowRun:
                 return False
             raise
 
-    def _tell_config(self, id: str, place: Place) -> None:
+    def _tell_config(self, id: str, place: TrackerRun) -> None:
         params = [Param(metric_name(key), value[:MAX_PARAM]) for key, value in flat(place.config())]
         for first in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(id, params=params[first : first + MAX_PARAMS])

@@ -18,7 +18,7 @@ _USER = re.compile(r"//[^/@\s]+@")
 
 
 @dataclass(frozen=True)
-class Place:
+class TrackerRun:
     """The run as trackers know it."""
 
     folder: Path

@@ -14,14 +14,14 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from rally.track.export.delivery import Found, Ledger
-from rally.track.export.settings import Place
+from rally.track.export.delivery import DeliveryLedger, PositionedMetrics
+from rally.track.export.settings import TrackerRun
 
 
 class EventFiles:
     """Event files in a folder of this run under TENSORBOARD_DIR, or tensorboard/ in the run folder."""
 
-    def __init__(self, place: Place, ledger: Ledger) -> None:
+    def __init__(self, place: TrackerRun, ledger: DeliveryLedger) -> None:
         folder = _folder_of(place).absolute()
         kept = min(ledger.through, place.after) if ledger.id == str(folder) else -1
         self.where = f"tensorboard --logdir {folder}"
@@ -29,7 +29,7 @@ class EventFiles:
         self._writer = self._begun_at(kept + 1)
         ledger.begin(str(folder), kept)
 
-    def send(self, item: Found) -> None:
+    def send(self, item: PositionedMetrics) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in item.metrics.items()]
         try:
             self._writer.add_event(Event(wall_time=item.at, step=item.position, summary=Summary(value=values)))
@@ -56,7 +56,7 @@ class EventFiles:
         return writer
 
 
-def _folder_of(place: Place) -> Path:
+def _folder_of(place: TrackerRun) -> Path:
     """Several runs may name one TENSORBOARD_DIR, and each folder in it is one run to TensorBoard."""
     shared = os.environ.get("TENSORBOARD_DIR")
     return Path(shared) / place.project / place.name if shared else place.folder / "tensorboard"

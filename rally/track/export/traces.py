@@ -15,20 +15,20 @@ from rally.track.run_folder.folder import RunFolder
 from rally.types import Episode
 
 
-class Chosen(NamedTuple):
+class SampledEpisode(NamedTuple):
     """An episode and its number among those of its group."""
 
     episode: Episode
     sample: int
 
 
-def chosen(episodes: Sequence[Episode], most: int | None) -> Iterator[Chosen]:
+def chosen(episodes: Sequence[Episode], most: int | None) -> Iterator[SampledEpisode]:
     """The episodes of at most `most` groups, whole groups, drawn by a hash so that no part of the data is favoured."""
     kept = _drawn({e.group for e in episodes}, most)
     count: Counter[str] = Counter()
     for episode in episodes:
         if episode.group in kept:
-            yield Chosen(episode, count[episode.group])
+            yield SampledEpisode(episode, count[episode.group])
         count[episode.group] += 1
 
 

@@ -14,14 +14,14 @@ from typing import Literal
 
 import wandb
 
-from rally.track.export.delivery import Found, Ledger
-from rally.track.export.settings import Place
+from rally.track.export.delivery import DeliveryLedger, PositionedMetrics
+from rally.track.export.settings import TrackerRun
 
 
 class WandbRun:
     """One run, named like the experiment of the configuration, in the project of the configuration."""
 
-    def __init__(self, place: Place, ledger: Ledger) -> None:
+    def __init__(self, place: TrackerRun, ledger: DeliveryLedger) -> None:
         continued = ledger.continues(place.after)
         id = ledger.id if continued else secrets.token_hex(4)
         silent = os.environ.get("WANDB_SILENT", "true") != "false"
@@ -40,7 +40,7 @@ class WandbRun:
             ledger.begin(id)
         self.where = self._how_to_sync() if self._run.offline else self._run.url or "nowhere, as WANDB_MODE says"
 
-    def send(self, item: Found) -> None:
+    def send(self, item: PositionedMetrics) -> None:
         # Without commit, W&B keeps a step back until the next one comes, and a kill would lose it.
         self._run.log(item.metrics, step=item.position, commit=True)
 

@@ -19,7 +19,7 @@ SLOW_SECONDS = 1.0  # an episode that waits less than this for its tools is not 
 FAILED_CALLS = 8  # fewer calls than this may all fail by chance
 
 
-class Made(NamedTuple):
+class CountedCall(NamedTuple):
     """One call, and whether its episode had made the same before."""
 
     result: ToolResult
@@ -108,12 +108,12 @@ def _way_out(results: Sequence[ToolResult]) -> str:
     )
 
 
-def _made(episodes: Sequence[Episode]) -> Iterator[Made]:
+def _made(episodes: Sequence[Episode]) -> Iterator[CountedCall]:
     for episode in episodes:
         seen: set[str] = set()
         for result in episode.tool_results:
             key = _identity(result.call)
-            yield Made(result, key in seen)
+            yield CountedCall(result, key in seen)
             seen.add(key)
 
 
@@ -123,15 +123,15 @@ def _identity(call: ToolCall) -> str:
     return json.dumps([call.name, plain(call.arguments)], sort_keys=True)
 
 
-def _by_tool(made: Sequence[Made]) -> dict[str, list[Made]]:
-    tools: defaultdict[str, list[Made]] = defaultdict(list)
+def _by_tool(made: Sequence[CountedCall]) -> dict[str, list[CountedCall]]:
+    tools: defaultdict[str, list[CountedCall]] = defaultdict(list)
     for one in made:
         if one.result.status not in (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED):
             tools[one.result.call.name].append(one)
     return tools
 
 
-def _of_one_tool(made: Sequence[Made]) -> Metrics:
+def _of_one_tool(made: Sequence[CountedCall]) -> Metrics:
     results = [one.result for one in made]
     statuses = Counter(result.status for result in results)
     reached = [r for r in results if not r.cached and r.status not in (ToolStatus.REJECTED, ToolStatus.BAD_ARGUMENTS)]

@@ -26,7 +26,7 @@ from rally.train.checkpoint.snapshot import Part, json_part, model_part, state_p
 from rally.train.messages import GatherState
 from rally.train.policy import Policy
 from rally.types import RallyError
-from rally.util.threads import Background, side_by_side
+from rally.util.threads import BackgroundJobs, side_by_side
 
 _STEP = re.compile(r"global_step_(\d+)")
 MANIFEST = "manifest.json"
@@ -94,7 +94,7 @@ class CheckpointStore:
         self.keep_critics = keep_critics
         self.merged = merged  # beside adapters also the whole model
         self.warn = warn
-        self._background = Background("rally-checkpoint") if background else None
+        self._background = BackgroundJobs("rally-checkpoint") if background else None
 
     def save(
         self,

@@ -22,7 +22,7 @@ from rally.train.checkpoint.snapshot import PIECE, as_bytes, staged, threads
 BYTES_OF_LENGTH = 8  # before the header of a safetensors file
 
 
-class Place(NamedTuple):
+class WeightLocation(NamedTuple):
     """Where one weight lies in its file."""
 
     weight: str
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
 
     name: str
     head: bytes
-    places: tuple[Place, ...]
+    places: tuple[WeightLocation, ...]
 
 
 class Layout(NamedTuple):
@@ -84,11 +84,11 @@ def _shard(path: Path) -> Shard:
         text = file.read(int.from_bytes(length, "little"))
     head = length + text
     entries = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name != "__metadata__"}
-    places = (Place(name, len(head) + start, len(head) + end) for name, (start, end) in entries.items())
+    places = (WeightLocation(name, len(head) + start, len(head) + end) for name, (start, end) in entries.items())
     return Shard(path.name, head, tuple(places))
 
 
-def _holds(whole: Tensor, place: Place, weights: Mapping[str, Tensor]) -> bool:
+def _holds(whole: Tensor, place: WeightLocation, weights: Mapping[str, Tensor]) -> bool:
     weight = weights.get(place.weight)
     return weight is not None and torch.equal(whole[place.start : place.end], as_bytes(weight).cpu())
 
@@ -97,7 +97,7 @@ def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
     """A folder of this layout with these weights."""
     folder.mkdir(parents=True)
     with ExitStack() as opened, threads() as workers:
-        pieces: list[Piece] = []
+        pieces: list[WeightBytes] = []
         for shard in layout.shards:
             file = opened.enter_context((folder / shard.name).open("wb"))
             file.write(shard.head)
@@ -110,7 +110,7 @@ def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-class Piece(NamedTuple):
+class WeightBytes(NamedTuple):
     """Bytes of a weight, and where they go."""
 
     file: int
@@ -118,12 +118,12 @@ class Piece(NamedTuple):
     data: Tensor
 
 
-def _pieces(file: int, place: Place, data: Tensor) -> list[Piece]:
+def _pieces(file: int, place: WeightLocation, data: Tensor) -> list[WeightBytes]:
     assert len(data) == place.end - place.start, f"{place.weight} has another size than before"
-    return [Piece(file, place.start + at, data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
+    return [WeightBytes(file, place.start + at, data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
 
 
-def _write_piece(piece: Piece) -> None:
+def _write_piece(piece: WeightBytes) -> None:
     left, start = staged(piece.data).numpy().data, piece.start
     while left:
         done = os.pwrite(piece.file, left, start)

@@ -31,7 +31,7 @@ def exact_decoder(model: PreTrainedModel) -> FusedDecoder:
     return FusedDecoder(model, kernels_for(model.device), invariant=True)
 
 
-class _Reader:
+class _PackedReader:
     """A packed batch as a pool whose pages are single tokens; a layer may write where the one before it did."""
 
     def __init__(self, packed: PackedRows, decoder: FusedDecoder) -> None:
@@ -74,7 +74,7 @@ class _Reader:
 def exact_logprobs(decoder: FusedDecoder, packed: PackedRows, temperature: float) -> Tensor:
     """Log-probability of each sampled token [M]."""
     places_T = torch.arange(len(packed.ids_T), device=packed.ids_T.device)
-    hidden_TC = decoder(packed.ids_T, packed.positions_T, places_T, _Reader(packed, decoder))
+    hidden_TC = decoder(packed.ids_T, packed.positions_T, places_T, _PackedReader(packed, decoder))
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     rows = chunk_rows(decoder.model.config.get_text_config().vocab_size, hidden_UC.device)
     divisor = torch.full((1,), temperature, device=hidden_UC.device)  # a number would be multiplied by its inverse

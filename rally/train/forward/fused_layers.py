@@ -35,7 +35,7 @@ from rally.models.families import (
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
 from rally.models.parallel import ranks_of
-from rally.models.vision import Seen, image_features
+from rally.models.vision import SeenImages, image_features
 from rally.train.packing import PackedImages, PackedRows, placed
 
 # the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
@@ -157,11 +157,11 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     return packed_hidden(model, packed.ids_T, positions, attention, _seen(model, packed.images))
 
 
-def _seen(model: PreTrainedModel, images: PackedImages | None) -> Seen | None:
+def _seen(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:
     """The features of all images by one run of the tower; what stands several times gets several gradients."""
     if images is None:
         return None
-    return Seen(images.at_V, image_features(model, images.images).rows(images.feature_V))
+    return SeenImages(images.at_V, image_features(model, images.images).rows(images.feature_V))
 
 
 def compiled_ops() -> Ops:

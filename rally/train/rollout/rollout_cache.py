@@ -21,7 +21,7 @@ Kept = dict[str, Episode]
 
 
 @dataclass(kw_only=True)
-class SkippingRunner(Runner):
+class CachedRolloutRunner(Runner):
     """Holds an exchange only if it was not held before."""
 
     dump: Path

@@ -160,9 +160,9 @@ def test_reference_extend_is_a_dense_softmax(case: Case) -> None:
 
 def decode(made: History, q: Tensor, out: Tensor, lengths: list[int], max_length: int, case: Case) -> Tensor:
     """The kernel, in a workspace full of NaN; in the interpreter with small splits, so that short rows have several."""
-    from rally.models.kernels.paged_decode import Tuning, paged_decode
+    from rally.models.kernels.paged_decode import ExtendTuning, paged_decode
 
-    tuned = Tuning(block=32, warps=4, stages=2, split=64) if INTERPRETED else None
+    tuned = ExtendTuning(block=32, warps=4, stages=2, split=64) if INTERPRETED else None
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     settings = options(case) | {"max_length": max_length, "tuned": tuned}
     settings["workspace"] = torch.full((2 * q.numel() * (max_length // 64 + 1),), NAN, device=DEVICE)
@@ -205,9 +205,9 @@ def extend(
 ) -> Tensor:
     """The kernel, with small blocks in the interpreter; tiles of padding at the end, as a captured graph has them."""
     from rally.models.kernels.attention_tiles import extend_tiles
-    from rally.models.kernels.paged_extend import Tuning, paged_extend
+    from rally.models.kernels.paged_extend import ExtendTuning, paged_extend
 
-    tuned = Tuning(block=32, warps=4, stages=2) if INTERPRETED else None
+    tuned = ExtendTuning(block=32, warps=4, stages=2) if INTERPRETED else None
     block_m = changed.pop("block_m", BLOCK_M)
     tiles = torch.from_numpy(extend_tiles(chunks, case.group, block_m))
     tiles = torch.cat([tiles, torch.zeros(2, 4, dtype=torch.int32)]).to(DEVICE)

@@ -13,7 +13,7 @@ from rally.loops import Job, Runner
 from rally.runs.build.episodes import dump_of
 from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.rollout.rollout_cache import SkippingRunner
+from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import Episode, ImageSpan, SamplingParams, Segment
 
 R = "actor_rollout_ref.rollout"
@@ -75,8 +75,8 @@ def test_pictures_of_episodes_are_kept_with_them(tmp_path: Path) -> None:
     async def sample(*_: object) -> Episode:
         return held
 
-    def skipping_runner() -> SkippingRunner:
-        return SkippingRunner(engine=None, codec=None, toolbox=None, dump=tmp_path)  # type: ignore[arg-type]
+    def skipping_runner() -> CachedRolloutRunner:
+        return CachedRolloutRunner(engine=None, codec=None, toolbox=None, dump=tmp_path)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Runner, "episode", sample)

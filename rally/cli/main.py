@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rally import __version__
-from rally.cli import data, demo, doctor, evaluate, merge, recipes, replay, serve, sft, train, view
+from rally.cli import data, demo, doctor, evaluate, merge, recipes, replay, run, serve, sft, train, view
 from rally.cli.console import quiet_console
 from rally.cli.os_errors import system_sentence
 from rally.redact import redact
@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 
-for command in (demo, train, sft, evaluate, merge, recipes, replay, doctor, view):
+for command in (demo, run, train, sft, evaluate, merge, recipes, replay, doctor, view):
     app.add_typer(command.app)
 app.add_typer(data.app, name="data")
 app.add_typer(serve.app, name="serve")

@@ -38,6 +38,10 @@ class Notes(Section):
         texts = list(_texts(tree))
         return {path: command for path, command in self.needs.items() if any(_below(text, path) for text in texts)}
 
+    def paths_below(self, need: str, tree: Tree) -> list[str]:
+        """The paths that a configuration reads of one of its needs."""
+        return [text for text in _texts(tree) if _below(text, need)]
+
     def unmet(self, tree: Tree) -> list[str]:
         """One sentence for each path that is not there, or not whole: the file that the configuration reads of it."""
         texts = list(_texts(tree))

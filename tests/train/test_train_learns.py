@@ -6,6 +6,7 @@ A small model is taught once to call the calculator and then spoiled, so that it
 import asyncio
 import itertools
 import random
+import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,3 +149,11 @@ def test_shuffled_rewards_teach_nothing(
 ) -> None:
     monkeypatch.setattr(trainer, "build_batch", shuffled_batch)
     assert rise(pupil, tmp_path, seed) < 0.12
+
+
+def test_the_algorithm_in_one_file_raises_the_reward(pupil: Path) -> None:
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    one_file = runpy.run_path(str(examples / "grpo_in_one_file.py"))
+    agent, tasks = one_file["load_agent"](pupil / "model"), list(load_tasks(pupil / "train.parquet"))
+    rewards = asyncio.run(one_file["train"](agent, tasks, steps=STEPS, seed=1))
+    assert len(rewards) == STEPS and fmean(rewards[-3:]) - fmean(rewards[:2]) > 0.25

@@ -23,7 +23,7 @@ SCHEMAS = {
     )
 }
 LOOP = {
-    "AgentLoopBase": "rally.compat.verl.agent_loops.BroughtLoop",
+    "AgentLoopBase": "rally.compat.verl.agent_loops.VerlAgentLoop",
     "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     "AgentLoopMetrics": "rally.compat.verl.agent_loops.AgentLoopMetrics",
     "AsyncLLMServerManager": "rally.compat.verl.agent_loops.ServerManager",

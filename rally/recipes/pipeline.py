@@ -1,0 +1,143 @@
+"""The stages of a recipe, from nothing to a trained and evaluated agent, each a command of its own.
+
+`plan` reads the recipe's `needs` and lists the commands that make them, in order, a supervised start with its own needs
+before it; then training; then the evaluation of the last checkpoint. A stage whose outputs exist is done and is
+skipped, so a second call continues where the first one ended. Training and fine-tuning resume by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from rally.config import Config, load_config
+from rally.config.files import over, read_document
+from rally.recipes.catalog import Command, RecipeError, find_recipe
+from rally.runs.build import total_steps_of
+from rally.runs.build.data import tasks_of
+from rally.train.checkpoint.store import CheckpointStore
+
+_log = logging.getLogger(__name__)
+
+SOURCES = {"gsm8k": "--source", "search_r1": "--source", "geometry": "--source", "retool": "--gsm8k"}
+"""The option of `rally data NAME` that names a folder to read instead of the hub."""
+MODEL_KEYS: dict[Command, str] = {"train": "actor_rollout_ref.model.path", "sft": "model.path"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command: the arguments of `rally`, and the paths that it makes."""
+
+    title: str
+    args: tuple[str, ...]
+    outputs: tuple[Path, ...]
+
+    @property
+    def done(self) -> bool:
+        return all(path.exists() for path in self.outputs)
+
+    def making(self, outputs: Iterable[Path]) -> Stage:
+        """The same command where more of what it makes is read."""
+        return replace(self, outputs=tuple(dict.fromkeys((*self.outputs, *outputs))))
+
+    @property
+    def line(self) -> str:
+        return shlex.join(["rally", *self.args])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """What a user may change of a recipe: keys of the training, the base model of all stages, and a folder of data."""
+
+    overrides: Sequence[str] = ()
+    model: str | None = None
+    source: str | None = None
+
+
+def preparation(name: str, options: RecipeOptions) -> list[Stage]:
+    """The stages that make what the recipe reads, each listed once."""
+    stages: dict[str, Stage] = {}
+    for stage in _needs_of(name, "train", options):
+        stages[stage.line] = stages.get(stage.line, stage).making(stage.outputs)
+    return list(stages.values())
+
+
+def training(name: str, options: RecipeOptions) -> Stage:
+    """`rally train` over the whole recipe. It is done when the checkpoint of the last step exists."""
+    overrides = training_overrides(name, options)
+    config = load_config(find_recipe(name, "train"), overrides)
+    config.require_training()
+    last = config.run_dir / "checkpoints" / f"global_step_{_last_step(config)}"
+    return Stage("training", ("train", "--recipe", name, *overrides), (last,))
+
+
+def evaluation(name: str, options: RecipeOptions) -> Stage:
+    """`rally eval` of the last checkpoint, as it would be loaded by anybody else."""
+    overrides = training_overrides(name, options)
+    config = load_config(find_recipe(name, "train"), overrides)
+    checkpoint = CheckpointStore(config.run_dir / "checkpoints", warn=_log.warning).latest()
+    if checkpoint is None:
+        raise RecipeError(f"{config.run_dir} has no checkpoint to evaluate; train first: rally run {name}")
+    folder = config.run_dir / "eval" / checkpoint.path.name
+    args = ("eval", "--recipe", name, *overrides)
+    keys = (f"{MODEL_KEYS['train']}={checkpoint.actor}", f"trainer.default_local_dir={folder}")
+    return Stage("evaluation", (*args, *keys), (folder / "eval" / "metrics.jsonl",))
+
+
+def training_overrides(name: str, options: RecipeOptions) -> tuple[str, ...]:
+    """The user's keys; the base model among them where training does not start from a supervised start."""
+    document = read_document(find_recipe(name, "train"))
+    path = str(document.merged["actor_rollout_ref"]["model"]["path"])
+    own = bool(document.notes.read_by({"path": path}))
+    base = () if options.model is None or own else (f"{MODEL_KEYS['train']}={options.model}",)
+    return (*base, *options.overrides)
+
+
+def _needs_of(name: str, command: Command, options: RecipeOptions) -> Iterator[Stage]:
+    document = read_document(find_recipe(name, command))
+    keys = training_overrides(name, options) if command == "train" else _sft_overrides(options)
+    tree = over(document.merged, OmegaConf.to_container(OmegaConf.from_dotlist(list(keys))))
+    for need, line in document.notes.read_by(tree).items():
+        read = [Path(path) for path in document.notes.paths_below(need, tree)]
+        for words in _commands(line):
+            if words[0] == "sft":
+                yield from _needs_of(words[words.index("--recipe") + 1], "sft", options)
+                yield Stage("supervised start", (*words, *_sft_overrides(options)), (Path(need),))
+            else:
+                made = [Path(value) for option, value in pairwise(words) if option == "--out"]
+                title = "data" if words[0] == "data" else "model"
+                yield Stage(title, _from_source(words, options.source), tuple(dict.fromkeys((*made, *read))))
+
+
+def _sft_overrides(options: RecipeOptions) -> tuple[str, ...]:
+    return () if options.model is None else (f"{MODEL_KEYS['sft']}={options.model}",)
+
+
+def _commands(line: str) -> Iterator[tuple[str, ...]]:
+    """`rally a && rally b` as the arguments of each."""
+    for part in line.split("&&"):
+        program, *words = shlex.split(part)
+        assert program == "rally" and words, f"a recipe may only need commands of rally, not {part!r}"
+        yield tuple(words)
+
+
+def _from_source(words: tuple[str, ...], source: str | None) -> tuple[str, ...]:
+    option = SOURCES.get(words[1]) if words[0] == "data" else None
+    if source is None or option is None:
+        return words
+    if option in words:
+        at = words.index(option)
+        return (*words[: at + 1], source, *words[at + 2 :])
+    return (*words, option, source)
+
+
+def _last_step(config: Config) -> int:
+    if config.trainer.total_training_steps:
+        return config.trainer.total_training_steps
+    return total_steps_of(config, len(tasks_of(config, config.data.train_files, validate=False)))

@@ -1,0 +1,81 @@
+"""`rally run`: a recipe's stages are planned from what it needs, run one after the other, and never run twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes.recipe_cases import SMALL_TRAIN
+from typer.testing import CliRunner
+
+from rally.cli.main import app
+from rally.recipes.pipeline import RecipeOptions, preparation
+from rally.track import RunFolder
+from rally.types import RallyError
+
+NONE = RecipeOptions()
+
+
+def lines(name: str, options: RecipeOptions = NONE) -> list[str]:
+    return [stage.line for stage in preparation(name, options)]
+
+
+def test_a_supervised_start_comes_after_its_own_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lines("triage") == [
+        "rally data triage --out data/triage",
+        "rally toy-model --words data/triage/words.txt --out models/triage",
+        "rally sft --recipe triage",
+    ]
+    assert lines("gsm8k_tool") == ["rally data gsm8k --tool calculator --sft --out data/gsm8k"]
+    assert not any(stage.done for stage in preparation("triage", NONE))
+
+
+def test_a_model_and_a_source_reach_every_stage_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = RecipeOptions(model="my/model", source="my/gsm8k")
+    assert lines("gsm8k_tool/shaping", options) == [
+        "rally data gsm8k --tool calculator --sft --out data/gsm8k --source my/gsm8k",
+        "rally sft --recipe gsm8k_tool model.path=my/model",
+    ]
+    assert "--gsm8k my/gsm8k" in lines("retool", options)[0]
+
+
+def test_data_that_is_there_in_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / "data" / "gsm8k" / name).touch()
+    assert preparation("gsm8k_tool", NONE)[0].done
+    assert not preparation("gsm8k_tool/shaping", NONE)[0].done, "the supervised start reads sft.parquet too"
+
+
+def test_files_of_the_user_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = RecipeOptions(overrides=("data.train_files=mine.parquet", "data.val_files=mine.parquet"))
+    assert lines("gsm8k_tool", own) == []
+
+
+@pytest.mark.slow
+def test_one_command_trains_and_evaluates_and_a_second_one_does_nothing(home: Path, tmp_path: Path) -> None:
+    small = [key for key in SMALL_TRAIN if not key.startswith(("critic", "algorithm", "reward_model", "data.gen"))]
+    keys = [key for key in small if "curriculum" not in key and "critic" not in key]
+    command = [sys.executable, "-m", "rally", "run", "triage", *keys, f"trainer.default_local_dir={tmp_path}"]
+    first = subprocess.run(command, cwd=home, capture_output=True, text=True)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert (
+        "training: rally train --recipe triage" in first.stdout.replace("\n", " ") and "where to look" in first.stdout
+    )
+    [evaluated] = tmp_path.glob("eval/global_step_2/eval/metrics.jsonl")
+    assert any("val-core" in name for name in RunFolder(evaluated.parent).read_metrics()[0].metrics)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    second = subprocess.run(command, cwd=home, capture_output=True, text=True)
+    assert second.returncode == 0 and "training: already done" in second.stdout.replace("\n", " ")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == before
+
+
+def test_a_file_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RallyError, match="takes one recipe by its name"):
+        CliRunner().invoke(app, ["run", "triage", "my.yaml"], catch_exceptions=False)

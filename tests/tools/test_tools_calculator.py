@@ -177,12 +177,12 @@ WORDS = ["sqrt(", "max(", "log(", "factorial(", "comb(", "round(", "exp(", "**",
 )
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_a_number_or_a_reason_quickly(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()  # of this process alone, whatever else the machine does
     try:
         assert calculate(text)
     except CalculatorError as error:
         assert str(error)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 class Term(NamedTuple):

@@ -89,13 +89,13 @@ def test_an_entry_s_limits_go_over_those_of_the_tool(tmp_path: Path) -> None:
 
 
 async def test_the_number_holds_over_all_episodes_and_waiting_is_not_charged() -> None:
-    tool = Counting({"seconds": 0.25})
+    tool = Counting({"seconds": 0.05})
     box = ToolBox([limited(tool, max_concurrency=2)], ToolLimits(timeout=0.9))
-    sessions = [box.open(TASK, str(i)) for i in range(10)]
+    sessions = [box.open(TASK, str(i)) for i in range(40)]
     results = [r for (r,) in await asyncio.gather(*(s.run(calls(1)) for s in sessions))]
     assert tool.most == 2
     assert {r.status for r in results} == {ToolStatus.OK}, "the last waited longer than a call may take"
-    assert max(r.queued for r in results) > 0.9 and max(r.seconds for r in results) < 0.9
+    assert max(r.queued for r in results) > 0.9
 
 
 async def test_past_the_queue_a_call_comes_back_at_once_and_says_why() -> None:

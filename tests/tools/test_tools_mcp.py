@@ -213,12 +213,14 @@ async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
     box = opened(mcp_servers_config_path=servers(drill={"BROKEN": str(broken)}))
     broken.touch()
     await ask(box, "die")
+    started = time.perf_counter()
     result = await ask(box, "echo")
+    tried = time.perf_counter() - started
     assert result.status is ToolStatus.ERROR
     assert "and its last words were: cannot start today)" in (result.response.text or "")
     started = time.perf_counter()
     assert "it is tried again in" in ((await ask(box, "echo")).response.text or "")
-    assert time.perf_counter() - started < 0.1, "no start is tried meanwhile"
+    assert time.perf_counter() - started < tried / 2, "no start is tried meanwhile"
     broken.unlink()
     await asyncio.sleep(1.0)
     assert (await ask(box, "echo", "9")).response.text == "echo 9"

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -49,10 +50,16 @@ def slow(seconds: float) -> str:
 
 
 async def test_calls_run_together_and_are_answered_in_order() -> None:
-    started = time.perf_counter()
-    results = await session(slow).run([call("slow", seconds=s) for s in (0.7, 0.6, 0.5)])
-    assert [r.response.text for r in results] == ["slept 0.7", "slept 0.6", "slept 0.5"]
-    assert time.perf_counter() - started < 1.7, "one after the other would take 1.8 s"
+    together = threading.Barrier(3)
+
+    @function_tool
+    def meet(seconds: float) -> str:
+        together.wait(timeout=60)  # raises unless all three calls run at once
+        time.sleep(seconds)
+        return f"slept {seconds}"
+
+    results = await session(meet, timeout=120).run([call("meet", seconds=s) for s in (0.2, 0.1, 0.0)])
+    assert [r.response.text for r in results] == ["slept 0.2", "slept 0.1", "slept 0.0"]
 
 
 async def test_the_parallel_limit_queues_calls_without_dropping_or_charging_them() -> None:
@@ -63,14 +70,13 @@ async def test_the_parallel_limit_queues_calls_without_dropping_or_charging_them
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         running -= 1
         return "ok"
 
-    results = await session(count, max_parallel=2, timeout=1).run([call("count")] * 12)
-    assert [r.status for r in results] == [ToolStatus.OK] * 12, "waiting in the queue is not the tool's time"
+    results = await session(count, max_parallel=2, timeout=1).run([call("count")] * 48)
+    assert [r.status for r in results] == [ToolStatus.OK] * 48, "waiting in the queue is not the tool's time"
     assert most == 2
-    assert max(r.seconds for r in results) < 1
 
 
 async def test_what_cannot_be_called_is_explained_to_the_model() -> None:
@@ -122,7 +128,7 @@ async def test_the_deadline_answers_on_time(function: Callable[[], str | Awaitab
     opened = session(function_tool(name="tool")(function), timeout=0.1)
     started = time.perf_counter()
     (result,) = await opened.run([call("tool")])
-    assert time.perf_counter() - started < 1.2
+    assert time.perf_counter() - started < 2.5, "the tool itself takes 3 s"
     assert (result.status, result.response.text) == ("timeout", "Error: tool did not answer within 0.1 seconds.")
 
 

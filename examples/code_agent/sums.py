@@ -1,7 +1,7 @@
 """Sums over ranges, as questions and as one-line programs, and conversations that compute them well or badly.
 
-A sum belongs to the split `test` when the MD5 of its question is a multiple of five, else to `train`: nothing that is
-tested was ever trained on.
+A sum belongs to the split `test` if the MD5 of its question is a multiple of five, else to `train`. No test question is
+ever trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A world of invented facts: a corpus that tells them all, questions, and conversations that search well or badly.
+"""Invented facts: a corpus that holds all of them, questions, and conversations that search well or badly.
 
-Everything follows from one number, `WORLD`. One entity in six is held out: the corpus tells of it, and neither a
-conversation nor a training row does.
+Everything follows from one number, `WORLD`. One entity in six is held out: it is in the corpus, but in no conversation
+or training row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fact(NamedTuple):
 
 
 class World(NamedTuple):
-    """Each a list of whole entities, with their attributes in the order of `ATTRIBUTES`."""
+    """Lists of whole entities, with their attributes in the order of `ATTRIBUTES`."""
 
     train: list[Fact]
     held_out: list[Fact]

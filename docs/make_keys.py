@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from rally.config import Config, SftConfig, base
 from rally.config.base import Only, Root, Section
-from rally.config.checks.unsupported import SFT_UNBUILT, UNBUILT, Unbuilt
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported
 from rally.config.errors import shown
 
 HEAD = """\
@@ -80,16 +80,16 @@ def default(field: FieldInfo) -> str:
     return f"`{shown(value)}`"
 
 
-def rule_for(name: str, rules: Sequence[Unbuilt]) -> Unbuilt | None:
+def rule_for(name: str, rules: Sequence[Unsupported]) -> Unsupported | None:
     return next((rule for rule in rules if name == rule.key or name.startswith(rule.key + ".")), None)
 
 
-def _partly(key: Key, rule: Unbuilt) -> bool:
+def _partly(key: Key, rule: Unsupported) -> bool:
     """Whether some values of this very key are built besides its default."""
     return bool(rule.works) and rule.key == key.name
 
 
-def allowed(key: Key, rule: Unbuilt | None) -> str:
+def allowed(key: Key, rule: Unsupported | None) -> str:
     """A choice of which only some are built lists those; a free list (`logger`) does too."""
     if rule is None:
         return kind(key.hint)
@@ -101,7 +101,7 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def page(title: str, schema: type[Root], rules: Sequence[Unbuilt]) -> Iterator[str]:
+def page(title: str, schema: type[Root], rules: Sequence[Unsupported]) -> Iterator[str]:
     every = list(keys(schema))
     single = [key for key in every if only(key.hint)]
     refused = [key for key in every if (rule := rule_for(key.name, rules)) and not _partly(key, rule)]
@@ -133,8 +133,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def main() -> None:
-    training = page("`rally train` and `rally eval`", Config, UNBUILT)
-    lines = [HEAD.rstrip(), *training, *page("`rally sft`", SftConfig, SFT_UNBUILT)]
+    training = page("`rally train` and `rally eval`", Config, UNSUPPORTED)
+    lines = [HEAD.rstrip(), *training, *page("`rally sft`", SftConfig, SFT_UNSUPPORTED)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

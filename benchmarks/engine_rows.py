@@ -23,7 +23,7 @@ from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.types import Generation, SamplingParams
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, (16, 256), (8, 64)
-PROMPT, REPLY, OBSERVED = 504, 8, 32  # a history of 512 tokens, then what a tool said
+PROMPT, REPLY, OBSERVED = 504, 8, 32  # a history of 512 tokens, then the answer of a tool
 
 
 @dataclass(frozen=True)

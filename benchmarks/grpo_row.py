@@ -36,7 +36,7 @@ class Step:
 
 
 Round = Callable[[DemoModels, int, int], list[Step]]
-"""Trains from the demo's start model for so many steps with such a seed."""
+"""Trains from the demo's start model for a number of steps with a seed."""
 
 
 def grpo_row(demo: DemoModels) -> Row:

@@ -49,7 +49,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "geo_mean": BY_SEQUENCE,
     "gdpo": ("algorithm.gdpo_reward_keys=[score]",),
 }
-"""What some methods cannot be configured without, or not with a critic that learns in a few steps."""
+"""Keys that some methods require, and those with which a critic learns in a few steps."""
 SOLVED = 0.9
 
 

@@ -130,7 +130,7 @@ def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
                 if done or time.monotonic() > deadline:
                     return "ended after its last validation" if done else "ended, the time is up"
                 time.sleep(POLL)
-        finally:  # by Ctrl-C too: it has a session of its own
+        finally:  # after Ctrl-C too, which does not reach the child's own session
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -186,7 +186,7 @@ async def profile_decode(engine: Embedded, workload: Workload, running: int) -> 
     """Torch's table of pure decode steps, below a line with the share of time the GPU was busy."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities):
-        pass  # the first start of the profiler takes seconds, in which the requests below would run away
+        pass  # the first start of the profiler takes seconds, during which the requests below would finish
     settled = 8 + 2 * -(-running * workload.prompt // PREFILL)
     new = workload.longest - workload.prompt
     endless = Workload(name="profile", conversations=running, prompt=workload.prompt, new=new)

@@ -78,7 +78,7 @@ class Reply(NamedTuple):
 
 
 Sample = Callable[[Sequence[int], int], Awaitable[Reply]]
-"""Continues a history by exactly so many tokens."""
+"""Continues a history by exactly the given number of tokens."""
 
 
 class Script(NamedTuple):

@@ -41,7 +41,7 @@ PARTS = ("mismatch", "speed", "update", "train", "bare")
 MEMORY_SHARE = 0.5
 STEPS = 3
 SECONDS = {"start": 270.0, "served": 450.0, "bare": 330.0}
-"""That a server may take to start, all parts over it together, and the bare engine; times --patience."""
+"""Time limits of the server's start, of all parts over it, and of the bare engine; multiplied by --patience."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ def calculator(expression: str) -> str:
     """
     try:
         return calculate(expression)
-    except CalculatorError as refusal:  # in the words, and cut to the length, that the demo's tool loop gives them
+    except CalculatorError as refusal:  # with the text and the length of the demo's tool loop
         return shorten(f"Error: {refusal}", 64, "middle")
 
 

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/search_agent"), help="the run folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the GRPO stage")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would outlive a run that is told to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends too
     try:
         learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
     except RallyError as mistake:

@@ -1,1 +1,1 @@
-"""Guarantees: a speed that the documentation claims is measured here, against the alternative, in the same run."""
+"""Benchmarks. Each speed claimed in the documentation is measured against an alternative in the same run."""

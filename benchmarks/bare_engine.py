@@ -1,9 +1,10 @@
-"""Guarantees: a server's engine plays a workload in this process, warm and without HTTP, and says how long it took.
+"""Runs a workload on a server's own engine in this process, without HTTP, and prints how long it took.
 
     PYTHON -m benchmarks.bare_engine vllm MODEL_FOLDER multi-256 [--running 256] [--shrink 1]
 
-PYTHON is the one that has the engine; `benchmarks.servers` runs it. The last line of the output is JSON. Weights are
-random ones of the folder's sizes, which costs the engine the same.
+PYTHON is the interpreter that has the engine installed; `benchmarks.servers` starts it. The last line of the output is
+JSON. The weights are random, with the sizes of the folder, which does not change the engine's speed. The workload runs
+once to warm up before it is timed.
 """
 
 from __future__ import annotations

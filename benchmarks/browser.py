@@ -1,6 +1,6 @@
-"""A real Chromium without a window, driven over the two pipes of its debugging protocol: nothing to install but itself.
+"""A headless Chromium, driven over the two pipes of its debugging protocol. Chromium is the only dependency.
 
-Messages are JSON objects that end with a zero byte. Every wait has a deadline and says what it waited for.
+Messages are JSON objects that end with a zero byte. Every wait has a deadline, and its error names what it waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEADLINE = 20.0  # seconds
 
 
 class BrowserError(RuntimeError):
-    """Chromium said no, or nothing."""
+    """Chromium reported an error or did not answer."""
 
 
 def find_chromium() -> str | None:
@@ -30,7 +30,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page in one browser. What its console and its uncaught errors said is in `said`."""
+    """One page in one browser. `said` holds the output of its console and its uncaught errors."""
 
     def __init__(self, width: int = 1360, height: int = 860, *, dark: bool = False, scale: float = 1.0) -> None:
         path = find_chromium()
@@ -91,20 +91,20 @@ class Browser:
         self._home.cleanup()
 
     def open(self, url: str) -> None:
-        """Go there and wait until the page is loaded."""
+        """Navigate to the address and wait until the page is loaded."""
         self.evaluate("window.__before = true")
         self._call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && !window.__before")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """The value of an expression in the page; promises are awaited."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails']['exception'].get('description')}")
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = DEADLINE) -> Any:
-        """Until the expression is true; its value."""
+        """Wait until the expression is true and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := self.evaluate(condition):
@@ -116,7 +116,7 @@ class Browser:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def hover(self, selector: str) -> None:
-        """Put the pointer on the middle of an element."""
+        """Move the pointer to the middle of an element."""
         self._mouse("mouseMoved", *self._middle(selector))
 
     def hover_at(self, x: float, y: float) -> None:

@@ -1,8 +1,8 @@
-"""Guarantees: runs are compared at equal numbers of sampled episodes, from their run folders alone.
+"""Compares runs at equal numbers of sampled episodes, from their run folders alone.
 
     python -m benchmarks.compare_runs plain=runs/rally/gsm8k_tool dapo=runs/rally/gsm8k_tool_dapo --out compared.png
 
-Draws validation and training score over the episodes that were sampled, those that dynamic sampling threw away too, and
+Draws validation and training score over the sampled episodes, including those that dynamic sampling discarded, and
 prints a table at the largest number that all runs reached. The score is the task's own, without shaping.
 """
 
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`minutes` are those of its training steps, validation left out."""
+    """`minutes` are those of its training steps, without validation."""
 
     name: str
     score: tuple[Point, ...]
@@ -83,7 +83,7 @@ def validated(row: MetricsRow) -> list[float]:
 
 
 def at_most(points: Sequence[Point], episodes: float) -> Point | None:
-    """The last point within so many episodes."""
+    """The last point within the given number of episodes."""
     return next((point for point in reversed(points) if point.episodes <= episodes), None)
 
 

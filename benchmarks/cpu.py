@@ -1,10 +1,10 @@
-"""Guarantees: one command measures every speed we promise for a CPU, and prints one table of ratios.
+"""Measures every speed that the documentation claims for a CPU, and prints one table of ratios.
 
     python -m benchmarks.cpu [--model FILE.gguf] [--out FOLDER]
 
-Takes about ten minutes on two cores; the first time a minute more, for teaching the demo's model.
-All run on all cores. Where other work shares them, set OMP_NUM_THREADS=1: threads that wait for each other on a busy
-core slow everything many times over, and the ratios then say little.
+Takes about ten minutes on two cores, and one minute more the first time, to train the demo's model. Everything runs on
+all cores. If other work shares them, set OMP_NUM_THREADS=1: threads that wait for each other on a busy core are many
+times slower, and the ratios then mean little.
 """
 
 from __future__ import annotations

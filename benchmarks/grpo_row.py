@@ -1,7 +1,7 @@
 """Row 4: a whole GRPO step of the demo agent, 32 prompts x 8 episodes, against TRL's GRPOTrainer.
 
-Both begin each round from the same weights with the same task, tool, reward, lengths, learning rate and one optimizer
-step per batch; both take rollout, tools, reward and update into the time of a step.
+Both start each round from the same weights with the same task, tool, reward, lengths, learning rate and one optimizer
+step per batch. For both, the time of a step includes rollout, tools, reward and update.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TRL = "trl==1.16.0"
 
 @dataclass(frozen=True)
 class Step:
-    """`sampled` is the mean number of tokens the policy sampled in an episode."""
+    """`sampled` is the mean number of tokens that the policy sampled in an episode."""
 
     seconds: float
     sampled: float
 
 
 Round = Callable[[DemoModels, int, int], list[Step]]
-"""Trains from the demo's start model for so many steps with such a seed."""
+"""Trains from the demo's start model for a number of steps with a seed."""
 
 
 def grpo_row(demo: DemoModels) -> Row:

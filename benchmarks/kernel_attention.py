@@ -1,10 +1,10 @@
-"""Guarantees: one command checks the paged attention kernels against their reference, then times them on this GPU.
+"""Checks the paged attention kernels against their reference, then times them on this GPU.
 
     python -m benchmarks.kernel_attention
 
 Takes about a minute, most of it compilation. Every time is the median of replays of a CUDA graph that holds one call,
 with the L2 cache cleared before each: milliseconds of one layer. Change the constants to measure other shapes; the
-first entry of a sweep is what the kernels use by default.
+first entry of a sweep is the default of the kernels.
 
 Shapes: B requests, T packed tokens, H query heads, K key/value heads, D head size, P width of the page table, N tiles.
 """
@@ -57,7 +57,7 @@ OPTIONS: dict[str, Any] = {"page_size": PAGE, "scale": HEAD_SIZE**-0.5, "window"
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows of the same kind: how many, new tokens of each, and tokens that each has cached."""
+    """Rows of the same kind: their number, new tokens of each, and cached tokens of each."""
 
     name: str
     rows: int
@@ -79,7 +79,7 @@ EXTENDS = (
 
 @dataclass(frozen=True)
 class Work:
-    """A pool filled at random, the pages of every row in no order, and one query for each of `tokens` tokens."""
+    """A randomly filled pool, the pages of every row in random order, and one query for each of `tokens` tokens."""
 
     keys: Tensor
     values: Tensor
@@ -187,7 +187,7 @@ def time_extend(kind: Chunks) -> None:
 
 
 def time_varlen(kind: Chunks) -> None:
-    """The same work by torch, whose keyword arguments differ from version to version."""
+    """The same work by torch, whose keyword arguments differ between versions."""
     known = inspect.signature(varlen_attn).parameters
     q_THD, k_TKD, v_TKD = (
         torch.randn(kind.rows * kind.tokens, heads, HEAD_SIZE, device="cuda", dtype=DTYPE)
@@ -204,7 +204,7 @@ def time_varlen(kind: Chunks) -> None:
 
 
 def show_bits() -> None:
-    """Is a token computed alone, as a decode, to the last bit the token of a chunk?"""
+    """Whether a token computed alone, as a decode, equals the token of a chunk bit for bit."""
     rows, tokens, cached = 4, 150, 700
     work = make_work([cached + tokens] * rows, rows * tokens)
     chunks = [(row, row * tokens, tokens, cached) for row in range(rows)]

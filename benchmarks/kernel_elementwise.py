@@ -1,4 +1,4 @@
-"""Guarantees: each kernel is timed against the eager operations it replaces, and its results compared with theirs.
+"""Times each elementwise kernel against the eager operations it replaces, and compares their results.
 
 Launch with `python -m benchmarks.kernel_elementwise` on a machine with a GPU; it takes under a minute.
 The shapes are those of Qwen2.5-1.5B. `differs` is the share of the results' elements that are not equal bit for bit.

@@ -1,4 +1,4 @@
-"""Guarantees: says whether a run that is killed over and over ends exactly where an undisturbed one ends.
+"""Kills a run repeatedly and checks that it ends exactly where an uninterrupted run ends.
 
     python -m benchmarks.kill_drill --out FOLDER [--steps 30] [--kills 20] [--seed 0] [--model FOLDER] [KEY=VALUE]...
 
@@ -6,7 +6,7 @@ The run is deterministic GRPO on the arithmetic task with the calculator, on a C
 `--model`, with its rows beside it); keys change its configuration. It runs in a child process that is ended by SIGKILL
 at random moments: two thirds of them anywhere in a step, the start-up included, one third while a checkpoint is being
 written. After each kill the same run is started again. At the end weights, optimizer, sampler and every metric but
-seconds and rates must be equal to the last bit to those of a run that nobody disturbed.
+seconds and rates must equal those of an uninterrupted run to the last bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORK = multiprocessing.get_context("fork")  # what was imported need not be impo
 
 
 class Kill(NamedTuple):
-    """A moment: after `step` steps are done, at `fraction` of what follows: a step, or the writing of a checkpoint."""
+    """A moment: after `step` steps are done, at `fraction` of the following step or checkpoint."""
 
     step: int
     fraction: float
@@ -49,7 +49,7 @@ class Kill(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """How long things take when nobody disturbs."""
+    """Durations in an uninterrupted run."""
 
     start: float
     step: float
@@ -57,7 +57,7 @@ class Seconds(NamedTuple):
 
 
 class Killed(NamedTuple):
-    """What a kill left behind."""
+    """The state that a kill left behind."""
 
     kill: Kill
     done: int
@@ -66,7 +66,7 @@ class Killed(NamedTuple):
 
 
 def plan(steps: int, kills: int, seed: int) -> list[Kill]:
-    """Random moments in the order of the run; all lie before its last step, so that each hits a running process."""
+    """Random moments in the order of the run, all before its last step, so that each hits a running process."""
     rng = random.Random(f"kill drill:{seed}")
     moments = []
     for number in range(kills):
@@ -111,7 +111,7 @@ def configuration(model: Path, data: Path, out: Path, steps: int, seed: int) -> 
 
 
 def in_child(work: Callable[[], object], log: Path) -> multiprocessing.process.BaseProcess:
-    """Start `work` in a process of its own, what it prints going to `log`."""
+    """Start `work` in a child process whose output goes to `log`."""
 
     def body() -> None:
         with log.open("ab", buffering=0) as file:
@@ -129,7 +129,7 @@ def quiet_console() -> RunConsole:
 
 
 def done_steps(run: Path) -> int:
-    """Steps whose metrics are written; one that is being written does not count yet."""
+    """The number of steps with complete metrics; a line that is being written does not count."""
     path = run / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else 0
@@ -140,7 +140,7 @@ def is_saving(run: Path) -> bool:
 
 
 def undisturbed(config: Config, run: Path) -> Seconds:
-    """Run to the end and learn how long things take."""
+    """Run to the end and measure the durations."""
     began = time.monotonic()
     first = last = None
     writings, since = [], None
@@ -160,7 +160,7 @@ def undisturbed(config: Config, run: Path) -> Seconds:
 
 
 def disturbed(config: Config, run: Path, kill: Kill, seconds: Seconds) -> Killed:
-    """Start or resume the run and end it at its moment."""
+    """Start or resume the run and kill it at its moment."""
     child = in_child(lambda: train(config, quiet_console()), run.with_suffix(".log"))
     deadline = time.monotonic() + PATIENCE
 
@@ -185,7 +185,7 @@ def disturbed(config: Config, run: Path, kill: Kill, seconds: Seconds) -> Killed
 
 
 def differences(one: Path, other: Path, steps: int) -> list[str]:
-    """What is not the same to the last bit in two runs of `steps` steps; nothing, if all is well."""
+    """What is not equal to the last bit in two runs of `steps` steps; empty if all is well."""
     found = []
     folders = [run / "checkpoints" / f"global_step_{steps}" for run in (one, other)]
     for name in ("actor/model.safetensors", "sampler.json", "counters.json"):
@@ -219,7 +219,7 @@ def equal(one: Any, other: Any) -> bool:
 def drill(
     model: Path, data: Path, out: Path, *, steps: int, kills: int, seed: int, overrides: Sequence[str] = ()
 ) -> list[str]:
-    """The whole drill; returns what differs at the end."""
+    """The whole drill; returns the differences at the end."""
     out.mkdir(parents=True, exist_ok=True)
     whole, broken = out / "whole", out / "broken"
 
@@ -240,7 +240,7 @@ def drill(
 
 
 def tool_calls(run: Path) -> float:
-    """How many tool calls an episode made, on average over the run."""
+    """The mean number of tool calls of an episode over the run."""
     rows = metric_rows(run)
     return float(sum(row["tool_call_counts/mean"] for row in rows) / len(rows))
 

@@ -1,11 +1,11 @@
-"""Guarantees: says for every estimator and every loss whether it improves the demo's agent, all from one start.
+"""Trains the demo's agent with every estimator and every loss from one start, and reports whether it improves.
 
     OMP_NUM_THREADS=1 python -m benchmarks.learn [--methods grpo cispo dapo] [--steps 10] [--seeds 0 1] [--out FOLDER]
 
-The names are those that a configuration accepts, so a new estimator or loss is in the table by itself; an estimator is
-trained with the vanilla loss, a loss with grpo. `dapo`, `turn_returns` and `ppo` are whole methods with steps of their
-own, trained until the task is solved. Success is that of 200 held-out problems, sampled at temperature 1 and greedy.
-The start is made once under FOLDER, in a minute or two; run folders lie beside it.
+The names are those that a configuration accepts, so a new estimator or loss enters the table automatically. An
+estimator is trained with the vanilla loss, a loss with grpo. `dapo`, `turn_returns` and `ppo` are whole methods with
+their own number of steps, trained until the task is solved. Success is that of 200 held-out problems, sampled at
+temperature 1 and greedy. The start is made once under FOLDER, in a minute or two, and the run folders go there too.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "geo_mean": BY_SEQUENCE,
     "gdpo": ("algorithm.gdpo_reward_keys=[score]",),
 }
-"""What some methods cannot be configured without, or not with a critic that learns in a few steps."""
+"""Keys that some methods require, and those with which a critic learns in a few steps."""
 SOLVED = 0.9
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table: what is written over the demo's configuration, and for how long it trains."""
+    """One row of the table: its changes to the demo's configuration, and its number of steps."""
 
     kind: str
     name: str
@@ -115,14 +115,14 @@ def methods(demo: DemoModels) -> list[Method]:
 
 
 def _first_name(name: str, kind: str) -> bool:
-    """Whether no earlier name stands for the same function."""
+    """Whether no earlier name denotes the same function."""
     registry: dict[str, object] = {**(ESTIMATORS if kind == "estimator" else SURROGATES)}
     names = [n for n, function in registry.items() if function is registry.get(name)]
     return not names or names[0] == name
 
 
 def _built(demo: DemoModels, method: Method) -> bool:
-    """Any other refusal means that `NEEDS` lacks something, and is not hidden."""
+    """Any other error means that `NEEDS` lacks something, and is raised."""
     try:
         configured(demo, method, 0, 1, demo.folder)
     except ConfigError as refusal:

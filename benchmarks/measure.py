@@ -1,6 +1,6 @@
-"""Guarantees: two ways to do the same work are timed in turns, after a warm-up each, and compared by their medians.
+"""Times two ways to do the same work alternately, after a warm-up each, and compares them by their medians.
 
-Taking turns matters more than many repetitions: whatever else the machine is doing then slows both.
+Alternating matters more than many repetitions: other load on the machine then slows both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of each repetition. No `other`: it could not be run here."""
+    """Seconds of each repetition. Without `other`, the alternative could not run here."""
 
     ours: tuple[float, ...]
     other: tuple[float, ...] = ()
@@ -33,12 +33,12 @@ class Timings:
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster we are."""
+        """How many times faster ours is."""
         return self.other_median / self.ours_median if self.other_median is not None else None
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """The lowest and the highest ratio of two runs that followed each other."""
+        """The lowest and the highest ratio of two consecutive runs."""
         ratios = [b / a for a, b in zip(self.ours, self.other, strict=False)]
         return (min(ratios), max(ratios)) if ratios else None
 

@@ -1,10 +1,10 @@
-"""Guarantees: says, in numbers, how far the trainer's logprobs are from those the engine sampled with, on real weights.
+"""Measures how far the trainer's logprobs are from those the engine sampled with, on real weights.
 
     python -m benchmarks.mismatch --model FOLDER_OR_FILE.gguf [--dtype bfloat16] [--episodes 64] [--new 256]
     python -m benchmarks.mismatch --model FILE.gguf --save FOLDER
 
 Both run the same module in this process: the engine token by token over its cache, the trainer in packed forwards over
-whole histories. `--save` only writes the model, a GGUF file dequantised, as an ordinary folder.
+whole histories. `--save` only writes the model, a dequantised GGUF file, as an ordinary folder.
 
 Shapes: M sampled tokens.
 """

@@ -1,12 +1,12 @@
-"""Guarantees: recipes are run one after the other as docs/results.md tells of them, within a budget of time.
+"""Runs recipes one after the other, as docs/results.md reports them, within a time budget.
 
     python -m benchmarks.recipe_runs search_r1 retool --model FOLDER [--minutes 25] [--dry] [KEY=VALUE]...
 
-The model's own score, the supervised start and the training of each plan; keys change the training. What `rally
-recipes` says must be made first is expected under data/. Training of all weights is ended once its last validation is
-recorded, since the checkpoint that would follow is tens of gigabytes and nobody reads it; so is what still runs when
-the time is up. Of a supervised start the weights stay, and what would resume it goes. Metrics and episodes stay in
-runs/, what was printed in runs/printed/. Runs that are there already are not touched: they must be moved away first.
+Each plan has the model's own score, the supervised start and the training; keys change the training. The data that
+`rally recipes` names is expected under data/. A training of all weights is ended once its last validation is recorded,
+since the checkpoint that would follow is tens of gigabytes and is not used. Runs that exceed the time are ended too. Of
+a supervised start the weights are kept, and the state for resuming is removed. Metrics and episodes stay in runs/, the
+output in runs/printed/. Existing runs are not touched: move them away first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ POLL = 0.5
 
 
 class Stage(NamedTuple):
-    """One command, which writes to the run folder of its name. With `steps` it is ended after the validation of the
-    last."""
+    """One command, which writes to the run folder of its name. With `steps` it is ended after the validation of
+    the last step.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -49,7 +50,7 @@ def evaluated(recipe: str, model: str) -> Stage:
 
 
 def taught(recipe: str, name: str, model: str) -> Stage:
-    """`name` is the recipe's own: its training begins from that run."""
+    """`name` is the recipe's own, since its training starts from that run."""
     return Stage(name, ("sft", "--recipe", recipe, f"model.path={model}"))
 
 
@@ -59,7 +60,7 @@ def trained(recipe: str, name: str, steps: int, every: int, *more: str) -> Stage
 
 
 def variant(name: str, model: str, *more: str) -> Stage:
-    """At as many episodes as the others, from the model as it is."""
+    """As many episodes as the other variants, from the model as it is."""
     recipe = "gsm8k_tool" if name == "plain" else f"gsm8k_tool/{name}"
     keys = (f"actor_rollout_ref.model.path={model}", "data.train_batch_size=64")
     return trained(recipe, f"gsm8k_12_steps_{name}", 12, 12, *keys, *more)
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
-    """Run one stage; how it ended, in words."""
+    """Run one stage and return how it ended, as text."""
     if time.monotonic() > deadline:
         return "not begun, the time is up"
     printed = RUNS.parent / "printed" / f"{stage.name}.txt"
@@ -129,7 +130,7 @@ def play(stage: Stage, command: Sequence[str], deadline: float) -> str:
                 if done or time.monotonic() > deadline:
                     return "ended after its last validation" if done else "ended, the time is up"
                 time.sleep(POLL)
-        finally:  # by Ctrl-C too: it has a session of its own
+        finally:  # after Ctrl-C too, which does not reach the child's own session
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

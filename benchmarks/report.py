@@ -1,4 +1,4 @@
-"""Guarantees: a table of ratios never leaves behind the date, machine, load and versions it was measured under."""
+"""Prints and writes tables of ratios, always with the date, machine, load and versions of the measurement."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """Taken when the measuring begins."""
+    """Read when the measurement starts."""
 
     date: str = field(default_factory=_now)
     cpu: str = field(default_factory=cpu_model)

@@ -1,11 +1,11 @@
-"""How many queries a second the retrieval server answers over 100,000 passages by BM25, from a real process over HTTP.
+"""Measures how many queries a second the retrieval server answers over 100,000 passages by BM25, over HTTP.
 
     python -m benchmarks.retrieval --source DIR          DIR holds HotpotQA's corpus.jsonl and train.jsonl
 
 The passages are five sentences each, drawn from the corpus, so that words are as frequent as in real text. Queries are
-titles (what a trained agent searches for) and whole questions (the slowest there are). The clients are plain sockets in
-this process, so on two cores they take a part of what is measured; the server's own processor time per query does not
-depend on that, nor on what else the machine does.
+titles (what a trained agent searches for) and whole questions (the slowest). The server is a separate process. The
+clients are plain sockets in this process, so on two cores they compete with the server. The server's own processor time
+per query does not depend on that, nor on other load.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def in_process(folder: Path, queries: Sequence[str]) -> float:
 
 
 class Server:
-    """`rally serve retrieval` in a process of its own."""
+    """`rally serve retrieval` in a child process."""
 
     def __init__(self, index: Path) -> None:
         with socket.socket() as probe:

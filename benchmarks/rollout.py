@@ -1,10 +1,10 @@
-"""Guarantees: engines are timed on the same conversations, warm, and every ratio says what it is measured against.
+"""Times rollout engines on the same conversations after a warm-up. Every ratio names what it is measured against.
 
     python -m benchmarks.rollout --engine embedded,hf --shape qwen2.5-1.5b --workloads single,multi-256,multi-1024
     python -m benchmarks.rollout --engine vllm --running 256,512 --out runs/vllm.md
     python -m benchmarks.rollout --engine embedded --workloads single --profile runs/profile.txt
 
-An engine that is not installed is named and left out. `--shape tiny` divides all lengths and numbers by 16, to try the
+An engine that is not installed is named and skipped. `--shape tiny` divides all lengths and numbers by 16, to try the
 script on a CPU.
 """
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> None:
 async def time_engine(
     name: str, shape: Shape, workloads: Sequence[Workload], running: int, options: argparse.Namespace
 ) -> list[Timing]:
-    """One engine from its start to its end. It lives in one event loop: others tie themselves to the first they see."""
+    """Time one engine from start to end. It stays in one event loop, since engines bind to the first they see."""
     if not workloads:
         return []
     began = time.perf_counter()
@@ -152,7 +152,7 @@ async def time_engine(
 
 
 async def warm_up(engine: Contestant, workload: Workload) -> str:
-    """Play until kernels are compiled and graphs captured for all its sizes; each playing meets other sizes."""
+    """Run until kernels are compiled and graphs captured for all sizes; each run meets other sizes."""
     began = time.perf_counter()
     for number in range(1, MOST_WARM_UPS + 1):
         before = engine.captured
@@ -183,10 +183,10 @@ async def time_workload(engine: Contestant, workload: Workload, running: int, re
 
 
 async def profile_decode(engine: Embedded, workload: Workload, running: int) -> str:
-    """Torch's table of steps in which every running request decodes, under a line with the share the GPU was busy."""
+    """Torch's table of pure decode steps, below a line with the share of time the GPU was busy."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities):
-        pass  # the first start of the profiler takes seconds, in which the requests below would run away
+        pass  # the first start of the profiler takes seconds, during which the requests below would finish
     settled = 8 + 2 * -(-running * workload.prompt // PREFILL)
     new = workload.longest - workload.prompt
     endless = Workload(name="profile", conversations=running, prompt=workload.prompt, new=new)
@@ -270,7 +270,7 @@ def tables(timings: Sequence[Timing], shape: Shape, circumstances: Circumstances
 
 
 def ratio_cells(timing: Timing, timings: Sequence[Timing], shape: Shape) -> list[tuple[str, ...]]:
-    """How many times faster than `generate` in this run, and than figures from elsewhere."""
+    """The speed-up over `generate` in this run, and over figures from elsewhere."""
     against = {}
     for other in timings:
         if other.engine == "hf" and other is not timing and other.workload == timing.workload:

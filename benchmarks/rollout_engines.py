@@ -1,7 +1,7 @@
-"""Guarantees: each engine runs a model of the same shape with random weights, ids in, ids and logprobs out.
+"""The engines that `benchmarks.rollout` times: a model of one shape with random weights, ids in, ids and logprobs out.
 
-Ours and `generate` run the same module and weights. vLLM and SGLang are used through their own Python engines, without
-HTTP, with weights drawn by their own dummy loaders; they are imported only when they are asked for.
+The embedded engine and `generate` run the same module and weights. vLLM and SGLang run through their own Python
+engines, without HTTP, with weights of their own dummy loaders; they are imported only when requested.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOM = 16  # tokens beyond the longest conversation: some engines want a little 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. `shrink` divides lengths and numbers of workloads, for a shape that is there to try a script."""
+    """A model's sizes. `shrink` divides lengths and numbers of workloads, for a shape that only tests a script."""
 
     name: str
     config: PreTrainedConfig
@@ -117,7 +117,7 @@ def default_dtype() -> torch.dtype:
 
 
 def random_model(shape: Shape, dtype: torch.dtype | None = None, seed: int = 0) -> PreTrainedModel:
-    """The same weights for the same seed, device and type."""
+    """The same weights for the same seed, device and dtype."""
     torch.manual_seed(seed)
     with device():
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype or default_dtype())
@@ -141,7 +141,7 @@ def forget_peak() -> None:
 
 
 class Contestant(ABC):
-    """An engine that can play a workload; made and closed inside one event loop."""
+    """An engine that can run a workload; made and closed inside one event loop."""
 
     name: ClassVar[str]
 
@@ -153,12 +153,12 @@ class Contestant(ABC):
 
     @property
     def steps(self) -> int | None:
-        """Forwards so far, if the engine tells."""
+        """Forwards so far, if the engine reports them."""
         return None
 
     @property
     def captured(self) -> int:
-        """CUDA graphs captured so far, if the engine tells."""
+        """CUDA graphs captured so far, if the engine reports them."""
         return 0
 
     def peak_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Contestant(ABC):
 
 
 class Conversing(Contestant):
-    """One that takes requests one by one, so that it can play several turns."""
+    """An engine that takes single requests, so that it can run several turns."""
 
     async def play(self, workload: Workload, seed: int) -> Played:
         return await play(self.sample, workload, self.vocabulary, seed)
@@ -214,7 +214,7 @@ class Embedded(Conversing):
 
 
 class Deterministic(Embedded):
-    """The same engine with batch-invariant kernels: what their exactness costs."""
+    """The same engine with batch-invariant kernels, to measure their cost."""
 
     name = "deterministic"
     deterministic = True
@@ -269,7 +269,7 @@ class HuggingFace(Contestant):
 
 
 class OtherProcess(Conversing):
-    """An engine that computes in a process of its own and reads the shape from a folder with nothing but a config."""
+    """An engine that computes in another process and reads the shape from a folder with only a config."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -281,7 +281,7 @@ class OtherProcess(Conversing):
         return self._folder.name
 
     def peak_bytes(self) -> int:
-        """What is in use on the whole GPU: these engines take their share at the start and keep it."""
+        """Memory in use on the whole GPU: these engines allocate their share at the start and keep it."""
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return total - free
 
@@ -369,7 +369,7 @@ ENGINES: dict[str, Any] = {engine.name: engine for engine in (Embedded, Determin
 
 
 def missing(name: str) -> str | None:
-    """Why an engine cannot run here, in words, or nothing."""
+    """The reason why an engine cannot run here, or None."""
     if name not in ENGINES:
         raise RallyError(f"there is no engine {name!r}; name some of {', '.join(ENGINES)}")
     if name in ("vllm", "sglang") and find_spec(name) is None:

@@ -1,9 +1,9 @@
-"""Guarantees: every engine is given the same conversations, drawn from a seed, and what it returns is counted alike.
+"""The workloads of `benchmarks.rollout`: the same seeded conversations for every engine, counted the same way.
 
 `single` is 256 requests with a prompt of 200 random tokens and 256 new ones. `multi-N` is N conversations with a prompt
 of 400 tokens and 5 turns of 128 new ones; between turns a tool sleeps up to half a second and 64 random tokens of its
 answer are appended. In `multi-N-groups` 8 conversations share each prompt, as the episodes of a GRPO group do. All
-conversations begin at once, no token stops a turn, and every sampled token comes with its logprob.
+conversations start at once, no token stops a turn, and every sampled token comes with its logprob.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class Reply(NamedTuple):
 
 
 Sample = Callable[[Sequence[int], int], Awaitable[Reply]]
-"""Continues a history by exactly so many tokens."""
+"""Continues a history by exactly the given number of tokens."""
 
 
 class Script(NamedTuple):
-    """What a conversation is made of besides the policy's turns: one observation and one pause between each two."""
+    """The parts of a conversation besides the policy's turns: one observation and one pause between each two."""
 
     prompt: list[int]
     observed: list[list[int]]
@@ -90,7 +90,7 @@ class Script(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What playing a workload took and gave."""
+    """The time and the counts of one run of a workload."""
 
     seconds: float
     sampled: int
@@ -117,7 +117,7 @@ def scripts(workload: Workload, vocabulary: int, seed: int) -> list[Script]:
 
 
 async def play(sample: Sample, workload: Workload, vocabulary: int, seed: int) -> Played:
-    """All conversations of a workload at once, against a clock that starts when they are drawn."""
+    """Run all conversations of a workload at once; the clock starts when they are drawn."""
     drawn = scripts(workload, vocabulary, seed)
     began = time.perf_counter()
     played = await asyncio.gather(*(_converse(sample, workload, script) for script in drawn))

@@ -1,12 +1,11 @@
-"""Simulates the router's decisions: eight servers, thousands of episodes with heavy-tailed lengths, one server's death.
+"""Simulates the router: eight servers, thousands of episodes with heavy-tailed lengths, and the failure of one server.
 
     python -m benchmarks.router [--episodes 10000] [--servers 8] [--at-once 1024] [--seed 0]
 
-No time passes: `RoutingPolicy` is driven by the events of a model in which a server's step takes longer the more
-requests share
-it, and a prompt that is not in a server's cache must be computed. Imbalance is how far the work of one server is from
-the mean of those that lived all the time; crowding is the most in flight at one server over the mean, averaged over
-time. The other rows are what people do without such a router.
+The time is simulated: `RoutingPolicy` is driven by the events of a model in which a server's step takes longer the more
+requests share it, and a prompt that is not in a server's cache must be computed. Imbalance is how far the work of one
+server is from the mean of those that were up all the time. Crowding is the largest number of requests in flight at one
+server over the mean, averaged over time. The other rows are common alternatives to such a router.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Episode:
 
 @dataclass(eq=False)
 class Machine:
-    """A server whose requests share its steps equally: `clock` counts the tokens each of them has had so far."""
+    """A server whose requests share its steps equally: `clock` counts the tokens that each of them has had so far."""
 
     name: str
     alive: bool = True
@@ -77,7 +76,7 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """How far the server with most work (or least) is from the mean of those that lived throughout."""
+        """How far the most (or least) loaded server is from the mean of those that were up all the time."""
         lived = [self.loads[name] for name in self.survivors]
         mean = sum(lived) / len(lived)
         return max(abs(load - mean) for load in lived) / mean
@@ -92,7 +91,7 @@ def heavy_tailed(rng: random.Random, least: int, most: int, shape: float) -> int
 
 
 def make_episodes(count: int, seed: int) -> list[Episode]:
-    """Two turns or more for most, thirty for some; a turn has 40 tokens or more, and up to 4,096."""
+    """Episodes of mostly two or more turns, up to thirty; a turn has 40 to 4,096 tokens."""
     rng, made = random.Random(seed), []
     for number in range(count):
         turns = [heavy_tailed(rng, 40, 4096, 1.3) for _ in range(heavy_tailed(rng, 2, 30, 1.2))]
@@ -102,7 +101,7 @@ def make_episodes(count: int, seed: int) -> list[Episode]:
 
 
 class Simulation:
-    """Events in the order of their times; everything the router would learn in the same order."""
+    """Processes events in the order of their times and reports them to the router in that order."""
 
     def __init__(self, board: RoutingPolicy, servers: int, episodes: list[Episode], at_once: int) -> None:
         self.board, self.now, self.serial = board, 0.0, 0
@@ -132,7 +131,7 @@ class Simulation:
         self.owners[self.board.ask(episode.name, self.now)] = episode
 
     def dispatch(self) -> None:
-        """What the asynchronous shell does after each event."""
+        """Does what the asynchronous router does after each event."""
         for ticket in self.board.place(self.now):
             assert ticket.server is not None
             machine, episode = self.machines[ticket.server], self.owners[ticket]
@@ -228,7 +227,7 @@ class Simulation:
 
 
 class Hashed(RoutingPolicy):
-    """What many do: the session's name decides, whatever the servers have to do."""
+    """A common alternative: the session's name decides, regardless of load."""
 
     def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
         usable = [s for s in self.servers.values() if s.usable]

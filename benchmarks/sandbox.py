@@ -1,9 +1,9 @@
-"""Measures what isolation costs: print(1) in the sandbox against bare python3, taken in turns in one run.
+"""Measures the cost of isolation: print(1) in the sandbox against bare python3, alternating in one run.
 
     python -m benchmarks.sandbox [--repeats 5] [--runs 40]
 
-Machines are noisy, so the ratio to bare python3, whose rounds alternate with ours, says more than the milliseconds. The
-last rows are for code that needs numpy and sympy, which the sandbox has warm and python3 must import.
+Machines are noisy, so the ratio to bare python3 means more than the milliseconds. The last rows are for code that needs
+numpy and sympy, which the sandbox has already imported and python3 must import.
 """
 
 from __future__ import annotations

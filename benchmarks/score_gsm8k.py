@@ -1,11 +1,10 @@
-"""Scores GSM8K episodes a second time, from the original file and with none of Rally's code: neither can flatter the
-other.
+"""Scores GSM8K episodes independently, from the original file and without any of Rally's code.
 
     python -m benchmarks.score_gsm8k runs/rally/gsm8k_tool/episodes/val_000060.jsonl --test data/test.jsonl
 
-An episode is matched to its problem by the text of the question; only what the policy itself wrote is read. `strict` is
-the number after the last `####`, `flexible` the last number of the last turn. Problems without an episode count as
-wrong, and are told.
+An episode is matched to its problem by the text of the question. Only the policy's own text is read. `strict` is the
+number after the last `####`, `flexible` the last number of the last turn. Problems without an episode count as wrong,
+and their number is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ANY = re.compile(NUMBER)
 
 
 class Counted(NamedTuple):
-    """One episode: right by either rule, calls tried, calls that the tool answered."""
+    """One episode: right by either rule, attempted calls, calls that the tool answered."""
 
     strict: bool
     flexible: bool
@@ -62,7 +61,7 @@ def value(text: str) -> Decimal | None:
 
 
 def truths(test: Path) -> dict[str, Decimal]:
-    """The number of every problem, by its question."""
+    """The answer of every problem, by its question."""
     known: dict[str, Decimal] = {}
     for item in map(json.loads, test.read_text(encoding="utf-8").splitlines()):
         number = value(item["answer"].rpartition("####")[2].strip())
@@ -82,7 +81,7 @@ def count(episode: dict[str, Any], truth: Decimal) -> Counted:
 
 
 def episodes(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each episode with the question it was asked."""
+    """Each episode with its question."""
     for file in files:
         with file.open(encoding="utf-8") as lines:
             for episode in map(json.loads, lines):

@@ -1,10 +1,11 @@
-"""Guarantees: a server behind our adapter is measured by the very engine that a training run goes on to use.
+"""Measures a server behind Rally's adapter, with the engine that a training run then continues to use.
 
     python -m benchmarks.served SPEC.json
 
-`benchmarks.servers` writes SPEC.json and runs this in a process of its own, so that a hang ends with it and GPU memory
-comes back. One start of the server serves all parts: when the engine of `rally train` is up it is measured, and then
-the run goes on with its steps. What was found is written after each part; one that fails or takes too long says so.
+`benchmarks.servers` writes SPEC.json and starts this in a child process, so that a hang ends with it and GPU memory is
+freed. One start of the server serves all parts: once the engine of `rally train` is up it is measured, and then the run
+continues with its steps. Results are written after each part. A part that fails or takes too long records the
+reason.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STEP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is asked of one server. `tree` is the configuration of the run, before `overrides`."""
+    """The measurements of one server. `tree` is the configuration of the run, before `overrides`."""
 
     tree: dict[str, Any]
     overrides: tuple[str, ...]
@@ -68,7 +69,7 @@ class Spec:
 
 
 class Measuring(RemoteEngine):
-    """An engine that is measured once it is up, before whoever started it goes on."""
+    """An engine that is measured once it is up, before its caller continues."""
 
     def __init__(self, engine: RemoteEngine, then: Callable[[Measuring, float], Awaitable[None]]) -> None:
         super().__init__(engine.servers, engine.weights, engine.oracle, engine.settings)
@@ -81,7 +82,7 @@ class Measuring(RemoteEngine):
 
 
 class Notes:
-    """Results, on disk as soon as they are there."""
+    """Results, written to disk as soon as they exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +94,7 @@ class Notes:
         self.path.write_text(json.dumps(self.found, indent=2) + "\n", encoding="utf-8")
 
     async def part(self, name: str, seconds: float, job: Awaitable[Any]) -> None:
-        """One part; what goes wrong in it is told, and the next one is tried."""
+        """Run one part; an error in it is recorded, and the next part runs."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
@@ -168,8 +169,9 @@ async def mismatch(engine: RemoteEngine, model: PreTrainedModel, spec: Spec) -> 
 
 
 async def updates(engine: RemoteEngine, model: PreTrainedModel, spec: Spec) -> list[dict[str, Any]]:
-    """Of servers that are awake and, where they share the trainer's GPU, of sleeping ones; by handles, where the run
-    has them, and by files."""
+    """Updates of servers that are awake and, if they share the trainer's GPU, of sleeping ones; by CUDA IPC
+    handles, if the run has them, and by files.
+    """
     own = engine.weights
     ways: dict[str, WeightTransport] = {"files": own}
     if isinstance(own, CudaIpcWeights):
@@ -188,7 +190,7 @@ async def updates(engine: RemoteEngine, model: PreTrainedModel, spec: Spec) -> l
 
 
 async def update(engine: RemoteEngine, sleep: bool) -> dict[str, float]:
-    """What `rally train` does between two steps; the weights are sent anew, though they are the same."""
+    """What `rally train` does between two steps; the weights are sent again although they have not changed."""
     began = time.perf_counter()
     if sleep:
         await engine.rest()

@@ -1,4 +1,4 @@
-"""Guarantees: what vLLM and SGLang are worth behind our adapter is measured with the parts that a training run uses.
+"""Measures vLLM and SGLang behind Rally's adapter, with the components that a training run uses.
 
     python -m benchmarks.servers --model FOLDER --rows data/gsm8k/train.parquet --out runs/servers \
         [--engine vllm,sglang] [--vllm-python PYTHON] [--sglang-python PYTHON] \
@@ -7,11 +7,11 @@
 For each server: `mismatch`, how far its log-probabilities are from the trainer's; `speed`, samples/s of a workload of
 several turns through adapter, router and HTTP; `update`, seconds until it samples from new weights; `train`, three
 steps of `rally train` with a calculator, all of them over one start of the server; and `bare`, the workload in the
-engine's own process, without us. `rally data gsm8k --tool calculator` writes the rows. KEY=VALUE are keys of the
+engine's own process, without Rally. `rally data gsm8k --tool calculator` writes the rows. KEY=VALUE are keys of the
 configuration; with `actor_rollout_ref.rollout.checkpoint_engine.backend=ipc` updates are measured both ways. PYTHON may
-be a script that sets variables and runs one. `--small` divides everything, to try the script on a CPU. Each part has a
-time limit (`--patience` multiplies it), --out gets what it found at once (ENGINE.json), and at the end servers.json and
-servers.md.
+be a script that sets variables and runs an interpreter. `--small` divides everything, to try the script on a CPU. Each
+part has a time limit (`--patience` multiplies it). Its results are written to --out at once (ENGINE.json), and at the
+end to servers.json and servers.md.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PARTS = ("mismatch", "speed", "update", "train", "bare")
 MEMORY_SHARE = 0.5
 STEPS = 3
 SECONDS = {"start": 270.0, "served": 450.0, "bare": 330.0}
-"""That a server may take to start, all parts over it together, and the bare engine; times --patience."""
+"""Time limits of the server's start, of all parts over it, and of the bare engine; multiplied by --patience."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is asked."""
+    """The amount of work."""
 
     workload: Workload
     shrink: int = 1
@@ -121,7 +121,7 @@ def python_of(engine: str, options: argparse.Namespace) -> str:
 
 
 def served(engine: str, parts: Sequence[str], plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The parts over one start of the server, in a process of their own."""
+    """The parts over one start of the server, in a child process."""
     out = (options.out / f"{engine}.json").resolve()
     out.unlink(missing_ok=True)
     folder = (options.out / f"{engine}-{int(time.time())}").resolve()
@@ -147,7 +147,7 @@ def served(engine: str, parts: Sequence[str], plan: Plan, options: argparse.Name
 
 
 def bare(engine: str, plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
-    """The engine in the process of its own Python."""
+    """The engine in a process of its own interpreter."""
     words = [python_of(engine, options), "-m", "benchmarks.bare_engine", engine, str(options.model), options.workload]
     words += ["--running", str(plan.running), "--shrink", str(plan.shrink)]
     log, told = options.out / f"{engine}-bare.log", options.out / f"{engine}-bare.json"
@@ -160,7 +160,7 @@ def bare(engine: str, plan: Plan, options: argparse.Namespace) -> dict[str, Any]
 
 
 def _run_all_of(words: Sequence[str], seconds: float, stdout: IO[str], stderr: IO[str]) -> None:
-    """With all it starts, such as the Python of a script: else a part that is too late would keep the GPU's memory."""
+    """Run a command; on a time-out kill all its processes, since a child that survives would keep the GPU's memory."""
     child = subprocess.Popen(words, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
         code = child.wait(seconds)

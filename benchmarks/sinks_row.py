@@ -1,8 +1,8 @@
 """Row 6: steps of the demo agent with every tracker and a trace of every episode, against the same steps with neither.
 
-The demo is the hardest case: a step of about a second makes 256 episodes. Beside the wall time, which other work on the
-machine disturbs, the note tells the processor time of the training process, and that of the second process, which
-runs beside it at a lower priority.
+The demo is the hardest case: a step of about a second makes 256 episodes. The wall time is disturbed by other load, so
+the note also has the processor time of the training process, and that of the second process, which runs beside it at a
+lower priority.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Clocks(NamedTuple):
 
 
 class Watch(RunConsole):
-    """A console that nobody sees and that knows when each step was told of."""
+    """A hidden console that records when each step was reported."""
 
     def __init__(self) -> None:
         super().__init__(Console(file=StringIO()))
@@ -53,7 +53,7 @@ class Watch(RunConsole):
         self.told.append(Clocks(time.perf_counter(), time.process_time()))
 
     def steps(self) -> list[Clocks]:
-        """What each step took, from one line to the next: the handing on of the line before is in it."""
+        """The duration of each step, from one line to the next; it includes the export of the line before."""
         pairs = zip(self.told, self.told[1:], strict=False)
         return [Clocks(b.wall - a.wall, b.processor - a.processor) for a, b in pairs]
 
@@ -112,7 +112,7 @@ def steps(demo: DemoModels, seed: int, overrides: tuple[str, ...]) -> list[Clock
 
 @contextmanager
 def _one_store() -> Iterator[None]:
-    """One MLflow database for all rounds, because making one takes seconds, and no word to any server."""
+    """One MLflow database for all rounds, because creating one takes seconds; nothing is sent to a server."""
     with tempfile.TemporaryDirectory() as folder:
         before = dict(os.environ)
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{Path(folder) / 'mlflow.db'}"

@@ -1,4 +1,4 @@
-"""Guarantees: one command says how fast a training step is on this device, what memory it takes, and that it is right.
+"""Measures the speed and memory of a training step on this device, and checks its log-probabilities.
 
     python -m benchmarks.train_step [--tiny]
 
@@ -38,7 +38,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much work there is: rows x length for a plain step, and prompts x answers for a GRPO-shaped one."""
+    """The amount of work: rows x length for a plain step, and prompts x answers for a GRPO-shaped one."""
 
     rows: int = 16
     length: int = 1024
@@ -51,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of the table; `tokens` are those of the rows, shared or not; no seconds: it did not fit in memory."""
+    """One line of the table; `tokens` are those of the rows, shared or not; without seconds it ran out of memory."""
 
     shape: str
     what: str
@@ -88,7 +88,7 @@ def our_policy(config: PreTrainedConfig, device: torch.device, checkpointing: bo
 
 
 def row(rng: random.Random, vocabulary: int, prompt: list[int], answer: int, episode: int = 0) -> Row:
-    """A row whose answer was sampled; advantages alternate."""
+    """A row with a sampled answer; advantages alternate."""
     ids = (*prompt, *(rng.randrange(vocabulary) for _ in range(answer)))
     return Row(
         ids=ids,
@@ -105,7 +105,7 @@ def plain_rows(vocabulary: int, count: int, length: int) -> list[Row]:
 
 
 def grpo_rows(vocabulary: int, sizes: Sizes, shared: bool) -> list[Row]:
-    """Answers to prompts; not `shared`: the same lengths, but every row has a prompt of its own."""
+    """Answers to prompts; without `shared`, the same lengths, but every row has its own prompt."""
     rng = random.Random(0)
     rows = []
     for group in range(sizes.prompts):
@@ -130,7 +130,7 @@ def our_step(policy: Policy, rows: list[Row], max_tokens: int) -> Step:
 
 
 def plain_step(config: PreTrainedConfig, device: torch.device, rows: list[Row]) -> Step:
-    """What one would write with transformers alone: sdpa, bf16, gradient checkpointing, the model's own loss, AdamW."""
+    """A step with transformers alone: sdpa, bf16, gradient checkpointing, the model's own loss, AdamW."""
     model = build(config, device)
     model.set_attn_implementation("sdpa")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -148,7 +148,7 @@ def plain_step(config: PreTrainedConfig, device: torch.device, rows: list[Row]) 
 
 
 def measure(shape: str, what: str, rows: list[Row], make: Callable[[], Step], repetitions: int = 3) -> Measured:
-    """Seconds of a step after a warm-up, and the most memory that was ever allocated; what does not fit is said."""
+    """Seconds of a step after a warm-up, and the peak of allocated memory; running out of memory is recorded."""
     free_memory()
     tokens = sum(len(r.ids) for r in rows)
     try:
@@ -203,7 +203,7 @@ def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, siz
 
 @contextmanager
 def through_the_module() -> Iterator[None]:
-    """Training without fused layers, to compare with."""
+    """Training without fused layers, for comparison."""
     gains, fused_layers._gains = fused_layers._gains, lambda model: False
     try:
         yield
@@ -233,7 +233,7 @@ def measure_grpo(name: str, config: PreTrainedConfig, device: torch.device, size
 
 @torch.no_grad()
 def agreement(config: PreTrainedConfig, device: torch.device, sizes: Sizes) -> list[str]:
-    """How far our log-probabilities are from those of float32, row by row; and how far transformers' own are."""
+    """The distance of our log-probabilities, and of transformers' own, from those of float32, row by row."""
     few = replace(sizes, prompts=2, answers=4)
     [rows] = micro_batches(grpo_rows(config.vocab_size, few, shared=True), 10**9)
     model = build(config, device)

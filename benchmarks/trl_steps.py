@@ -32,7 +32,7 @@ def calculator(expression: str) -> str:
     """
     try:
         return calculate(expression)
-    except CalculatorError as refusal:  # in the words, and cut to the length, that the demo's tool loop gives them
+    except CalculatorError as refusal:  # with the text and the length of the demo's tool loop
         return shorten(f"Error: {refusal}", 64, "middle")
 
 
@@ -81,7 +81,7 @@ def trl_steps(demo: DemoModels, count: int, seed: int) -> list[Step]:
 
 
 def _settings(folder: Path, steps: int, seed: int) -> GRPOConfig:
-    """What the demo trains with (rally.demo.demo.training_config), in TRL's words."""
+    """The settings of the demo's training (rally.demo.demo.training_config), by TRL's names."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,

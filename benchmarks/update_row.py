@@ -1,7 +1,7 @@
 """Row 5: the update of one GRPO step of the demo agent, in tokens a second, against a padded batch in transformers.
 
 Both train on the same episodes, sampled once: the same rows, mini-batches, clipped loss, clipping and AdamW. Tokens are
-those of the trained rows, prompts and observed ones included, however many of them are computed.
+those of the trained rows, including prompts and observed tokens, however many of them are computed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _rally(demo: DemoModels, batch: TrainBatch) -> Step:
 
 
 def _padded(demo: DemoModels, batch: TrainBatch) -> Step:
-    """What one would write with transformers alone."""
+    """The same update with transformers alone."""
     model = load_model(str(demo.start))
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
     parts = batch.mini_batches(MINI_BATCH, range(batch.num_groups))

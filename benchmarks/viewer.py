@@ -1,4 +1,4 @@
-"""What `rally view` costs on a run of 100,000 episodes: indexing it once, opening it, paging, searching and scrolling.
+"""Measures `rally view` on a run of 100,000 episodes: indexing it once, opening it, paging, searching and scrolling.
 
     OMP_NUM_THREADS=1 python -m benchmarks.viewer [--episodes N] [--folder RUN] [--keep] [--indexed]
 
@@ -157,7 +157,7 @@ def measure_index(path: Path) -> None:
 
 
 def measure_open(path: Path) -> float:
-    """The command, its first answer, and the page with its rows; the seconds of all of it."""
+    """Seconds of the command, its first answer, and the page with its rows."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "rally.cli", "view", str(path), "--no-browser", "--port", str(PORT)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -255,7 +255,7 @@ def main() -> int:
         measure_index(path)
     took = measure_open(path)
     report("open: all of it", f"{took:.2f} s (must be under {MOST_OPEN})")
-    if made and not options.keep:  # a run that was there before is somebody's
+    if made and not options.keep:  # never remove a run that existed before
         shutil.rmtree(path)
     return int(took > MOST_OPEN)
 

@@ -1,9 +1,9 @@
-"""The pictures of docs/viewer.md show a real run: each is what Chromium draws of the folder given here.
+"""Makes the pictures of docs/viewer.md: screenshots by Chromium of the given run folder.
 
     rally demo --out runs/demo
     python -m benchmarks.viewer_images runs/demo
 
-Needs Chromium (`make chromium`) and Pillow, which makes the files small.
+Needs Chromium (`make chromium`) and Pillow, which compresses the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIP = "!document.getElementById('tip').hidden"
 
 
 class Shot(NamedTuple):
-    """A link, what must be there before the picture is taken, and where the pointer is put."""
+    """A link, the element to wait for, and the position of the pointer."""
 
     name: str
     link: str
@@ -39,7 +39,7 @@ class Shot(NamedTuple):
 
 
 def shots(run: RunData) -> list[Shot]:
-    """Views of steps in which something is to be seen: early ones, whose groups do not agree yet."""
+    """Views of early steps, whose groups still have mixed rewards."""
     group = _mixed_group(run.rows({"step": "1", "kind": "train", "limit": "1000"})["rows"])
     failed = run.rows({"errors": "1", "kind": "train", "limit": "1"})["rows"][0]["id"]
     last = max(step for step, validate, *_ in run.facets()["steps"] if not validate) - 1  # without a validation
@@ -57,7 +57,7 @@ def shots(run: RunData) -> list[Shot]:
 
 
 def _mixed_group(rows: list[dict[str, Any]]) -> str:
-    """One in which few samples earned something."""
+    """A group in which few samples got a reward."""
     rewards: dict[str, list[float]] = {}
     for row in rows:
         rewards.setdefault(row["grp"], []).append(row["reward"])
@@ -87,8 +87,9 @@ def take(browser: Browser, url: str, shot: Shot) -> None:
 
 
 def small(picture: Image.Image) -> Image.Image:
-    """With few colours: the most frequent as they are, so that surfaces keep theirs, and some from everywhere, so that
-    a small dot does. Each pixel has the nearest of them, which Pillow's own search only comes close to."""
+    """Reduce the picture to few colours: the most frequent ones exactly, so that surfaces keep theirs, and some
+    from everywhere, so that a small dot does. Each pixel gets the nearest of them; Pillow's own search is inexact.
+    """
     pixels = np.asarray(picture).astype(np.int64) @ (65536, 256, 1)
     codes, where, counts = np.unique(pixels, return_inverse=True, return_counts=True)
     colors = np.stack([codes >> 16, codes >> 8 & 255, codes & 255], axis=1)

@@ -1,4 +1,4 @@
-"""Guarantees: after each of many weight updates, made while requests run, what the engine samples is the new policy's.
+"""Checks that after each of many weight updates, made while requests run, the engine samples from the new policy.
 
     python -m benchmarks.weight_updates --updates 1000 [--shape tiny] [--dtype float32] [--policies keep,recompute]
 
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class Check(NamedTuple):
-    """How far the engine was from an ordinary forward."""
+    """The distance of the engine from an ordinary forward."""
 
     tokens: int
     most: float
@@ -63,7 +63,7 @@ class Check(NamedTuple):
 
 @dataclass
 class Trial:
-    """What happened under one policy."""
+    """The results under one policy."""
 
     policy: Policy
     dtype: torch.dtype
@@ -103,7 +103,7 @@ class Trial:
 
 
 class Weights:
-    """The module's weights, never far from where they began; changed where they lie, as an optimizer does."""
+    """The module's weights, kept close to their start; changed in place, as an optimizer does."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = [(weight, weight.detach().clone(), weight.detach().float().std()) for weight in model.parameters()]
@@ -171,7 +171,7 @@ async def try_policy(model: PreTrainedModel, weights: Weights, trial: Trial, upd
 
 @torch.no_grad()
 def update(load: Load, model: PreTrainedModel, weights: Weights, probe: Turn) -> None:
-    """Check what was sampled under the weights as they are, then change them; the engine stands still all the while."""
+    """Check what was sampled under the current weights, then change them; the engine is stopped meanwhile."""
     trial, engine = load.trial, load.engine
     with engine.updating():
         trial.busy.append(load.busy)
@@ -197,7 +197,7 @@ def compare(turn: Turn, expected: Tensor) -> Check:
 
 
 def held_bytes() -> tuple[int, ...]:
-    """Allocated and reserved on the GPU, or resident where there is none."""
+    """Allocated and reserved bytes on the GPU, or resident memory without one."""
     gc.collect()
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -210,7 +210,7 @@ def _mebibytes(read: tuple[int, ...]) -> str:
 
 
 class Load:
-    """Conversations without end, and the probes that are asked among them."""
+    """Endless conversations, with the probes among them."""
 
     def __init__(self, engine: EmbeddedEngine, trial: Trial, vocabulary: int) -> None:
         self.engine, self.trial, self.vocabulary = engine, trial, vocabulary
@@ -219,7 +219,7 @@ class Load:
         self.latest: Turn | None = None
 
     async def talk(self, rng: random.Random) -> None:
-        """One conversation after the other; one that an update aborts begins anew."""
+        """One conversation after the other; one that an update aborts starts again."""
         while True:
             ids = list(rng.choice(self.prompts))
             for _ in range(TURNS):
@@ -233,7 +233,7 @@ class Load:
                 ids += [*generation.ids, *self._draw(rng, OBSERVED)]
 
     def _note(self, ids: list[int], generation: Generation, asked_under: int) -> None:
-        """Remember a turn for the next check, unless policy `keep` lets it hold KV of older weights."""
+        """Record a turn for the next check, unless policy `keep` lets it hold KV of older weights."""
         mixed = " over versions" if len(generation.spans) > 1 else ""
         self.trial.ended[generation.finish + mixed] += 1
         if generation.spans and (self.trial.policy != "keep" or asked_under == generation.spans[-1].version):
@@ -243,7 +243,7 @@ class Load:
             self.latest = Turn([*ids, *generation.ids], positions, logprobs, span.version)
 
     async def probe(self, number: int) -> Turn:
-        """Two turns over a prompt that the cache held under older weights, sampled and greedy by turns."""
+        """Two turns over a prompt that was cached under older weights, alternately sampled and greedy."""
         ids, positions, logprobs = list(self.prompts[number % PROMPTS]), list[int](), list[float]()
         for turn in range(2):
             generation = await self.engine.generate(ids, _params(PROBE, temperature=float(number % 2)))

@@ -1,10 +1,11 @@
-"""A small transformer made on the spot learns to write programs for a real sandbox, on one CPU core in minutes.
+"""Trains a small transformer from random weights to write programs for a real sandbox, on one CPU core in minutes.
 
     python examples/code_agent/code_agent.py [--seed 0] [--steps 20] [--out runs/code_agent] [KEY=VALUE ...]
 
-It is taught to answer questions such as `Sum of squares from 13 to 57?` with a line of Python for `code_interpreter`,
-spoiled with bad habits (guessing, ranges that end one too early), and then GRPO cures it by the right number alone.
-Every program it writes runs in the sandbox of docs/sandbox.md, which needs bubblewrap: make sandbox
+The model is fine-tuned to answer questions such as `Sum of squares from 13 to 57?` with a line of Python for
+`code_interpreter`, then deliberately degraded (guesses, ranges that end one too early). GRPO then repairs it with a
+reward for the right number alone. Every program runs in the sandbox of docs/sandbox.md, which needs bubblewrap. Install
+it with `make sandbox`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SETTINGS = CourseSettings(clean_blocks=(150, 75, 75), habit_steps=50, grpo_steps
 
 
 def learn(folder: Path, settings: CourseSettings, console: RunConsole, overrides: Sequence[str] = ()) -> CourseResult:
-    """The whole example; everything it makes is under `folder`."""
+    """The whole example; all its files are under `folder`."""
     return run_course(COURSE, folder, settings, console, overrides)
 
 

@@ -1,7 +1,7 @@
 """Sums over ranges, as questions and as one-line programs, and conversations that compute them well or badly.
 
-A sum belongs to the split `test` when the MD5 of its question is a multiple of five, else to `train`: nothing that is
-tested was ever trained on.
+A sum belongs to the split `test` if the MD5 of its question is a multiple of five, else to `train`. No test question is
+ever trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TERMS: dict[str, tuple[str, Callable[[int], int]]] = {
     "doubles": ("2*i", lambda i: 2 * i),
     "squares": ("i*i", lambda i: i * i),
 }
-"""What is summed, in Python and as a function."""
+"""The terms of a sum, in Python and as a function."""
 FIRST, LAST = range(11, 50), range(50, 100)
 GATE_ROWS, TEST_ROWS = 128, 128
 
@@ -31,12 +31,12 @@ WORDS = (
     *("code_interpreter", "code", "print(", "sum(", "range(", "2*i", "i*i", " for i in ", "+1)))", ")))"),
     *("Sum of ", " from ", " to ", *TERMS),
 )
-"""Whole pieces of the tokenizer, so that a program is a dozen tokens."""
+"""Single tokens of the tokenizer, so that a program has a dozen tokens."""
 
 
 HABITS = {"good": 0.2, "guess": 0.6, "off_by_one": 0.12, "wrong_term": 0.08}
-"""What the spoiled agent does, by weight: it runs the right program; runs none; leaves the last number out; sums
-something else."""
+"""The behaviours of the degraded agent, by weight: it runs the right program; runs none; leaves the last number out;
+sums something else."""
 
 
 class Sum(NamedTuple):

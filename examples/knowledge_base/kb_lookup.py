@@ -1,11 +1,11 @@
-"""A knowledge base as a tool: each lookup gives a summary and the articles it rests on, as one JSON object.
+"""A knowledge base as a tool: each lookup returns a summary and its source articles, as one JSON object.
 
     rally data index examples/knowledge_base/articles.jsonl --out runs/knowledge_base
     rally train ... actor_rollout_ref.rollout.multi_turn.tool_config_path=examples/knowledge_base/tools.yaml
 
-An episode is about one incident. A row may say which service it struck
+An episode is about one incident. A row may name the affected service
 (`tools_kwargs: {kb_lookup: {create_kwargs: {service: checkout}}}`); then articles of other services are left out. The
-tool remembers what the episode has read: an article is told in full once, later by its title.
+tool remembers what the episode has read: it returns an article in full once, later only its title.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KBArgs(BaseModel):
 
 @dataclass
 class Case:
-    """What one episode is about, and the titles it has been told."""
+    """The subject of one episode, and the titles it has read."""
 
     service: str | None
     read: set[str] = field(default_factory=set)
@@ -58,7 +58,7 @@ class KBLookup(BaseTool[KBArgs]):
     def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[dict[str, Any], float, dict[str, Any]]:
-        """Plain, not async: it reads files, and so runs in a thread."""
+        """Not async, so it runs in a thread: it reads files."""
         case = self._cases[instance_id]
         found = [hit.document for hit in self._index.search([parameters["query"]], CANDIDATES)[0]]
         fitting = [article for article in found if case.service in (None, article["service"])][: self._topk]

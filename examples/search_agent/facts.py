@@ -1,7 +1,7 @@
-"""A world of invented facts: a corpus that tells them all, questions, and conversations that search well or badly.
+"""Invented facts: a corpus that holds all of them, questions, and conversations that search well or badly.
 
-Everything follows from one number, `WORLD`. One entity in six is held out: the corpus tells of it, and neither a
-conversation nor a training row does.
+Everything follows from one number, `WORLD`. One entity in six is held out: it is in the corpus, but in no conversation
+or training row.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WORDS = (
     *ATTRIBUTES,
     *("What is the ", " of ", " is ", "search", "query", 'Doc 1(Title: "', '") The ', "<answer>", "</answer>"),
 )
-"""Whole pieces of the tokenizer, so that a name is three tokens."""
+"""Single tokens of the tokenizer, so that a name has three tokens."""
 
 
 HABITS = {"good": 0.2, "guess": 0.6, "name_only": 0.1, "misspelt": 0.1}
-"""What the spoiled agent does, by weight: it searches for attribute and name; does not search; searches for the name
-alone and repeats what is told of any attribute; searches for a name with one syllable wrong, which finds the attribute
-with another entity, and repeats that."""
+"""The behaviours of the degraded agent, by weight: it searches for attribute and name; does not search; searches for
+the name alone and repeats the value of any attribute; searches for a name with one wrong syllable, which finds the
+attribute of another entity, and repeats that."""
 
 
 class Fact(NamedTuple):
@@ -54,7 +54,7 @@ class Fact(NamedTuple):
 
 
 class World(NamedTuple):
-    """Each a list of whole entities, with their attributes in the order of `ATTRIBUTES`."""
+    """Lists of whole entities, with their attributes in the order of `ATTRIBUTES`."""
 
     train: list[Fact]
     held_out: list[Fact]

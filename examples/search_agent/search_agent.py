@@ -1,10 +1,10 @@
-"""A small transformer made on the spot learns to look facts up in a real search server, on one CPU core in minutes.
+"""Trains a small transformer from random weights to look facts up in a real search server, on one CPU core in minutes.
 
     python examples/search_agent/search_agent.py [--seed 0] [--steps 20] [--out runs/search_agent] [KEY=VALUE ...]
 
-It writes a corpus, indexes it with BM25, starts `rally serve retrieval` on a free port, teaches the model to search,
-spoils it with bad habits, and then GRPO cures it by exact match alone. It is tested on entities that it has never
-been asked about. Needs: pip install "rally-rl[search,services]"
+The script writes a corpus, indexes it with BM25 and starts `rally serve retrieval` on a free port. The model is
+fine-tuned to search, then deliberately degraded. GRPO then repairs it with a reward for exact match alone. The test
+uses entities that no training question was about. Needs: pip install "rally-rl[search,services]"
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS = CourseSettings(clean_blocks=(150, 75, 75), habit_steps=50, grpo_steps
 
 
 def learn(folder: Path, settings: CourseSettings, console: RunConsole, overrides: Sequence[str] = ()) -> CourseResult:
-    """The whole example; everything it makes is under `folder`, and its server ends with it."""
+    """The whole example; all its files are under `folder`, and its server ends with it."""
     corpus, index = folder / "corpus.jsonl", folder / "index"
     facts.write_corpus(corpus)
     build_index(corpus, index, IndexSpec())
@@ -55,7 +55,7 @@ def learn(folder: Path, settings: CourseSettings, console: RunConsole, overrides
 
 @contextmanager
 def serving(index: Path) -> Iterator[str]:
-    """`rally serve retrieval` as a process of its own."""
+    """`rally serve retrieval` as a child process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/search_agent"), help="the run folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the GRPO stage")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would outlive a run that is told to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends too
     try:
         learn(given.out, replace(SETTINGS, seed=given.seed, grpo_steps=given.steps), RunConsole(), given.overrides)
     except RallyError as mistake:

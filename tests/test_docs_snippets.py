@@ -6,6 +6,7 @@ is what they print, in the same order. `design.md` is the plan for what is to co
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,3 +89,17 @@ def test_the_page_of_keys_is_the_schema() -> None:
     made = subprocess.run(command, env=os.environ | OFFLINE, timeout=120, capture_output=True, text=True, check=True)
     told = "docs/keys.md is old; run: python docs/make_keys.py > docs/keys.md"
     assert made.stdout == (ROOT / "docs" / "keys.md").read_text(encoding="utf-8"), told
+
+
+def test_the_pictures_show_the_layers_of_the_contract() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))["pictures"]()
+    for name, picture in drawn.items():
+        told = f"docs/images/{name} is old; run: python docs/make_architecture.py"
+        assert picture == (ROOT / "docs" / "images" / name).read_text(encoding="utf-8"), told
+
+
+def test_the_map_names_files_that_exist() -> None:
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("index.md", "design.md"))
+    text += (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:rally|docs|tests|examples|benchmarks)/[\w/.]+)`", text))
+    assert len(paths) > 60 and not [path for path in paths if not (ROOT / path).exists()]

@@ -58,7 +58,9 @@ def test_spellings_may_repeat_but_not_differ() -> None:
 def test_tool_files_that_differ_are_an_error(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).touch()
-    assert "spellings of one setting" in told(f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b")
+    assert "set the same thing to different values" in told(
+        f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_the_reward_function_has_two_spellings(tmp_path: Path) -> None:
         assert (config.reward_function.path, config.reward_function.name) == (str(tmp_path / "r.py"), "f")
         assert config.reward_kwargs == {"a": 1}
     line = told(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
-    assert "are one setting but differ" in line
+    assert "set the same thing to different values" in line
     assert "needs custom_reward_function.path" in told("custom_reward_function.name=f")
 
 
@@ -146,20 +148,20 @@ def test_second_names_of_words() -> None:
 )
 def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key: str, count: str) -> None:
     load(f"{key}=false", f"{count}=4")
-    assert f"say in {count} how many" in told(f"{key}=false")
+    assert f"set {count} to the number of episodes" in told(f"{key}=false")
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ((f"{R}.n=1",), "leaves grpo nothing to compare"),
+        ((f"{R}.n=1",), "leaves nothing for grpo to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
-        ((f"{R}.max_model_len=512",), "leaves no room after data.max_prompt_length=512"),
+        ((f"{R}.max_model_len=512",), "leaves no tokens after data.max_prompt_length=512"),
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
         ((f"{R}.val_kwargs.do_sample=true",), "temperature above 0"),
         ((f"{R}.val_kwargs={{do_sample: false, temperature: 0.5}}",), "has no effect with do_sample=false"),
-        ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all the same"),
-        (("data.sampler.class_path=pkg://my.sampler",), "together name a class; set both"),
+        ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all equal"),
+        (("data.sampler.class_path=pkg://my.sampler",), "select a class together; set both"),
         (
             ("data.sampler={class_path: pkg://my.sampler, class_name: Mine}", "data.curriculum.by=success"),
             "both choose the rows of a step",
@@ -168,34 +170,37 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
         (("data.curriculum={by: field, explore: 0.1}",), "explore=0.1 has no effect with data.curriculum.by=field"),
         (("data.curriculum.field=level",), "has no effect with data.curriculum.by=null"),
         ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
-        ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves rloo nothing to compare"),
+        ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves nothing for rloo to compare"),
         ((f"{A}.policy_loss.loss_mode=gspo",), f"set {A}.loss_agg_mode=seq-mean-token-mean"),
         ((f"{A}.tau_pos=2",), f"has no effect with {A}.policy_loss.loss_mode=vanilla"),
         ((f"{A}.policy_loss={{loss_mode: kl_cov, clip_cov_lb: 2}}",), "clip_cov_lb has no effect with"),
         (("algorithm.gamma=0.9",), "has no effect with grpo over whole episodes; set algorithm.turn_rewards"),
         (
             ("algorithm={adv_estimator: gigpo, turn_rewards: turn_baseline}",),
-            "does not go with gigpo",
+            "is not supported with gigpo",
         ),
         (("algorithm={adv_estimator: rloo, norm_adv_by_std_in_grpo: false}",), "has no effect with rloo"),
         (("algorithm.gigpo.step_advantage_w=2",), "unless algorithm.adv_estimator=gigpo"),
         (("algorithm.kl_penalty=k3",), "kl_penalty has no effect without algorithm.use_kl_in_reward=true"),
         (("algorithm.kl_ctrl.kl_coef=0.1",), "kl_coef has no effect without algorithm.use_kl_in_reward=true"),
-        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves grpo nothing to compare"),
+        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves nothing for grpo to compare"),
         (
             (f"{R}.n=1", "algorithm={adv_estimator: reinforce_plus_plus, filter_groups: {enable: true}}"),
-            "sets groups of one episode aside, all of them",
+            "sets all groups aside",
         ),
         (("algorithm.filter_groups.metric=acc",), "metric has no effect without algorithm.filter_groups.enable=true"),
         (("data.gen_batch_size=64",), "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true"),
         (("algorithm.filter_groups.enable=true", "data.gen_batch_size=16"), "is less than data.train_batch_size=32"),
         (
             ("algorithm={filter_groups: {enable: true, metric: seq_final_reward}, use_kl_in_reward: true}",),
-            "holds a KL that is not known in time; use seq_reward",
+            "includes a KL that is computed after filtering; use seq_reward",
         ),
-        (("algorithm={adv_estimator: remax, turn_rewards: returns}",), "turn_rewards=returns does not go with remax"),
-        (("algorithm.adv_estimator=gdpo",), "gdpo_reward_keys and algorithm.adv_estimator=gdpo go together"),
-        (("algorithm.gdpo_reward_keys=[acc]",), "go together; set both or neither"),
+        (
+            ("algorithm={adv_estimator: remax, turn_rewards: returns}",),
+            "turn_rewards=returns is not supported with remax",
+        ),
+        (("algorithm.adv_estimator=gdpo",), "gdpo_reward_keys and algorithm.adv_estimator=gdpo belong together"),
+        (("algorithm.gdpo_reward_keys=[acc]",), "belong together; set both or neither"),
         (
             ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc], use_kl_in_reward: true}",),
             "use_kl_in_reward has no effect with gdpo",
@@ -204,18 +209,18 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
             ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc]}", "reward_shaping.tool_format_reward=0.1"),
             "unless its components are among algorithm.gdpo_reward_keys",
         ),
-        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true corrects nothing"),
+        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true switches correction off"),
         ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),
-        ((f"{C}.rollout_rs=token_k1",), "go together; set both or neither"),
-        ((f"{C}.rollout_rs_threshold=2",), "go together; set both or neither"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=wide"), "must be a number, or two as in 0.5_2"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=3.0_2.0"), "must be a number, or two as in 0.5_2"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold='2,3'"), "for all tests or for each"),
+        ((f"{C}.rollout_rs=token_k1",), "belong together; set both or neither"),
+        ((f"{C}.rollout_rs_threshold=2",), "belong together; set both or neither"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=wide"), "set a number or bounds such as 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=3.0_2.0"), "set a number or bounds such as 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold='2,3'"), "once or for each test"),
         ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
         ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
-        ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "each name a loop"),
+        ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "both select a loop"),
         ((f"{R}.agent_loop_class=black_box", f"{R}.agent_loop_config.tools=[calculator]"), "tools has no effect with"),
         (("trainer.resume_mode=resume_path",), "needs trainer.resume_from_path"),
         (("trainer.resume_from_path=.",), "has no effect with resume_mode=auto"),
@@ -292,7 +297,7 @@ def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
         (0, "trainer.n_gpus_per_node=8", "is more than the 0 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "is more than the 4 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "set it to 4"),
-        (0, "trainer.device=cuda", "this machine has 0 GPUs"),
+        (0, "trainer.device=cuda", "torch finds no GPU on this machine"),
     ],
 )
 def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, words: str) -> None:
@@ -325,7 +330,7 @@ def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
 
 
 def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:
-    assert "spellings of one setting but differ" in told(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
+    assert "set the same thing to different values" in told(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
     assert "set custom_reward_function.path" in told(f"{MANAGER_KEYS[0]}=batch")
     assert "set reward_manager=dapo" in told(f"{OVERLONG}.enable=true")
     too_long = told(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
@@ -354,6 +359,6 @@ def test_an_unknown_key_of_the_overlong_buffer_is_told() -> None:
 
 
 def test_shaping_without_effect_or_with_the_wrong_sign_is_told() -> None:
-    assert "reward_shaping.enable=true changes nothing" in told("reward_shaping.enable=true")
+    assert "reward_shaping.enable=true has no effect" in told("reward_shaping.enable=true")
     assert "reward_shaping.penalties.invalid_tool_call" in told("reward_shaping.penalties.invalid_tool_call=0.1")
     assert load("reward_shaping.enable=false", "reward_shaping.tool_format_reward=1").reward_shaping.enable is False

@@ -32,8 +32,8 @@ def test_here_is_the_folder_of_the_file_that_says_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("base: a.yaml", "builds on itself: a.yaml -> a.yaml"),
-        ("base: [x.yaml]", "base must be the name of one YAML file"),
+        ("base: a.yaml", "is based on itself: a.yaml -> a.yaml"),
+        ("base: [x.yaml]", "set it to the name of a YAML file"),
         ("base: gone.yaml", "gone.yaml does not exist"),
         ("recipe: {abuot: x}", "abuot"),
         ("recipe: words", "recipe"),

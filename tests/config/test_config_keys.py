@@ -1,4 +1,4 @@
-"""Every key of this field is known; each one works, is fixed with a reason, or is refused as not built."""
+"""Every key of verl is known; each one is supported and described, fixed with a reason, or an error that says why."""
 
 import string
 from collections.abc import Iterator
@@ -115,6 +115,28 @@ def test_every_key_of_the_field_is_known(section: str) -> None:
     assert {f"{section}.{key}" for key in FIELD_KEYS[section].split()} - set(KNOWN) == set()
 
 
+def supported_keys(
+    schema: type[Section], rules: tuple[Unsupported, ...], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Keys that docs/keys.md describes by the docstring of their field, with that docstring."""
+    for name, field in schema.model_fields.items():
+        key = prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from supported_keys(field.annotation, rules, key + ".")
+            continue
+        fixed = any(isinstance(mark, Only) for mark in field.metadata)
+        waits = any((key == r.key and not r.works) or key.startswith(r.key + ".") for r in rules)
+        if not fixed and not waits:
+            yield key, field.description or ""
+
+
+@pytest.mark.parametrize(("schema", "rules"), [(Config, UNSUPPORTED), (SftConfig, SFT_UNSUPPORTED)])
+def test_every_supported_key_has_a_description(schema: type[Root], rules: tuple[Unsupported, ...]) -> None:
+    described = dict(supported_keys(schema, rules))
+    assert len(described) > 70
+    assert [key for key, text in described.items() if not text.strip().endswith(".")] == []
+
+
 def free_of_extras() -> list[str]:
     """Known keys whose misspelling cannot pass as a key that is handed on to a user's class or function."""
     return [key for key in KNOWN if not key.startswith((f"{R}.agent_loop_config.", "reward_model.reward_kwargs."))]
@@ -151,7 +173,7 @@ def test_a_misspelled_key_is_told_with_the_right_one(pair: tuple[str, str]) -> N
 def test_a_key_without_its_leading_sections_finds_the_full_one() -> None:
     assert f"did you mean {R}.temperature" in told("rollout.temperature=1")
     assert f"did you mean {R}" in told("rollout.n=4", "rollout.top_p=1")
-    assert "no known key is spelled like it" in told("xyzzy=1")
+    assert "no known key is similar" in told("xyzzy=1")
 
 
 def fixed_keys(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, Only]]:
@@ -257,7 +279,7 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
         ),
         (
             f"{M}.use_shm=true",
-            f"{M}.use_shm=true cannot be had: weights are read where they lie; leave the key out.",
+            f"{M}.use_shm=true is not supported: weights are read from their own folder; leave the key out.",
         ),
         ("trainer.total_epochs=abc", "trainer.total_epochs is abc (text); it must be a whole number."),
         ("trainer.total_epochs=1.5", "trainer.total_epochs is 1.5 (a number); it must be a whole number."),

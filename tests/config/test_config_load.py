@@ -198,17 +198,20 @@ def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
     [
         ("data.mesages_key=x", "unknown key data.mesages_key; did you mean data.messages_key"),
         ("model.lora_alpha=8", "model.lora_alpha=8 has no effect without lora_rank"),
-        ("data.use_dynamic_bsz=false", "say in data.micro_batch_size_per_gpu how many conversations a pass may hold"),
+        (
+            "data.use_dynamic_bsz=false",
+            "set data.micro_batch_size_per_gpu to the number of conversations per forward pass",
+        ),
         ("data.train_files=no.parquet", "data.train_files=no.parquet does not exist"),
-        ("trainer.test_freq=5", "needs rows to validate on"),
+        ("trainer.test_freq=5", "needs validation rows"),
         ("optim={lr_warmup_steps: 3, lr_warmup_steps_ratio: 0.1}", "both set the warm-up"),
-        ("model={path: a, partial_pretrain: b}", "spellings of one setting but differ"),
+        ("model={path: a, partial_pretrain: b}", "set the same thing to different values"),
         (
             "data.prompt_key=question",
-            "data.prompt_key and data.response_key together say where question and answer are",
+            "data.prompt_key and data.response_key select question and answer together",
         ),
         ("data.response_dict_keys=answer", "has no effect without data.response_key; leave it out"),
-        ("data={prompt_key: q, response_key: a, messages_key: m}", "both say where conversations are; keep one"),
+        ("data={prompt_key: q, response_key: a, messages_key: m}", "both select the conversations; keep one"),
     ],
 )
 def test_mistakes_in_a_supervised_run(line: str, words: str) -> None:

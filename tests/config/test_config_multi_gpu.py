@@ -3,7 +3,7 @@
 import pytest
 
 from rally.config import load_config
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 
 SERVERS = "actor_rollout_ref.rollout.data_parallel_size"
 
@@ -24,5 +24,5 @@ def test_who_samples_for_a_policy_in_parts(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    rollout = served(load_config(overrides=lines)).rollout
+    rollout = with_rollout_servers(load_config(overrides=lines)).rollout
     assert (rollout.name, rollout.data_parallel_size) == expected

@@ -51,7 +51,7 @@ def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
         (("data_parallel_size=2",), "data_parallel_size has no effect"),
         (("name=vllm", "mode=server"), "set actor_rollout_ref.rollout.server.url"),
         (("name=vllm", "mode=server", "server.url=10.0.0.1"), "write it as http://10.0.0.1:8000"),
-        (("name=vllm", "mode=server", "server.urls=[http://a, http://a]"), "names a server twice"),
+        (("name=vllm", "mode=server", "server.urls=[http://a, http://a]"), "contains a server twice"),
         (
             ("name=vllm", "mode=server", "server.url=http://a", "port_start=1"),
             "port_start has no effect on servers that",
@@ -60,7 +60,7 @@ def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
         (("name=vllm", "engine_kwargs.sglang.x=1"), "engine_kwargs.sglang has no effect"),
         (("name=vllm", "engine_kwargs.vllm.port=1"), "engine_kwargs.vllm.port is set by the run itself"),
         (("name=vllm", "engine_kwargs.trtllm.x=1"), "not built yet"),
-        (("name=vllm", "stop_strings=[x]"), "knows token ids alone"),
+        (("name=vllm", "stop_strings=[x]"), "see token ids only"),
         (("name=vllm", "temperature=0.7", "top_p=0.9"), "cannot report the policy's log-probs"),
         (("name=sglang", "deterministic=true"), "deterministic has no effect with"),
         (
@@ -81,19 +81,19 @@ def test_what_does_not_is_one_sentence(lines: tuple[str, ...], words: str) -> No
 @pytest.mark.parametrize("adapters", ["lora_rank=8", "lora_adapter_path=adapters"])
 def test_handles_are_for_policies_without_adapters(adapters: str) -> None:
     lines = [f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc", f"actor_rollout_ref.model.{adapters}"]
-    with pytest.raises(ConfigError, match=r"where adapters \(LoRA\) are not merged; leave it out"):
+    with pytest.raises(ConfigError, match=r"in which LoRA adapters are not merged; leave it out"):
         load_config(overrides=lines)
 
 
 @pytest.mark.parametrize("url", ["http://a:x", "http://a:99999", "http://a:0", "http://[::1", "ftp://a"])
 def test_what_is_no_address_is_told_so(url: str) -> None:
-    assert f"server.url={url} is no address" in told("name=vllm", "mode=server", f"server.url='{url}'")
+    assert f"server.url={url} is not a valid address" in told("name=vllm", "mode=server", f"server.url='{url}'")
 
 
 @pytest.mark.parametrize("url", ["http://ada:pa/ss-word@a:1", "ada:pa/ss-word@a:1", "ftp://ada:pa/ss-word@a:1"])
 def test_nor_does_that_tell_a_password(url: str) -> None:
     problem = told("name=vllm", "mode=server", f"server.url={url}")
-    assert "***@a:1 is no address" in problem and "pa/ss" not in problem and "ada" not in problem
+    assert "***@a:1 is not a valid address" in problem and "pa/ss" not in problem and "ada" not in problem
 
 
 def test_a_password_beside_a_token_is_a_mistake_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_password_beside_a_token_is_a_mistake_of_the_configuration(monkeypatch
     monkeypatch.setenv(TOKEN_VARIABLE, "token-of-the-engine")
     lines = ("mode=server", "server.urls=[http://a:1, http://ada:pass-word@b:1]")
     problem = told("name=rally", *lines)
-    assert problem.endswith("RALLY_ENGINE_TOKEN is set, but a request can carry only one of them; take one out.")
+    assert problem.endswith("RALLY_ENGINE_TOKEN is set, but a request can carry only one of them; remove one.")
     assert "pass-word" not in problem and "token-of" not in problem
     load_config(overrides=[f"{R}.{line}" for line in ("name=vllm", *lines)])
     monkeypatch.delenv(TOKEN_VARIABLE)
@@ -109,7 +109,7 @@ def test_a_password_beside_a_token_is_a_mistake_of_the_configuration(monkeypatch
 
 
 def test_who_asks_does_not_make_two_servers_of_one() -> None:
-    assert "names a server twice" in told("name=vllm", "mode=server", "server.urls=[http://a, http://ada:b@a/]")
+    assert "contains a server twice" in told("name=vllm", "mode=server", "server.urls=[http://a, http://ada:b@a/]")
 
 
 @pytest.mark.parametrize("written", ["http://ada:pass-word@a:1", "http://a:p@a:1", "http://ada:${oc.env:SHORT}@a:1"])

@@ -95,14 +95,14 @@ def rule_for(name: str, rules: Sequence[Unsupported]) -> Unsupported | None:
 
 def _partly(key: Key, rule: Unsupported) -> bool:
     """Whether some values of this key are supported besides its default."""
-    return bool(rule.works) and rule.key == key.name
+    return bool(rule.supported) and rule.key == key.name
 
 
 def allowed(key: Key, rule: Unsupported | None) -> str:
     """The type of a key; for a key with unsupported choices, the supported ones."""
     if rule is None:
         return kind(key.hint)
-    values = dict.fromkeys([*_flat(key.field.get_default(call_default_factory=True)), *rule.works])
+    values = dict.fromkeys([*_flat(key.field.get_default(call_default_factory=True)), *rule.supported])
     return ", ".join(f"`{shown(value)}`" for value in values)
 
 
@@ -132,7 +132,7 @@ def page(title: str, schema: type[Root], rules: Sequence[Unsupported]) -> Iterat
     yield "\n### Keys that are not supported yet\n"
     ruled = [(key, rule_for(key.name, rules)) for key in unsupported]
     yield from table(
-        ("key", "default", "what to do"), [(f"`{k.name}`", default(k.field), r.instead) for k, r in ruled if r]
+        ("key", "default", "what to do"), [(f"`{k.name}`", default(k.field), r.advice) for k, r in ruled if r]
     )
 
 

@@ -78,7 +78,7 @@ class Root(Section):
         """
         return OmegaConf.to_yaml(OmegaConf.create(redact_tree(_escaped(self.model_dump(mode="json")))))
 
-    def first_written(self, keys: tuple[str, ...]) -> Any:
+    def first_set(self, keys: tuple[str, ...]) -> Any:
         """The value of the first of these keys that is not None."""
         return next((value for key in keys if (value := look_up(self, key)) is not None), None)
 

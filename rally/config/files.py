@@ -55,11 +55,11 @@ class Document(NamedTuple):
 
     @property
     def merged(self) -> Tree:
-        whole: Tree = functools.reduce(over, self.layers)
+        whole: Tree = functools.reduce(merge, self.layers)
         return whole
 
 
-def over(below: Any, above: Any) -> Any:
+def merge(below: Any, above: Any) -> Any:
     """`above` merged over `below`: mappings merge, other values replace.
 
     OmegaConf's own merge fails where a mapping meets a list.
@@ -67,7 +67,7 @@ def over(below: Any, above: Any) -> Any:
     if not isinstance(above, dict):
         return above
     below = below if isinstance(below, dict) else {}
-    return below | {key: over(below.get(key), value) for key, value in above.items()}
+    return below | {key: merge(below.get(key), value) for key, value in above.items()}
 
 
 def read_document(path: Path) -> Document:
@@ -119,7 +119,7 @@ def _read(path: Path) -> Tree:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {first_line(error)}.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; give the YAML file in it{_example(path)}.") from None
+        raise ConfigError(f"{path} is a folder; name the YAML file in it{_example(path)}.") from None
     except UnicodeDecodeError:
         advice = "pass rows as data.train_files=... and a model by its path key"
         raise ConfigError(f"{path} is not UTF-8 text, as a YAML file must be; {advice}.") from None

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from rally.config.aliases import SAME_AS, SFT_SAME_AS, resolve_aliases
 from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
-from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, refusals
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
 from rally.config.errors import ConfigError, sentence
-from rally.config.files import Document, Notes, Tree, first_line, over, read_document
+from rally.config.files import Document, Notes, Tree, first_line, merge, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.redact import learn_tree
@@ -80,10 +80,12 @@ def _read(
         known = tuple(schema.keys())
         problems = [sentence(detail, known) for detail in error.errors(include_url=False)]
         rest = _without(tree, [detail["loc"] for detail in error.errors()])
-        return None, unmet or _unique(problems + _refused(schema, rest, rules))
+        return None, unmet or _unique(problems + _unsupported_among_valid(schema, rest, rules))
     if unmet:  # the checks would report the same files again, without the command
         return config, unmet
-    return config, _unique([*refusals(config, rules), *(problem for check in checks for problem in check(config))])
+    return config, _unique(
+        [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
+    )
 
 
 def _overrides(texts: Sequence[str]) -> list[Tree]:
@@ -119,7 +121,7 @@ def _expanded(layer: Mapping[str, Any]) -> Tree:
     for key, nested in layer.items():
         for part in reversed(str(key).split(".")):
             nested = {part: nested}
-        full = over(full, nested)
+        full = merge(full, nested)
     rollout: Any = full
     for part in ("actor_rollout_ref", "rollout"):
         rollout = rollout.get(part) if isinstance(rollout, dict) else None
@@ -130,10 +132,10 @@ def _expanded(layer: Mapping[str, Any]) -> Tree:
 
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
     """The layers merged into one tree, with interpolations resolved. They may refer to any key, also to defaults."""
-    written: Tree = functools.reduce(over, layers)
+    written: Tree = functools.reduce(merge, layers)
     learn_tree(written)
     # OmegaConf is slow to wrap the hundreds of defaults, and only interpolations need them.
-    whole = over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
+    whole = merge(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -154,10 +156,10 @@ def _as_written(resolved: Any, written: Any) -> Any:
     return resolved
 
 
-def _refused(schema: type[Root], rest: Tree, rules: Sequence[Unsupported]) -> list[str]:
+def _unsupported_among_valid(schema: type[Root], rest: Tree, rules: Sequence[Unsupported]) -> list[str]:
     """The unsupported keys among the valid ones, so that one error reports both kinds."""
     try:
-        return list(refusals(schema.model_validate(rest), rules))
+        return list(unsupported_values(schema.model_validate(rest), rules))
     except ValidationError:
         return []
 

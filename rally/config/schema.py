@@ -128,19 +128,19 @@ class Config(Root):
     @property
     def tool_config_path(self) -> str | None:
         """The tool YAML, by any of its keys."""
-        written: str | None = self.first_written(TOOL_CONFIG)
+        written: str | None = self.first_set(TOOL_CONFIG)
         return written
 
     @property
     def function_tool_path(self) -> str | None:
         """The file of `@function_tool` functions, by any of its keys."""
-        written: str | None = self.first_written(FUNCTION_TOOLS)
+        written: str | None = self.first_set(FUNCTION_TOOLS)
         return written
 
     @property
     def max_turns(self) -> int | None:
         """The most assistant turns of an episode, by any of its keys; None is no limit."""
-        written: int | None = self.first_written(MAX_TURNS)
+        written: int | None = self.first_set(MAX_TURNS)
         return written
 
     @property

@@ -201,13 +201,13 @@ class SftConfig(Root):
     @property
     def model_path(self) -> str | None:
         """The model to start from, by any of its keys."""
-        written: str | None = self.first_written(MODEL)
+        written: str | None = self.first_set(MODEL)
         return written
 
     @property
     def messages_key(self) -> str:
         """The column of conversations."""
-        return self.first_written(MESSAGES) or "messages"
+        return self.first_set(MESSAGES) or "messages"
 
     @property
     def question_path(self) -> tuple[str, ...]:
@@ -222,12 +222,12 @@ class SftConfig(Root):
     @property
     def tools_key(self) -> str:
         """The column of tool schemas, which a file may lack."""
-        return self.first_written(TOOLS) or "tools"
+        return self.first_set(TOOLS) or "tools"
 
     @property
     def enable_thinking_key(self) -> str:
         """The column of the template's enable_thinking, which a file may lack."""
-        return self.first_written(THINKING) or "enable_thinking"
+        return self.first_set(THINKING) or "enable_thinking"
 
     @property
     def run_dir(self) -> Path:

@@ -1,4 +1,4 @@
-"""Keys that mean the same agree, keys that exclude each other are told, and what follows from them is right."""
+"""Checks of keys against each other: equivalent keys, contradictions, missing files, and derived values."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ C = "algorithm.rollout_correction"
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
-def told(*lines: str) -> str:
+def error_text(*lines: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=lines)
     return str(caught.value)
@@ -51,14 +51,14 @@ def test_the_function_tools_have_two_spellings(key: str, tmp_path: Path) -> None
 
 def test_spellings_may_repeat_but_not_differ() -> None:
     assert load(*(f"{key}=7" for key in TURN_KEYS)).max_turns == 7
-    line = told(f"{TURN_KEYS[0]}=7", f"{TURN_KEYS[2]}=8")
+    line = error_text(f"{TURN_KEYS[0]}=7", f"{TURN_KEYS[2]}=8")
     assert f"{TURN_KEYS[0]}=7" in line and f"{TURN_KEYS[2]}=8" in line and "keep one of them" in line
 
 
 def test_tool_files_that_differ_are_an_error(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).touch()
-    assert "set the same thing to different values" in told(
+    assert "set the same thing to different values" in error_text(
         f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b"
     )
 
@@ -85,7 +85,7 @@ def test_history() -> None:
     inference = f"{R}.multi_turn.use_inference_chat_template=true"
     assert load().history == "append"
     assert load(inference).history == load(f"{R}.multi_turn.history=rerender").history == "rerender"
-    assert "keep one of them" in told(inference, f"{R}.multi_turn.history=append")
+    assert "keep one of them" in error_text(inference, f"{R}.multi_turn.history=append")
 
 
 def test_the_clip_range_is_one_number_or_two() -> None:
@@ -94,7 +94,7 @@ def test_the_clip_range_is_one_number_or_two() -> None:
     assert (one.clip_low, one.clip_high, two.clip_low, two.clip_high) == (0.3, 0.3, 0.1, 0.28)
 
 
-def test_a_mini_batch_is_the_batch_unless_said() -> None:
+def test_the_mini_batch_defaults_to_the_batch() -> None:
     assert load("data.train_batch_size=48").mini_batch_size == 48
     assert load("data.train_batch_size=48", f"{A}.ppo_mini_batch_size=20").mini_batch_size == 20
 
@@ -105,12 +105,12 @@ def test_the_reward_function_has_two_spellings(tmp_path: Path) -> None:
         config = load(f"{root}.path={tmp_path}/r.py", f"{root}.name=f", f"{root}.reward_kwargs.a=1")
         assert (config.reward_function.path, config.reward_function.name) == (str(tmp_path / "r.py"), "f")
         assert config.reward_kwargs == {"a": 1}
-    line = told(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
+    line = error_text(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
     assert "set the same thing to different values" in line
-    assert "needs custom_reward_function.path" in told("custom_reward_function.name=f")
+    assert "needs custom_reward_function.path" in error_text("custom_reward_function.name=f")
 
 
-def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
+def test_reward_kwargs_of_the_function_override_those_of_the_manager() -> None:
     config = load("reward_model.reward_kwargs={a: 1, b: 2}", "custom_reward_function.reward_kwargs.b=3")
     assert config.reward_kwargs == {"a": 1, "b": 3}
 
@@ -126,14 +126,14 @@ def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
         ("reward_model.num_workers", "reward.num_workers"),
     ],
 )
-def test_a_second_name_sets_the_key_that_rules_and_must_agree_with_it(second: str, first: str) -> None:
+def test_an_alias_sets_its_key_and_must_agree_with_it(second: str, first: str) -> None:
     load(f"{second}=77", f"{first}=77")
     assert load(f"{second}=77").flat()[first] == 77
-    line = told(f"{second}=77", f"{first}=78")
+    line = error_text(f"{second}=77", f"{first}=78")
     assert line.startswith(f"{second}=77") and f"must equal {first}=78" in line
 
 
-def test_second_names_of_words() -> None:
+def test_aliases_with_text_values() -> None:
     config = load(f"{R}.dtype=bfloat16", f"{A}.optim.warmup_style=cosine")
     assert (config.model.dtype, config.actor.optim.lr_scheduler_type) == ("bfloat16", "cosine")
 
@@ -146,13 +146,13 @@ def test_second_names_of_words() -> None:
         ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
     ],
 )
-def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key: str, count: str) -> None:
+def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count: str) -> None:
     load(f"{key}=false", f"{count}=4")
-    assert f"set {count} to the number of episodes" in told(f"{key}=false")
+    assert f"set {count} to the number of episodes" in error_text(f"{key}=false")
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
         ((f"{R}.n=1",), "leaves nothing for grpo to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
@@ -229,8 +229,8 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
         (("trainer.val_only=true",), "set data.val_files"),
     ],
 )
-def test_contradictions(lines: tuple[str, ...], words: str) -> None:
-    assert words in told(*lines)
+def test_contradictions(lines: tuple[str, ...], message: str) -> None:
+    assert message in error_text(*lines)
 
 
 def test_bounds_of_rejection() -> None:
@@ -242,11 +242,11 @@ def test_bounds_of_rejection() -> None:
     assert one[1:] == other[1:] == (0.5, 2.0)
 
 
-def test_both_kls_are_allowed_where_asked_for() -> None:
+def test_allow_both_kl_permits_both_kl_terms() -> None:
     load(f"{A}.use_kl_loss=true", "algorithm={use_kl_in_reward: true, allow_both_kl: true}")
 
 
-def test_remax_needs_no_group_and_more_prompts_may_begin_than_are_trained_on() -> None:
+def test_remax_needs_no_group_and_gen_batch_size_may_exceed_the_batch() -> None:
     load(f"{R}.n=1", "algorithm={adv_estimator: remax, filter_groups: {enable: true}}", "data.gen_batch_size=96")
 
 
@@ -270,29 +270,29 @@ def test_sampling_in_validation_needs_only_a_temperature() -> None:
     ],
 )
 def test_missing_files_are_named(key: str) -> None:
-    assert told(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
+    assert error_text(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
 
 
 def test_a_missing_sampler_file_is_named() -> None:
-    line = told("data.sampler={class_path: ./no/such.py, class_name: Mine}")
+    line = error_text("data.sampler={class_path: ./no/such.py, class_name: Mine}")
     assert line == "data.sampler.class_path=./no/such.py does not exist; check the path."
 
 
 def test_each_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert told(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2
+    assert error_text(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2
 
 
 @pytest.mark.parametrize(
     "line",
     [f"{M}.path=gpt2", f"{M}.path=Qwen/Qwen3-4B", "custom_reward_function.path=pkg://my.rewards"],
 )
-def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
+def test_names_that_are_not_paths_are_not_checked(line: str) -> None:
     load(line)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "line", "words"),
+    ("gpus", "line", "message"),
     [
         (0, "trainer.n_gpus_per_node=8", "is more than the 0 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "is more than the 4 GPUs of this machine"),
@@ -300,12 +300,12 @@ def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
         (0, "trainer.device=cuda", "torch finds no GPU on this machine"),
     ],
 )
-def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, words: str) -> None:
+def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, message: str) -> None:
     monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: gpus)
-    assert words in told(line)
+    assert message in error_text(line)
 
 
-def test_one_gpu_is_the_cpu_on_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_means_the_cpu_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
 
@@ -318,22 +318,22 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in told(f"{key}=gdpo")
+    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in error_text(f"{key}=gdpo")
 
 
-def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
+def test_rate_limits_need_the_rate_limited_manager() -> None:
     config = load("reward_model.reward_manager=rate_limited", "reward_model.max_rpm=90", "reward_model.max_tpm=120000")
     assert config.reward_model.calls_per_minute == 60
-    assert "has no effect without reward_model.reward_manager=rate_limited" in told("reward_model.max_rpm=90")
-    limited = told("reward_model.reward_manager=rate_limited", "reward.num_workers=9", "reward.timeout=2")
+    assert "has no effect without reward_model.reward_manager=rate_limited" in error_text("reward_model.max_rpm=90")
+    limited = error_text("reward_model.reward_manager=rate_limited", "reward.num_workers=9", "reward.timeout=2")
     assert "set reward_model.max_concurrent" in limited and "set reward_model.timeout" in limited
 
 
-def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:
-    assert "set the same thing to different values" in told(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
-    assert "set custom_reward_function.path" in told(f"{MANAGER_KEYS[0]}=batch")
-    assert "set reward_manager=dapo" in told(f"{OVERLONG}.enable=true")
-    too_long = told(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
+def test_reward_managers_that_differ_or_have_no_effect_are_reported() -> None:
+    assert "set the same thing to different values" in error_text(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
+    assert "set custom_reward_function.path" in error_text(f"{MANAGER_KEYS[0]}=batch")
+    assert "set reward_manager=dapo" in error_text(f"{OVERLONG}.enable=true")
+    too_long = error_text(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
     assert f"{OVERLONG}.len=600 is more than the response budget of 512 tokens" in too_long
 
 
@@ -354,11 +354,11 @@ def test_keys_of_the_manager_do_not_reach_the_reward_function(tmp_path: Path) ->
     assert load_config(tmp_path / "run.yaml") == config
 
 
-def test_an_unknown_key_of_the_overlong_buffer_is_told() -> None:
-    assert f"{OVERLONG}.length" in told(f"{OVERLONG}.length=5")
+def test_an_unknown_key_of_the_overlong_buffer_is_reported() -> None:
+    assert f"{OVERLONG}.length" in error_text(f"{OVERLONG}.length=5")
 
 
-def test_shaping_without_effect_or_with_the_wrong_sign_is_told() -> None:
-    assert "reward_shaping.enable=true has no effect" in told("reward_shaping.enable=true")
-    assert "reward_shaping.penalties.invalid_tool_call" in told("reward_shaping.penalties.invalid_tool_call=0.1")
+def test_shaping_without_effect_or_with_the_wrong_sign_is_reported() -> None:
+    assert "reward_shaping.enable=true has no effect" in error_text("reward_shaping.enable=true")
+    assert "reward_shaping.penalties.invalid_tool_call" in error_text("reward_shaping.penalties.invalid_tool_call=0.1")
     assert load("reward_shaping.enable=false", "reward_shaping.tool_format_reward=1").reward_shaping.enable is False

@@ -1,7 +1,7 @@
-"""A critic and a KL coefficient that adapts are configured where they act, and told where they would not."""
+"""Checks of the critic's keys and of the adaptive KL coefficient."""
 
 import pytest
-from test_config_checks import load, told
+from test_config_checks import error_text, load
 
 from rally.runs.build.policies import critic_settings_of, kl_control_of
 
@@ -10,7 +10,7 @@ KL = "algorithm.use_kl_in_reward=true"
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
         (("critic.optim.lr=0.1",), "critic.optim.lr=0.1 has no effect with grpo, which needs no critic; leave it out."),
         (("trainer.critic_warmup=3",), "trainer.critic_warmup=3 has no effect with grpo"),
@@ -41,24 +41,24 @@ KL = "algorithm.use_kl_in_reward=true"
         ((KL, "actor_rollout_ref.actor.use_kl_loss=true"), "count the KL twice"),
     ],
 )
-def test_what_contradicts_is_told_in_one_sentence(lines: tuple[str, ...], words: str) -> None:
-    line = told(*lines)
-    assert words in line and len(line.splitlines()) == 1
+def test_a_contradiction_is_reported_in_one_sentence(lines: tuple[str, ...], message: str) -> None:
+    line = error_text(*lines)
+    assert message in line and len(line.splitlines()) == 1
 
 
-def test_one_episode_a_prompt_is_enough_for_a_critic() -> None:
+def test_a_critic_needs_one_episode_per_prompt() -> None:
     assert load(GAE, "actor_rollout_ref.rollout.n=1", "critic.enable=true", "algorithm.gamma=0.99").needs_critic
     assert load("algorithm.adv_estimator=turn_gae", "actor_rollout_ref.rollout.n=1", "algorithm.lam=0.95").needs_critic
 
 
-def test_the_critics_mini_batch_is_the_actors_unless_said() -> None:
+def test_the_critics_mini_batch_defaults_to_the_actors() -> None:
     actor = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
     assert critic_settings_of(load(GAE, actor)).mini_batch_groups == 8
     settings = critic_settings_of(load(GAE, actor, "critic={ppo_mini_batch_size: 4, shuffle: true}", "trainer.seed=7"))
     assert settings.mini_batch_groups == 4 and settings.shuffle_seed == 7
 
 
-def test_the_kl_coefficient_stays_unless_it_is_adaptive() -> None:
+def test_the_kl_coefficient_is_fixed_by_default() -> None:
     assert kl_control_of(load(), None) is None
     fixed = kl_control_of(load(KL), None)
     moving = kl_control_of(load(KL, "algorithm.kl_ctrl={type: adaptive, target_kl: 0.5}"), None)

@@ -1,4 +1,4 @@
-"""What several GPUs change of a configuration."""
+"""The engine of a configuration for several GPUs."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SERVERS = "actor_rollout_ref.rollout.data_parallel_size"
         (["trainer.n_gpus_per_node=2", "trainer.device=cpu"], ("rally", 1)),
     ],
 )
-def test_who_samples_for_a_policy_in_parts(
+def test_the_engine_of_a_sharded_policy(
     monkeypatch: pytest.MonkeyPatch, lines: list[str], expected: tuple[str, int]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

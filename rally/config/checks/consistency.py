@@ -22,43 +22,7 @@ from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
 
-
-def trace(config: Config) -> Iterator[str]:
-    settings = config.rollout.trace
-    if settings.backend is None:
-        for name, value in settings.model_dump(exclude_defaults=True).items():
-            problem = f"{ROLLOUT}.trace.{name}={shown(value)} has no effect without {ROLLOUT}.trace.backend"
-            yield f"{problem}; set that to mlflow or otel."
-
-
 ACTOR = "actor_rollout_ref.actor"
-
-
-def by_count(config: Config) -> Iterator[str]:
-    """Without a token budget, a number of episodes must limit a forward pass."""
-    ref, per_gpu = "actor_rollout_ref.ref", "micro_batch_size_per_gpu"
-    for key, count in (
-        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_{per_gpu}"),
-        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_{per_gpu}"),
-        (f"{ref}.log_prob_use_dynamic_bsz", f"{ref}.log_prob_{per_gpu}"),
-        ("critic.use_dynamic_bsz", f"critic.ppo_{per_gpu}"),
-    ):
-        if look_up(config, key) is False and look_up(config, count) is None:
-            yield f"{key}=false removes the token budget; set {count} to the number of episodes per forward pass."
-
-
-def sft_by_count(config: SftConfig) -> Iterator[str]:
-    if not config.data.use_dynamic_bsz and config.data.micro_batch_size_per_gpu is None:
-        problem = "data.use_dynamic_bsz=false removes the token budget"
-        yield f"{problem}; set data.micro_batch_size_per_gpu to the number of conversations per forward pass."
-
-
-def custom_rows(config: Config) -> Iterator[str]:
-    chosen = config.data.custom_cls
-    if (chosen.path is None) != (chosen.name is None):
-        yield "data.custom_cls.path and data.custom_cls.name select a class together; set both."
-
-
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
@@ -77,6 +41,39 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.policy_loss.ppo_kl_coef": ("kl_cov",),
 }
 """Keys that only some objectives use."""
+
+
+def trace(config: Config) -> Iterator[str]:
+    settings = config.rollout.trace
+    if settings.backend is None:
+        for name, value in settings.model_dump(exclude_defaults=True).items():
+            problem = f"{ROLLOUT}.trace.{name}={shown(value)} has no effect without {ROLLOUT}.trace.backend"
+            yield f"{problem}; set that to mlflow or otel."
+
+
+def micro_batch_limits(config: Config) -> Iterator[str]:
+    """Without a token budget, a number of episodes must limit a forward pass."""
+    ref, per_gpu = "actor_rollout_ref.ref", "micro_batch_size_per_gpu"
+    for key, count in (
+        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_{per_gpu}"),
+        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_{per_gpu}"),
+        (f"{ref}.log_prob_use_dynamic_bsz", f"{ref}.log_prob_{per_gpu}"),
+        ("critic.use_dynamic_bsz", f"critic.ppo_{per_gpu}"),
+    ):
+        if look_up(config, key) is False and look_up(config, count) is None:
+            yield f"{key}=false removes the token budget; set {count} to the number of episodes per forward pass."
+
+
+def sft_micro_batch_limits(config: SftConfig) -> Iterator[str]:
+    if not config.data.use_dynamic_bsz and config.data.micro_batch_size_per_gpu is None:
+        problem = "data.use_dynamic_bsz=false removes the token budget"
+        yield f"{problem}; set data.micro_batch_size_per_gpu to the number of conversations per forward pass."
+
+
+def custom_rows(config: Config) -> Iterator[str]:
+    chosen = config.data.custom_cls
+    if (chosen.path is None) != (chosen.name is None):
+        yield "data.custom_cls.path and data.custom_cls.name select a class together; set both."
 
 
 def spellings_agree(config: Config | SftConfig) -> Iterator[str]:
@@ -101,11 +98,11 @@ def history(config: Config) -> Iterator[str]:
         yield f"{name}.use_inference_chat_template=true means {name}.history=rerender, not append; keep one of them."
 
 
-def batch(config: Config) -> Iterator[str]:
+def batch_sizes(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
-    alone = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
-    if n < 2 and not alone and not config.trainer.val_only:
+    needs_no_group = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
+    if n < 2 and not needs_no_group and not config.trainer.val_only:
         yield f"{ROLLOUT}.n={n} leaves nothing for {estimator} to compare an episode with; set it to 2 or more."
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
@@ -165,7 +162,7 @@ def objective(config: Config) -> Iterator[str]:
             yield f"{key} has no effect with {ACTOR}.policy_loss.loss_mode={mode}; leave it out."
 
 
-def credit(config: Config) -> Iterator[str]:
+def advantages(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
     if gamma != 1 and turns == "trajectory" and estimator not in (*CHAINS, "gigpo"):
@@ -183,7 +180,7 @@ def credit(config: Config) -> Iterator[str]:
         yield "algorithm.gigpo.step_advantage_w has no effect unless algorithm.adv_estimator=gigpo; leave it out."
 
 
-def components(config: Config) -> Iterator[str]:
+def gdpo_components(config: Config) -> Iterator[str]:
     keys, chosen = config.algorithm.gdpo_reward_keys, config.algorithm.adv_estimator == "gdpo"
     if bool(keys) != chosen:
         yield "algorithm.gdpo_reward_keys and algorithm.adv_estimator=gdpo belong together; set both or neither."
@@ -195,7 +192,7 @@ def components(config: Config) -> Iterator[str]:
         yield f"{problem}; add them, such as shaping/tool_call_success."
 
 
-def filtering(config: Config) -> Iterator[str]:
+def dynamic_sampling(config: Config) -> Iterator[str]:
     key, chosen, data = "algorithm.filter_groups", config.algorithm.filter_groups, config.data
     if not chosen.enable and "enable" in chosen.model_fields_set:
         return  # with an explicit enable=false, the rest is known to have no effect
@@ -214,7 +211,7 @@ def filtering(config: Config) -> Iterator[str]:
         yield f"{key}.metric=seq_final_reward includes a KL that is computed after filtering; use seq_reward."
 
 
-def correction(config: Config) -> Iterator[str]:
+def off_policy_correction(config: Config) -> Iterator[str]:
     key, settings = "algorithm.rollout_correction", config.algorithm.rollout_correction
     if settings.bypass_mode and (settings.rollout_is is not None or settings.tests):
         yield f"{key}.bypass_mode=true switches correction off; leave it out, or {key}.rollout_is and rollout_rs."
@@ -252,7 +249,7 @@ def lora(config: Config | SftConfig) -> Iterator[str]:
     yield from _missing(config, f"{key}.lora_adapter_path")
 
 
-def loop(config: Config) -> Iterator[str]:
+def agent_loop(config: Config) -> Iterator[str]:
     named = config.rollout.agent.default_agent_loop
     if config.rollout.agent_loop_class and named != "single_turn_agent":
         yield f"{ROLLOUT}.agent_loop_class and {ROLLOUT}.agent.default_agent_loop={named} both select a loop; keep one."
@@ -273,7 +270,7 @@ def reward(config: Config) -> Iterator[str]:
         yield "reward_shaping.enable=true has no effect while all its values are 0; set one of them."
 
 
-def manager(config: Config) -> Iterator[str]:
+def reward_manager(config: Config) -> Iterator[str]:
     written = {key: name for key in MANAGER if (name := look_up(config, key)) != "naive"}
     name, kwargs = config.reward_manager_name, config.reward_model.reward_kwargs
     buffer, overlong = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
@@ -326,7 +323,7 @@ def sft_columns(config: SftConfig) -> Iterator[str]:
         inner = look_up(config, f"data.{name}_dict_keys")
         if inner and look_up(config, f"data.{name}_key") is None:
             yield f"data.{name}_dict_keys={shown(inner)} has no effect without data.{name}_key; leave it out."
-    written = config.first_written(MESSAGES)
+    written = config.first_set(MESSAGES)
     if data.prompt_key is not None and written is not None:
         problem = f"data.messages_key={shown(written)} and data.prompt_key={shown(data.prompt_key)}"
         yield f"{problem} both select the conversations; keep one of them."
@@ -342,7 +339,7 @@ def resume(config: Config | SftConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path={path} does not exist; set it to a checkpoint folder."
 
 
-def machine(config: Config | SftConfig) -> Iterator[str]:
+def devices(config: Config | SftConfig) -> Iterator[str]:
     trainer: RunConfig = config.trainer
     if trainer.n_gpus_per_node == 1 and trainer.device != "cuda":
         return
@@ -382,40 +379,40 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     spellings_agree,
     aliases_agree,
     history,
-    by_count,
-    batch,
+    micro_batch_limits,
+    batch_sizes,
     sampling,
     curriculum,
     loss,
     objective,
-    credit,
-    components,
-    filtering,
+    advantages,
+    gdpo_components,
+    dynamic_sampling,
     critic,
     kl_control,
-    correction,
+    off_policy_correction,
     lora,
     servers,
     multi_gpu,
-    loop,
+    agent_loop,
     reward,
-    manager,
+    reward_manager,
     trace,
     unused_keys,
     custom_rows,
     files,
     resume,
-    machine,
+    devices,
 )
 SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
     spellings_agree,
     aliases_agree,
-    sft_by_count,
+    sft_micro_batch_limits,
     lora,
     sft_columns,
     sft_files,
     sft_unused_keys,
     sft_multi_gpu,
     resume,
-    machine,
+    devices,
 )

@@ -11,12 +11,12 @@ from rally.config.sft import SftConfig
 
 COUNT = "trainer.n_gpus_per_node"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-OF_ALL = (
+TOTAL_SIZES = (
     f"{ACTOR}.ppo_micro_batch_size",
     f"{ROLLOUT}.log_prob_micro_batch_size",
     f"{REF}.log_prob_micro_batch_size",
 )
-ONE_ONLY = {
+SINGLE_GPU_ONLY = {
     f"{ACTOR}.fsdp_config.optimizer_offload": "an optimizer in main memory",
     "critic.fsdp_config.optimizer_offload": "an optimizer in main memory",
     f"{REF}.fsdp_config.param_offload": "a reference model in main memory",
@@ -45,10 +45,10 @@ def multi_gpu(config: Config) -> Iterator[str]:
     count = config.trainer.n_gpus_per_node
     if count == 1:
         return
-    yield from _for_one(config, ONE_ONLY)
-    yield from _of_all(config, OF_ALL, count)
-    yield from _sizes(config, (ACTOR, REF, "critic"), count)
-    yield from _kept_whole(config)
+    yield from _single_gpu_keys(config, SINGLE_GPU_ONLY)
+    yield from _ambiguous_sizes(config, TOTAL_SIZES, count)
+    yield from _fsdp_sizes(config, (ACTOR, REF, "critic"), count)
+    yield from _reshard_keys(config)
     if config.rollout.checkpoint_engine.backend == "ipc":
         problem = f"{ROLLOUT}.checkpoint_engine.backend=ipc works on one GPU only"
         yield f"{problem}; leave it out, or set {COUNT}=1."
@@ -58,31 +58,31 @@ def sft_multi_gpu(config: SftConfig) -> Iterator[str]:
     count = config.trainer.n_gpus_per_node
     if count == 1:
         return
-    yield from _for_one(config, {"model.fsdp_config.optimizer_offload": "an optimizer in main memory"})
-    yield from _of_all(config, ("data.micro_batch_size",), count)
-    yield from _sizes(config, ("model",), count)
+    yield from _single_gpu_keys(config, {"model.fsdp_config.optimizer_offload": "an optimizer in main memory"})
+    yield from _ambiguous_sizes(config, ("data.micro_batch_size",), count)
+    yield from _fsdp_sizes(config, ("model",), count)
 
 
-def _kept_whole(config: Config) -> Iterator[str]:
+def _reshard_keys(config: Config) -> Iterator[str]:
     key = "fsdp_config.reshard_after_forward"
     for section in (REF, "critic"):
         if look_up(config, f"{ACTOR}.{key}") and not look_up(config, f"{section}.{key}"):
             yield f"{section}.{key}=false has no effect: {ACTOR}.{key} applies to all models; set that."
 
 
-def _for_one(config: Root, keys: Mapping[str, str]) -> Iterator[str]:
+def _single_gpu_keys(config: Root, keys: Mapping[str, str]) -> Iterator[str]:
     for key, what in keys.items():
         if value := look_up(config, key):
             yield f"{key}={shown(value)} asks for {what}, which works on one GPU only; leave it out, or set {COUNT}=1."
 
 
-def _of_all(config: Root, keys: Sequence[str], count: int) -> Iterator[str]:
+def _ambiguous_sizes(config: Root, keys: Sequence[str], count: int) -> Iterator[str]:
     for key in keys:
         if (value := look_up(config, key)) is not None:
             yield f"{key}={value} is ambiguous with {count} GPUs; leave it out and set {key}_per_gpu."
 
 
-def _sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[str]:
+def _fsdp_sizes(config: Root, sections: Sequence[str], count: int) -> Iterator[str]:
     for section in sections:
         size = look_up(config, f"{section}.fsdp_config.fsdp_size")
         if size not in (-1, count):

@@ -1,7 +1,7 @@
 """Keys that the schema accepts but Rally does not support yet, and the errors for them.
 
 A rule names a key or a whole section, one rule per line. Any value but the default is an error, except those in
-`works`; the items of a list are compared with `works` one by one. To support a key, delete its line.
+`supported`; the items of a list are compared with `supported` one by one. To support a key, delete its line.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from rally.config.errors import shown
 
 
 class Unsupported(NamedTuple):
+    """A key or section, what to do instead, and the values that are supported besides the default."""
+
     key: str
-    instead: str
-    works: tuple[Any, ...] = ()
+    advice: str
+    supported: tuple[Any, ...] = ()
 
 
 A, M, R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
@@ -53,7 +55,7 @@ def memory(section: str, model: str = M, **more: str) -> Iterator[Unsupported]:
         "full_determinism": OUT if model != M else f"leave it out and set {R}deterministic=true",
         "forward_only": OUT,
     }
-    return (Unsupported(f"{section}.{name}", instead) for name, instead in {**rules, **more}.items())
+    return (Unsupported(f"{section}.{name}", advice) for name, advice in {**rules, **more}.items())
 
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -182,18 +184,18 @@ SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
 )
 
 
-def refusals(config: Root, rules: Sequence[Unsupported]) -> Iterator[str]:
+def unsupported_values(config: Root, rules: Sequence[Unsupported]) -> Iterator[str]:
     """One sentence for each value that is not supported yet."""
     defaults = type(config)()
     for rule in rules:
-        now, neutral = dict(_leaves(config, rule.key)), dict(_leaves(defaults, rule.key))
-        for key, value in now.items():
-            if value == neutral[key]:
+        current, default = dict(_leaves(config, rule.key)), dict(_leaves(defaults, rule.key))
+        for key, value in current.items():
+            if value == default[key]:
                 continue
-            asked = value if isinstance(value, tuple) and rule.works else (value,)
-            for item in asked:
-                if item not in rule.works:
-                    yield f"{key}={shown(item)} is not built yet; {rule.instead}."
+            items = value if isinstance(value, tuple) and rule.supported else (value,)
+            for item in items:
+                if item not in rule.supported:
+                    yield f"{key}={shown(item)} is not built yet; {rule.advice}."
 
 
 def _leaves(config: Root, key: str) -> Iterator[tuple[str, Any]]:

@@ -65,13 +65,13 @@ def kind(hint: Any) -> str:
         return "text, or a list of texts"
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join([kind(parts[0]), *_bounds(parts[1:])])
+        return f"{kind(parts[0])} {' and '.join(_bounds(parts[1:]))}".rstrip()
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(kind, parts)))
+        return " or ".join(dict.fromkeys(map(kind, parts))).replace("true or false or", "true, false or")
     if origin is tuple:
-        return f"list of {kind(parts[0])}"
+        return f"list of {kind(parts[0])}".replace("number", "numbers")
     return "mapping" if origin is dict else TYPES[hint]
 
 

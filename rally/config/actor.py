@@ -42,7 +42,7 @@ class OptimConfig(Section):
     num_cycles: Positive = 0.5
     """Cosine periods over the run. 0.5 falls once, from lr to min_lr_ratio times lr."""
     clip_grad: Positive | None = None
-    """The same as actor.grad_clip."""
+    """The same as grad_clip of the actor, or of the critic."""
     warmup_style: Literal["constant", "cosine", "linear"] | None = None
     """The same as lr_scheduler_type."""
 
@@ -161,7 +161,7 @@ class ActorConfig(Section):
     entropy_coeff: Float = 0.0
     """The weight of the entropy bonus in the loss. 0 adds none."""
     use_kl_loss: bool = False
-    """Add a KL term to the reference model to the loss."""
+    """Add the KL divergence from the reference model to the loss."""
     kl_loss_coef: NonNegative = 0.001
     """The weight of the KL term of use_kl_loss."""
     kl_loss_type: KlKind = "low_var_kl"

@@ -117,7 +117,7 @@ class AlgorithmConfig(Section):
     allow_both_kl: bool = False
     """Allow actor.use_kl_loss and use_kl_in_reward at the same time."""
     use_kl_in_reward: bool = False
-    """Subtract a KL penalty to the reference model from the reward of each sampled token."""
+    """Penalise the KL divergence from the reference model in the reward of each sampled token."""
     kl_penalty: KlKind = "kl"
     """The KL estimator of use_kl_in_reward: k1 (kl), k2 (mse), k3 (low_var_kl) or abs."""
     kl_ctrl: KlCtrl = KlCtrl()

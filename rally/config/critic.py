@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from rally.config.actor import CheckpointConfig, FsdpConfig, LossAggMode, OptimConfig, Strategy
-from rally.config.base import Count, Only, Positive, Section, Texts
+from rally.config.base import Count, Only, PathText, Positive, Section, Texts
 from rally.config.model import ModelConfig
 
 
@@ -15,6 +15,10 @@ class CriticOptim(OptimConfig):
 
 
 class CriticModel(ModelConfig):
+    path: PathText | None = None
+    """The model that the critic starts from: a folder, a Hub name, or critic/ of a checkpoint. null takes the policy's."""
+    tokenizer_path: PathText | None = None
+    """Must be the policy's tokenizer, because the critic reads the policy's tokens. null takes it."""
     custom_chat_template: Annotated[str | None, Only(None, because="the critic reads the policy's tokens")] = None
     spelled_tokens: Annotated[Texts, Only((), because="the critic reads the policy's tokens")] = ()
 

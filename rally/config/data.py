@@ -38,7 +38,7 @@ class Curriculum(Section):
     high: Share = 0.8
     """by=success: rows with a higher success rate are not targeted."""
     explore: Share = 0.5
-    """by=success: the share of a batch for rows that were never tried, or not for longest."""
+    """by=success: the share of a batch for rows that were never tried, or not for the longest time."""
     solved_at: Float = 0.5
     """by=success: an episode counts as solved if its acc, or else its reward, is at least this."""
 

@@ -105,7 +105,8 @@ class CustomServer(Section):
 
 class AgentConfig(Section):
     default_agent_loop: str = "single_turn_agent"
-    """The agent loop of rows without agent_name: a registered name."""
+    """The agent loop of rows without agent_name: a registered name, a dotted class path, or a name from
+    agent_loop_config_path."""
     agent_loop_config_path: PathText | None = None
     """A YAML list of agent loops: name, _target_ (the class) and options of its __init__."""
 
@@ -166,9 +167,9 @@ class TraceConfig(Section):
     max_samples_per_step_per_worker: Natural | None = None
     """Prompts traced per step, each with all its episodes, times agent.num_workers. null traces all."""
     project_name: str | None = None
-    """null is trainer.project_name."""
+    """The project of the traces. null is trainer.project_name."""
     experiment_name: str | None = None
-    """null is trainer.experiment_name."""
+    """The name of the run in the traces. null is trainer.experiment_name."""
 
 
 class PrometheusConfig(Section):
@@ -297,7 +298,7 @@ class RolloutConfig(LogProbKeys):
     enable_chunked_prefill: Annotated[bool, Only(True, because="prefill is always chunked")] = True
     enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always cached")] = True
     layered_summon: bool = False
-    """Accepted and has no effect: weights are always gathered layer by layer."""
+    """Accepted and has no effect: weights are always gathered one tensor at a time."""
     load_format: Literal["dummy", "auto", "hf", "safetensors"] = "dummy"
     """Accepted and has no effect: engines always start from the trainer's weights."""
     logprobs_mode: Annotated[
@@ -315,7 +316,7 @@ class RolloutConfig(LogProbKeys):
     tensor_model_parallel_size: Count = 1
     """GPUs that each launched server shards the model over."""
     data_parallel_size: Count = 1
-    """The number of servers to launch."""
+    """The number of servers to launch. If it is not set, a run on several GPUs launches one per GPU."""
     expert_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     repetition_penalty: Positive = 1.0
@@ -325,8 +326,8 @@ class RolloutConfig(LogProbKeys):
     multi_stage_wake_up: bool = False
     engine_kwargs: EngineKwargs = EngineKwargs()
     skip_rollout: bool = False
-    """Reuse episodes from skip_dump_dir that an earlier run of the same name, prompts and lengths sampled. For work on
-    rewards, advantages and the update."""
+    """Store training episodes in skip_dump_dir, and reuse those that an earlier run of the same name, prompts and
+    lengths stored. For work on rewards, advantages and the update."""
     skip_dump_dir: PathText | None = None
     """The folder of skip_rollout. null is rollout_dump in the folder for temporary files."""
     enable_rollout_routing_replay: bool = False

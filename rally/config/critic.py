@@ -16,7 +16,7 @@ class CriticOptim(OptimConfig):
 
 class CriticModel(ModelConfig):
     path: PathText | None = None
-    """The model that the critic starts from: a folder, a Hub name, or critic/ of a checkpoint. null takes the policy's."""
+    """The model the critic starts from: a folder, a Hub name, or critic/ of a checkpoint. null takes the policy's."""
     tokenizer_path: PathText | None = None
     """Must be the policy's tokenizer, because the critic reads the policy's tokens. null takes it."""
     custom_chat_template: Annotated[str | None, Only(None, because="the critic reads the policy's tokens")] = None

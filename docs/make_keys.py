@@ -1,4 +1,4 @@
-"""Prints docs/keys.md, so that the page says what the schema says: every key, what it may hold and its default.
+"""Prints docs/keys.md from the configuration schema: every key with its type, its default and its description.
 
 python docs/make_keys.py > docs/keys.md
 """
@@ -18,16 +18,25 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import shown
 
 HEAD = """\
-# Every key
+# Configuration keys
 
-Generated from the schema by `python docs/make_keys.py > docs/keys.md`; a test compares the two. How keys are written,
-merged and checked is told in [config.md](config.md).
+This page is generated from the schema by `python docs/make_keys.py > docs/keys.md`; a test compares the two.
+[config.md](config.md) describes how keys are written, merged and checked.
 
-A key is in one of three lists. Those that *work* do what they say. Those with *one value* are known from other
-trainers, where they are a choice; here there is one way, so only the value shown is accepted. Those that are *refused*
-are typed but not built yet: any value but the default is an error that says what to do instead.
+Every key is in one of three lists:
+
+- *Supported keys* have the described effect. Some are accepted for compatibility only, and say so.
+- *Keys with fixed values* are choices in other trainers. Rally accepts only the values shown.
+- *Keys that are not supported yet* accept only their default. Any other value is an error that says what to do.
 """
-WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", types.NoneType: "null", Any: "any"}
+TYPES = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    types.NoneType: "null",
+    Any: "any",
+}
 BOUNDS = (("gt", "> {}"), ("ge", ">= {}"), ("lt", "< {}"), ("le", "<= {}"))
 
 
@@ -49,26 +58,26 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def kind(hint: Any) -> str:
-    """What a key may hold, in words."""
+    """The type of a key, as the page shows it."""
     if hint == base.Limit:
         return "whole number >= 1, or -1"
     if hint in (base.Files, base.Texts):
         return "text, or a list of texts"
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join([kind(parts[0]), *_bounds(parts[1:])])
+        return f"{kind(parts[0])} {' and '.join(_bounds(parts[1:]))}".rstrip()
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(kind, parts)))
+        return " or ".join(dict.fromkeys(map(kind, parts))).replace("true or false or", "true, false or")
     if origin is tuple:
-        return f"list of {kind(parts[0])}"
-    return "mapping" if origin is dict else WORDS[hint]
+        return f"list of {kind(parts[0])}".replace("number", "numbers")
+    return "mapping" if origin is dict else TYPES[hint]
 
 
 def _bounds(marks: Sequence[Any]) -> Iterator[str]:
-    told = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
-    yield from (text.format(getattr(mark, name)) for mark in told for name, text in BOUNDS if hasattr(mark, name))
+    limits = [m for mark in marks for m in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+    yield from (text.format(getattr(mark, name)) for mark in limits for name, text in BOUNDS if hasattr(mark, name))
 
 
 def only(hint: Any) -> Only | None:
@@ -85,15 +94,15 @@ def rule_for(name: str, rules: Sequence[Unsupported]) -> Unsupported | None:
 
 
 def _partly(key: Key, rule: Unsupported) -> bool:
-    """Whether some values of this very key are built besides its default."""
-    return bool(rule.works) and rule.key == key.name
+    """Whether some values of this key are supported besides its default."""
+    return bool(rule.supported) and rule.key == key.name
 
 
 def allowed(key: Key, rule: Unsupported | None) -> str:
-    """A choice of which only some are built lists those; a free list (`logger`) does too."""
+    """The type of a key; for a key with unsupported choices, the supported ones."""
     if rule is None:
         return kind(key.hint)
-    values = dict.fromkeys([*_flat(key.field.get_default(call_default_factory=True)), *rule.works])
+    values = dict.fromkeys([*_flat(key.field.get_default(call_default_factory=True)), *rule.supported])
     return ", ".join(f"`{shown(value)}`" for value in values)
 
 
@@ -104,26 +113,26 @@ def _flat(value: Any) -> Sequence[Any]:
 def page(title: str, schema: type[Root], rules: Sequence[Unsupported]) -> Iterator[str]:
     every = list(keys(schema))
     single = [key for key in every if only(key.hint)]
-    refused = [key for key in every if (rule := rule_for(key.name, rules)) and not _partly(key, rule)]
-    working = [key for key in every if key not in single and key not in refused]
-    yield f"\n## {title}\n\n### Keys that work\n"
+    unsupported = [key for key in every if (rule := rule_for(key.name, rules)) and not _partly(key, rule)]
+    working = [key for key in every if key not in single and key not in unsupported]
+    yield f"\n## {title}\n\n### Supported keys\n"
     yield from table(
-        ("key", "may hold", "default", "what it does"),
+        ("key", "type", "default", "description"),
         [
             (f"`{k.name}`", allowed(k, rule_for(k.name, rules)), default(k.field), k.field.description or "")
             for k in working
         ],
     )
-    yield "\n### Keys with one value\n"
+    yield "\n### Keys with fixed values\n"
     marks = [(key, only(key.hint)) for key in single]
     yield from table(
-        ("key", "value", "because"),
+        ("key", "accepted values", "reason"),
         [(f"`{k.name}`", ", ".join(f"`{shown(v)}`" for v in m.values), m.because) for k, m in marks if m],
     )
-    yield "\n### Keys that are refused for now\n"
-    told = [(key, rule_for(key.name, rules)) for key in refused]
+    yield "\n### Keys that are not supported yet\n"
+    ruled = [(key, rule_for(key.name, rules)) for key in unsupported]
     yield from table(
-        ("key", "default", "what to do"), [(f"`{k.name}`", default(k.field), r.instead) for k, r in told if r]
+        ("key", "default", "what to do"), [(f"`{k.name}`", default(k.field), r.advice) for k, r in ruled if r]
     )
 
 

@@ -19,6 +19,7 @@ ALIASES = {
     "rally.algos.surrogates": "rally.algos.losses",
     "rally.algos.values": "rally.algos.gae",
     "rally.cluster": "rally.distributed",
+    "rally.config.several": "rally.config.checks.multi_gpu",
     "rally.data.arithmetic": "rally.recipes.arithmetic.data",
     "rally.engines.embedded.attention": "rally.models.attention",
     "rally.engines.remote.wire": "rally.engines.remote.server_api",

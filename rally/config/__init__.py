@@ -1,4 +1,7 @@
-"""A run is fully described by one typed, validated object; unknown or ineffective keys are errors."""
+"""Loads and validates the configuration of a run.
+
+One typed, frozen object describes the whole run. Unknown keys and keys without effect are errors.
+"""
 
 from rally.config.errors import ConfigError
 from rally.config.load import load_config, load_sft_config, read_config

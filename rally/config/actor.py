@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.{actor,ref}.*`: how the policy is updated and what the reference costs."""
+"""Schema of `actor_rollout_ref.{actor,ref}.*`: the policy update, the optimizer, and the reference model."""
 
 from __future__ import annotations
 
@@ -19,28 +19,35 @@ Parts = Annotated[
     Only(
         ("model", "optimizer", "extra"),
         ("model", "optimizer", "extra", "hf_model"),
-        because="a checkpoint always holds everything that resuming needs, weights in the Hugging Face format",
+        because="a checkpoint always holds everything that resuming needs, with weights in the Hugging Face format",
     ),
 ]
 
 
 class OptimConfig(Section):
     lr: Positive = 1e-6
+    """The learning rate of AdamW, after warm-up."""
     lr_warmup_steps: Annotated[Int, Field(ge=-1)] = -1
-    """-1 takes lr_warmup_steps_ratio of all steps."""
+    """Steps of linear warm-up. -1 takes lr_warmup_steps_ratio of all steps."""
     lr_warmup_steps_ratio: Share = 0.0
+    """The share of all steps that is warm-up, if lr_warmup_steps is -1."""
     weight_decay: NonNegative = 0.01
+    """AdamW's weight decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's two moment coefficients."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """The learning rate after warm-up: constant, or falling by a cosine or a line until the last step."""
     min_lr_ratio: Share = 0.0
+    """The lowest learning rate of cosine and linear, as a share of lr."""
     num_cycles: Positive = 0.5
+    """Cosine periods over the run. 0.5 falls once, from lr to min_lr_ratio times lr."""
     clip_grad: Positive | None = None
-    """The same as actor.grad_clip."""
+    """The same as grad_clip of the actor, or of the critic."""
     warmup_style: Literal["constant", "cosine", "linear"] | None = None
     """The same as lr_scheduler_type."""
 
-    optimizer: Annotated[str, Only("AdamW", because="AdamW is the optimizer")] = "AdamW"
-    optimizer_impl: Annotated[str, Only("torch.optim", because="AdamW comes from torch")] = "torch.optim"
+    optimizer: Annotated[str, Only("AdamW", because="AdamW is the only optimizer")] = "AdamW"
+    optimizer_impl: Annotated[str, Only("torch.optim", because="AdamW is torch's")] = "torch.optim"
     total_training_steps: Annotated[Int, Only(-1, because="trainer.total_training_steps sets it")] = -1
 
     override_optimizer_config: dict[str, Any] | None = None
@@ -48,28 +55,30 @@ class OptimConfig(Section):
 
 class WrapPolicy(Section):
     min_num_params: Natural = 0
-    """It is always the layers that are sharded, so all values are right."""
+    """Accepted and has no effect: FSDP always wraps each decoder layer."""
 
 
 class FsdpConfig(Section):
-    """How a model lies in memory."""
+    """Sharding and offloading of a model and its optimizer."""
 
     wrap_policy: WrapPolicy = WrapPolicy()
     param_offload: bool = False
-    """Of the reference model: it waits in main memory, and is on the device only while it is asked."""
+    """For the reference model: keep its weights in main memory, and move them to the device only for its forward
+    passes."""
     optimizer_offload: bool = False
-    """What the optimizer keeps of each weight waits in main memory, and is on the device only during the update."""
+    """Keep optimizer state and float32 weights in main memory, and move them to the device only for the update."""
     offload_policy: bool = False
     reshard_after_forward: bool = True
-    """On several GPUs: a layer's weights are gathered again for the backward pass. On one nothing is sharded."""
+    """On several GPUs: free a layer's gathered weights after the forward pass and gather them again for the backward
+    pass. No effect on one GPU."""
     fsdp_size: Int = -1
-    """On several GPUs -1 or their number; on one nothing is sharded."""
+    """On several GPUs: -1 or their number. No effect on one GPU."""
     forward_prefetch: bool = False
-    """Layers are gathered ahead of time in any case, so both values are right."""
+    """Accepted and has no effect: layers are always gathered ahead of time."""
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     use_orig_params: bool = False
-    """Parameters are always the model's own, so both values are right."""
+    """Accepted and has no effect: FSDP2 always keeps the model's own parameters."""
     seed: Int = 42
     full_determinism: bool = False
     forward_only: bool = False
@@ -79,7 +88,7 @@ class CheckpointConfig(Section):
     save_contents: Parts = ("model", "optimizer", "extra")
     load_contents: Parts = ("model", "optimizer", "extra")
     async_save: bool = True
-    """Training goes on while a checkpoint is written, from a copy of the state in main memory."""
+    """Write a checkpoint in the background, from a copy in main memory, while training goes on."""
 
 
 class PolicyLossConfig(Section):
@@ -98,11 +107,17 @@ class PolicyLossConfig(Section):
         "dppo_kl",
         "dro",
     ] = "vanilla"
+    """The policy objective. vanilla is PPO's clipped loss; docs/methods.md describes the others."""
     clip_cov_ratio: Share = 2e-4
+    """loss_mode=clip_cov: the share of tokens whose loss is set to 0."""
     clip_cov_lb: Float = 1.0
+    """loss_mode=clip_cov: the lowest covariance of advantage and log-probability at which a token may be chosen."""
     clip_cov_ub: Float = 5.0
+    """loss_mode=clip_cov: the highest covariance at which a token may be chosen."""
     kl_cov_ratio: Share = 2e-4
+    """loss_mode=kl_cov: the share of tokens, those of the highest covariance, that pay a KL penalty."""
     ppo_kl_coef: Float = 0.1
+    """loss_mode=kl_cov: the weight of that KL penalty."""
     dro_beta: Float | None = None
 
 
@@ -114,54 +129,71 @@ class RouterReplay(Section):
 
 class ActorConfig(Section):
     ppo_mini_batch_size: Count | None = None
-    """Prompts per optimizer step. None takes data.train_batch_size: one optimizer step per batch."""
+    """Prompts per optimizer step. null takes data.train_batch_size, which is one optimizer step per batch."""
     ppo_micro_batch_size_per_gpu: Count | None = None
-    """At most so many episodes in one forward pass, besides the token budget."""
+    """The most episodes in one forward pass, in addition to the token budget. null sets no such limit."""
     ppo_micro_batch_size: Count | None = None
-    """The same on one device; refused on several."""
+    """The same as ppo_micro_batch_size_per_gpu on one device; an error on several."""
     use_dynamic_bsz: bool = True
-    """False takes the token budget away, so that ppo_micro_batch_size_per_gpu alone says how much a pass holds."""
+    """Limit a forward pass by ppo_max_token_len_per_gpu tokens. false limits it by ppo_micro_batch_size_per_gpu
+    alone."""
     ppo_max_token_len_per_gpu: Count = 16384
+    """The most tokens in one packed forward pass of the update, on each GPU."""
     ppo_epochs: Count = 1
+    """How many times the update goes over the episodes of a step."""
     shuffle: bool = False
+    """Draw the mini-batches of each epoch in random order. false keeps the order of the prompts."""
     data_loader_seed: Int | None = None
-    """None takes trainer.seed."""
+    """The seed of shuffle. null takes trainer.seed."""
     clip_ratio: Positive = 0.2
+    """PPO's clip range: the ratio of new to old probability is clipped to 1 - clip_ratio and 1 + clip_ratio."""
     clip_ratio_low: Positive | None = None
-    """None takes clip_ratio."""
+    """The clip range below 1. null takes clip_ratio."""
     clip_ratio_high: Positive | None = None
-    """None takes clip_ratio."""
+    """The clip range above 1. null takes clip_ratio."""
     clip_ratio_c: Annotated[Float, Field(gt=1)] = 3.0
+    """Dual clip: for a negative advantage A the loss of a token is at most clip_ratio_c times -A."""
     loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses are averaged: over all tokens; or over sequences, each as the sum or the mean of its tokens, or
+    as the sum divided by loss_scale_factor."""
     loss_scale_factor: Positive | None = None
-    """What seq-mean-token-sum-norm divides by. None takes data.max_response_length."""
+    """The divisor of seq-mean-token-sum-norm. null takes data.max_response_length."""
     entropy_coeff: Float = 0.0
+    """The weight of the entropy bonus in the loss. 0 adds none."""
     use_kl_loss: bool = False
+    """Add the KL divergence from the reference model to the loss."""
     kl_loss_coef: NonNegative = 0.001
+    """The weight of the KL term of use_kl_loss."""
     kl_loss_type: KlKind = "low_var_kl"
+    """The KL estimator of use_kl_loss: k1 (kl), k2 (mse), k3 (low_var_kl) or abs. A trailing + takes the gradient of
+    k2."""
     grad_clip: Positive = 1.0
+    """The norm that gradients are clipped to."""
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     strategy: Strategy = "single"
-    """One device has nothing to shard and several are FSDP2's, so single, fsdp and fsdp2 are the same."""
+    """single, fsdp and fsdp2 all mean the same: one device holds the whole model, several share it by FSDP2."""
 
     rollout_n: Annotated[Count | None, Only(None, because="actor_rollout_ref.rollout.n sets it")] = None
     use_remove_padding: bool = True
-    """There is never any padding, so both values are right."""
+    """Accepted and has no effect: sequences are packed, so there is never any padding."""
     calculate_entropy: bool = True
-    """The entropy is always computed and logged, so both values are right."""
+    """Accepted and has no effect: the entropy is always computed and logged."""
     entropy_from_logits_with_chunking: bool = True
-    """Logits are never all in memory at once, so both values are right."""
+    """Accepted and has no effect: logits are always computed in chunks."""
 
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     tau_pos: Positive = 1.0
+    """loss_mode=sapo: the temperature of the soft clip for positive advantages."""
     tau_neg: Positive = 1.05
+    """loss_mode=sapo: the temperature of the soft clip for negative advantages."""
     freeze_vision_tower: bool = False
+    """Do not train the vision tower of a model that takes images."""
     use_prefix_grouper: bool = False
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1
     entropy_checkpointing: bool = False
-    """The backward pass always computes logits again, part by part, so both values are right."""
+    """Accepted and has no effect: the backward pass always recomputes logits, chunk by chunk."""
     calculate_sum_pi_squared: bool = False
     sum_pi_squared_checkpointing: bool = False
     use_fused_kernels: bool = False
@@ -171,30 +203,33 @@ class ActorConfig(Section):
 
     @property
     def clip_low(self) -> float:
-        """The clip range below 1, whichever way it was given."""
+        """The clip range below 1, by either key."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def clip_high(self) -> float:
-        """The clip range above 1, whichever way it was given."""
+        """The clip range above 1, by either key."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
 class LogProbKeys(Section):
-    """How much a forward pass holds that only asks for log-probabilities."""
+    """Limits of the forward passes that compute log-probabilities without gradients."""
 
     log_prob_max_token_len_per_gpu: Count | None = None
-    """None takes actor.ppo_max_token_len_per_gpu."""
+    """The most tokens in one forward pass that computes log-probabilities. null takes
+    actor.ppo_max_token_len_per_gpu."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
-    """At most so many episodes, besides the tokens. None takes actor.ppo_micro_batch_size_per_gpu."""
+    """The most episodes in such a pass, in addition to the token budget. null takes
+    actor.ppo_micro_batch_size_per_gpu."""
     log_prob_micro_batch_size: Count | None = None
-    """The same on one device; refused on several."""
+    """The same as log_prob_micro_batch_size_per_gpu on one device; an error on several."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """False takes the token budget away. None takes actor.use_dynamic_bsz."""
+    """false removes the token budget. null takes actor.use_dynamic_bsz."""
 
 
 class RefConfig(LogProbKeys):
     strategy: Strategy = "single"
+    """single, fsdp and fsdp2 all mean the same, as for actor.strategy."""
 
     use_torch_compile: bool = False
     ulysses_sequence_parallel_size: Count = 1

@@ -1,4 +1,4 @@
-"""`algorithm.*`: how rewards become advantages."""
+"""Schema of `algorithm.*`: advantage estimation, KL in the reward, off-policy correction, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from rally.config.base import Count, Float, Natural, NonNegative, Positive, Sect
 
 class KlCtrl(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive moves kl_coef until the KL is target_kl."""
+    """adaptive changes kl_coef after each step until the KL is target_kl."""
     kl_coef: NonNegative = 0.001
+    """The weight of the KL penalty in the reward; with type=adaptive its initial value."""
     horizon: Count = 10000
-    """Episodes in which a KL far off the target changes kl_coef by a fifth."""
+    """type=adaptive: episodes over which a KL far from target_kl changes kl_coef by a fifth."""
     target_kl: Positive = 0.1
-    """Mean KL of a sampled token, as actor/reward_kl_penalty shows it."""
+    """type=adaptive: the desired mean KL per sampled token, as actor/reward_kl_penalty reports it."""
 
 
 class PfPpo(Section):
@@ -24,7 +25,7 @@ class PfPpo(Section):
 
 
 class Rejection(NamedTuple):
-    """Tokens or sequences whose divergence lies outside the bounds do not count."""
+    """A rejection test: tokens or sequences whose divergence is outside the bounds are left out of the loss."""
 
     test: str
     lowest: float
@@ -33,14 +34,17 @@ class Rejection(NamedTuple):
 
 class RolloutCorrection(Section):
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weigh tokens, or whole sequences, by min(policy / sampler, rollout_is_threshold)."""
+    """Importance weights per token or per sequence: min(policy / sampler, rollout_is_threshold). null uses none."""
     rollout_is_threshold: Positive = 2.0
+    """The largest importance weight of rollout_is."""
     rollout_rs: str | None = None
-    """Tests that tokens must pass to count, such as token_k1 or seq_mean_k3; several are separated by commas."""
+    """Rejection tests that tokens must pass to enter the loss, such as token_k1 or seq_mean_k3; several are separated
+    by commas."""
     rollout_rs_threshold: str | None = None
-    """The largest divergence, or the lowest and highest ratio as 0.5_2.0 for k1; one for all tests or one for each."""
+    """The largest divergence that passes, or for k1 the lowest and highest ratio, such as 0.5_2.0. One for all tests,
+    or one for each."""
     bypass_mode: bool = False
-    """The recorded log-probabilities are the old ones, as they are wherever nothing is corrected."""
+    """Take the recorded log-probabilities as the old ones. This is also what happens without any correction."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     rollout_is_batch_normalize: bool = False
     """Divide the weights of rollout_is by their mean over the batch."""
@@ -51,7 +55,7 @@ class RolloutCorrection(Section):
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """Each test with its bounds; k1 with one number is bounded by its inverse from below."""
+        """Each test with its bounds. With one number, the lower bound of k1 is its inverse."""
         if self.rollout_rs_threshold is None:
             return ()
         bounds = [_bounds(text) for text in self.rollout_rs_threshold.split(",")]
@@ -65,16 +69,16 @@ def _bounds(text: str) -> tuple[float, float]:
 
 class Gigpo(Section):
     step_advantage_w: NonNegative = 1.0
-    """How much a turn's advantage counts beside that of its episode."""
+    """The weight of a turn's advantage relative to that of its episode."""
 
 
 class FilterGroups(Section):
     enable: bool = False
-    """Set groups aside whose metric is the same for all episodes, and begin other prompts in their place."""
+    """Set aside groups whose episodes all have the same metric, and start other prompts in their place."""
     metric: str = "reward"
     """reward (or seq_reward, seq_final_reward), score, acc, or any number that the reward function reports."""
     max_num_gen_batches: Natural = 0
-    """A step begins at most this many times data.gen_batch_size prompts. 0: until every row was tried."""
+    """A step starts at most this many times data.gen_batch_size prompts. 0 goes on until every row was tried."""
     max_inflight_gen_batches: Count = 1
 
 
@@ -97,26 +101,29 @@ class AlgorithmConfig(Section):
         "gdpo",
         "gigpo",
     ] = "grpo"
-    """gae and turn_gae train a critic beside the policy; all others compare the episodes of a prompt or batch."""
+    """The advantage estimator (docs/methods.md). gae and turn_gae train a critic; all others compare the episodes of a
+    prompt or batch."""
     norm_adv_by_std_in_grpo: bool = True
-    """False is Dr. GRPO: groups are centred but not scaled."""
+    """Divide advantages by the standard deviation of their group. false is Dr. GRPO."""
 
     turn_rewards: Literal["trajectory", "returns", "turn_baseline"] = "trajectory"
-    """What turns earn on their own counts for nothing, as discounted returns over turns, or as these compared with
-    turns of the same number."""
+    """How rewards of single turns are used: trajectory ignores them, returns adds them up as discounted returns over
+    turns, turn_baseline compares these returns with turns of the same number."""
     gigpo: Gigpo = Gigpo()
     gamma: Share = 1.0
-    """Discount from turn to turn; for gae and reinforce_plus_plus from sampled token to sampled token."""
+    """The discount per turn; for gae and reinforce_plus_plus per sampled token."""
     lam: Share = 1.0
-    """Of gae and turn_gae: 1 trusts returns alone, 0 the critic alone."""
+    """GAE's lambda, for gae and turn_gae: 1 uses returns alone, 0 the critic alone."""
     allow_both_kl: bool = False
-    """Let actor.use_kl_loss and use_kl_in_reward be on together."""
+    """Allow actor.use_kl_loss and use_kl_in_reward at the same time."""
     use_kl_in_reward: bool = False
+    """Penalise the KL divergence from the reference model in the reward of each sampled token."""
     kl_penalty: KlKind = "kl"
+    """The KL estimator of use_kl_in_reward: k1 (kl), k2 (mse), k3 (low_var_kl) or abs."""
     kl_ctrl: KlCtrl = KlCtrl()
     use_pf_ppo: bool = False
     pf_ppo: PfPpo = PfPpo()
     rollout_correction: RolloutCorrection = RolloutCorrection()
     filter_groups: FilterGroups = FilterGroups()
     gdpo_reward_keys: Texts = ()
-    """adv_estimator=gdpo: the numbers of the reward function that are compared one by one."""
+    """adv_estimator=gdpo: the numbers of the reward function that are normalised one by one."""

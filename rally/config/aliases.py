@@ -1,6 +1,6 @@
-"""A key may have a second name: written alone it sets the key, and beside it the two must agree.
+"""Aliases of keys. An alias sets its key; if both are set, they must agree.
 
-Only `None` as its default tells that a second name was not written.
+The default of an alias is None, which means that it was not set.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SAME_AS: Pairs = (
     ("critic.optim.clip_grad", "critic.grad_clip"),
     ("reward_model.num_workers", "reward.num_workers"),
 )
-"""A second name, and the key that rules."""
+"""Pairs of an alias and its key."""
 SFT_SAME_AS: Pairs = (
     ("data.micro_batch_size", "data.micro_batch_size_per_gpu"),
     ("optim.warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
 )
 
 
-def with_ruling_keys(tree: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
-    """The tree, in which every second name that was written has set its key, unless that was written too."""
-    for second, first in pairs:
-        value = _at(tree, second)
-        if value is not None and _at(tree, first) is None:
-            tree = _put(tree, first.split("."), value)
+def resolve_aliases(tree: dict[str, Any], pairs: Pairs) -> dict[str, Any]:
+    """The tree with the key of every alias set, unless the key was set itself."""
+    for alias, key in pairs:
+        value = _at(tree, alias)
+        if value is not None and _at(tree, key) is None:
+            tree = _put(tree, key.split("."), value)
     return tree
 
 

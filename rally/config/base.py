@@ -1,7 +1,8 @@
-"""Every section of a configuration is frozen, refuses keys it does not know, and says what each key may hold.
+"""Base classes and field types of the configuration schema.
 
-How to read a field: plain annotations work as typed; `Only(...)` marks a key that the ecosystem has but for which
-Rally does one thing, so other values are errors; keys that are typed but not built yet are listed in `unbuilt.py`.
+Every section is frozen, rejects unknown keys, and describes each key in the docstring below its field. `Only(...)`
+marks a key of verl for which Rally supports some values only. Keys that are typed but not built yet are listed in
+`checks/unsupported.py`.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ class Section(BaseModel):
 
 
 class Root(Section):
-    """A whole configuration: what `load_config` and `load_sft_config` give back."""
+    """A whole configuration, as `load_config` and `load_sft_config` return it."""
 
     def flat(self) -> dict[str, Any]:
-        """Every key by its full dotted name; mappings of the user's own keys stay whole."""
+        """Every key by its full dotted name; mappings with free keys are not flattened."""
         return dict(self.leaves())
 
     def to_yaml(self) -> str:
-        """The configuration with every default written out; loading the text gives an equal configuration, where the
-        secrets in it come from the environment: those are written as `${oc.env:NAME}`, others as `***`."""
+        """The configuration as YAML, with every default. Loading it gives an equal configuration.
+
+        Secrets that came from the environment are written as `${oc.env:NAME}`, others as `***`.
+        """
         return OmegaConf.to_yaml(OmegaConf.create(redact_tree(_escaped(self.model_dump(mode="json")))))
 
-    def first_written(self, keys: tuple[str, ...]) -> Any:
-        """The value of the first of these keys that was given one."""
+    def first_set(self, keys: tuple[str, ...]) -> Any:
+        """The value of the first of these keys that is not None."""
         return next((value for key in keys if (value := look_up(self, key)) is not None), None)
 
 
@@ -89,7 +92,7 @@ def look_up(config: Section, key: str) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """The value with `${` guarded, so that text that only looks like an interpolation survives loading."""
+    """The value with `${` escaped, so that literal text is not read as an interpolation."""
     if isinstance(value, dict):
         return {k: _escaped(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -98,7 +101,7 @@ def _escaped(value: Any) -> Any:
 
 
 class Only:
-    """Marks a key for which only `values` describe what Rally does; `because` ends the sentence a user reads."""
+    """Marks a key that accepts only `values`; `because` gives the reason in the error message."""
 
     def __init__(self, *values: object, because: str) -> None:
         self.values, self.because = values, because
@@ -107,7 +110,7 @@ class Only:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: Any) -> Any:
-        # A list of things to save means the same in any order.
+        # The order of a list such as save_contents does not matter.
         same = [v for v in self.values if v == value or (isinstance(v, tuple) and set(v) == set(value))]
         if not same:
             raise PydanticCustomError("only", "{because}", {"because": self.because})
@@ -142,7 +145,7 @@ def expand(path: str) -> str:
 
 
 def missing_file(path: str) -> bool:
-    """Whether the text names a file or folder that is not there."""
+    """Whether no file or folder exists at the path."""
     return not Path(path).exists()
 
 
@@ -151,7 +154,7 @@ Float = Annotated[float, BeforeValidator(_not_bool)]
 Count = Annotated[Int, Field(ge=1)]
 Natural = Annotated[Int, Field(ge=0)]
 Limit = Annotated[Int, AfterValidator(_all_or_some)]
-"""A number of things, or -1 for all of them or never."""
+"""A count, or -1 for all or never."""
 Positive = Annotated[Float, Field(gt=0)]
 NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]

@@ -1,4 +1,4 @@
-"""Every mistake in a configuration becomes one sentence that names the key, what it holds and what it should hold."""
+"""Turns every mistake in a configuration into one sentence: the key, its value, and what it must be."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPECTED = {
 
 
 class ConfigError(RallyError):
-    """What is wrong with a configuration: one sentence per line, also in `problems`."""
+    """All problems of a configuration, one sentence per line; `problems` holds them as a tuple."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -54,19 +54,19 @@ class ConfigError(RallyError):
 
 
 def shown(value: Any) -> str:
-    """The value as a user would write it in YAML, cut when it is long."""
+    """The value as YAML would show it, shortened to 80 characters."""
     text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def sentence(error: ErrorDetails, known: Iterable[str]) -> str:
-    """The sentence for one mistake that Pydantic found."""
+    """The message for one validation error of Pydantic."""
     key, value, kind = _dotted(error["loc"]), error["input"], error["type"]
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown(_deepest(key, value), known)
     context = error.get("ctx", {})
     if kind == "only":
-        return f"{key}={shown(value)} cannot be had: {context['because']}; leave the key out."
+        return f"{key}={shown(value)} is not supported: {context['because']}; leave the key out."
     if kind == "missing":
         return f"{key} is missing from {shown(value)}; the list must be longer."
     expected = EXPECTED[kind].format(**context) if kind in EXPECTED else error["msg"]
@@ -74,7 +74,7 @@ def sentence(error: ErrorDetails, known: Iterable[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known keys most like `key`, best first; a key without its leading sections finds the full one."""
+    """The known keys most similar to `key`, best first. A key without its leading sections matches the full one."""
     depth = key.count(".") + 1
     named: dict[str, list[str]] = {}
     for candidate in known:
@@ -87,7 +87,7 @@ def nearest(key: str, known: Iterable[str], limit: int = 3) -> list[str]:
 def _unknown(key: str, known: Iterable[str]) -> str:
     close = nearest(key, known)
     if not close:
-        return f"unknown key {key}; no known key is spelled like it, so leave it out."
+        return f"unknown key {key}; no known key is similar, so leave it out."
     return f"unknown key {key}; did you mean {' or '.join(filter(None, (', '.join(close[:-1]), close[-1])))}?"
 
 
@@ -96,7 +96,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _deepest(key: str, value: Any) -> str:
-    """The full name a user wrote, when an unknown section holds just one key."""
+    """The full dotted name as written, where an unknown section holds a single key."""
     while isinstance(value, dict) and len(value) == 1:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"

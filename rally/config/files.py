@@ -1,8 +1,8 @@
-"""A YAML file and the files it builds on become layers of one configuration, the deepest base first.
+"""Reads a YAML file and the files it is based on as layers of one configuration, the deepest base first.
 
-Two top-level keys are about the file itself and never reach the schema. `base: train.yaml` names a file, found beside
-this one, whose keys are taken over unless this one says otherwise; a base may have a base. `recipe:` says what the file
-is for and what it needs. In every text `${here}` is the folder of the file it stands in.
+Two top-level keys describe the file itself and are not part of the schema. `base: train.yaml` names a file in the same
+folder whose keys this file inherits and may override; a base may have a base. `recipe:` describes the purpose of the
+file and what it needs. In every text `${here}` is the folder of the file that contains it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ HERE = "${here}"
 
 
 class Notes(Section):
-    """What a recipe says about itself."""
+    """The `recipe:` section of a file."""
 
     about: str = ""
-    """One line."""
+    """A description in one line."""
     hardware: str = ""
     needs: dict[str, str] = Field(default_factory=dict)
-    """A path that the run reads, and the command that makes it."""
+    """Paths that the run reads, each with the command that creates it."""
 
     def read_by(self, tree: Tree) -> dict[str, str]:
-        """Those of `needs` that a configuration really reads; overrides may have named other files."""
+        """The entries of `needs` that the configuration reads; overrides may have replaced others."""
         texts = list(_texts(tree))
         return {path: command for path, command in self.needs.items() if any(_below(text, path) for text in texts)}
 
@@ -43,7 +43,7 @@ class Notes(Section):
         return [text for text in _texts(tree) if _below(text, need)]
 
     def unmet(self, tree: Tree) -> list[str]:
-        """One sentence for each path that is not there, or not whole: the file that the configuration reads of it."""
+        """One sentence for each needed path that does not exist, or that lacks a file the configuration reads."""
         texts = list(_texts(tree))
         missing = {
             (path if not Path(path).exists() else lacking[0]): command
@@ -59,30 +59,33 @@ class Document(NamedTuple):
 
     @property
     def merged(self) -> Tree:
-        whole: Tree = functools.reduce(over, self.layers)
+        whole: Tree = functools.reduce(merge, self.layers)
         return whole
 
 
-def over(below: Any, above: Any) -> Any:
-    """Mappings merge, anything else replaces. OmegaConf's own merge stops when a mapping meets a list."""
+def merge(below: Any, above: Any) -> Any:
+    """`above` merged over `below`: mappings merge, other values replace.
+
+    OmegaConf's own merge fails where a mapping meets a list.
+    """
     if not isinstance(above, dict):
         return above
     below = below if isinstance(below, dict) else {}
-    return below | {key: over(below.get(key), value) for key, value in above.items()}
+    return below | {key: merge(below.get(key), value) for key, value in above.items()}
 
 
 def read_document(path: Path) -> Document:
-    """The file below all it builds on; of its notes, what the file does not say its base does."""
+    """The file with its bases. Its notes override those of its bases."""
     chain = _chain(path.expanduser())
-    said = [_notes(tree.pop("recipe", None), path) for tree in chain]
-    merged = {key: value for notes in said for key, value in notes.model_dump(exclude_unset=True).items()}
-    needs = {need: command for notes in said for need, command in notes.needs.items()}
+    notes_of_files = [_notes(tree.pop("recipe", None), path) for tree in chain]
+    merged = {key: value for notes in notes_of_files for key, value in notes.model_dump(exclude_unset=True).items()}
+    needs = {need: command for notes in notes_of_files for need, command in notes.needs.items()}
     return Document(chain, Notes(**{**merged, "needs": needs}))
 
 
-def _notes(said: Any, path: Path) -> Notes:
+def _notes(section: Any, path: Path) -> Notes:
     try:
-        return Notes.model_validate(said)
+        return Notes.model_validate(section)
     except ValidationError as error:
         known = tuple(Notes.keys())
         problems = [f"{path}, recipe: {sentence(detail, known)}" for detail in error.errors(include_url=False)]
@@ -95,12 +98,12 @@ def _chain(path: Path) -> list[Tree]:
     following: Path | None = path
     while following is not None:
         if following.resolve() in seen:
-            raise ConfigError(f"{path} builds on itself: {' -> '.join(f.name for f in (*seen, following))}.")
+            raise ConfigError(f"{path} is based on itself: {' -> '.join(f.name for f in (*seen, following))}.")
         seen.append(following.resolve())
         tree = _read(following)
         base = tree.pop("base", None)
         if not isinstance(base, str | None):
-            raise ConfigError(f"{following}: base must be the name of one YAML file, such as train.yaml, not {base!r}.")
+            raise ConfigError(f"{following}: base is {base!r}; set it to the name of a YAML file, such as train.yaml.")
         chain.insert(0, tree)
         following = following.parent / base if base else None
     return chain
@@ -122,24 +125,24 @@ def _read(path: Path) -> Tree:
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; name the YAML file in it{_example(path)}.") from None
     except UnicodeDecodeError:
-        advice = "rows are named by data.train_files=..., a model by its path"
+        advice = "pass rows as data.train_files=... and a model by its path key"
         raise ConfigError(f"{path} is not UTF-8 text, as a YAML file must be; {advice}.") from None
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
-    return {str(key): _placed(value, str(path.parent)) for key, value in tree.items()}
+    return {str(key): _with_here(value, str(path.parent)) for key, value in tree.items()}
 
 
 def _example(folder: Path) -> str:
     return f", such as {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else ""
 
 
-def _placed(value: Any, folder: str) -> Any:
+def _with_here(value: Any, folder: str) -> Any:
     if isinstance(value, dict):
-        return {key: _placed(below, folder) for key, below in value.items()}
+        return {key: _with_here(below, folder) for key, below in value.items()}
     if isinstance(value, list):
-        return [_placed(item, folder) for item in value]
+        return [_with_here(item, folder) for item in value]
     return value.replace(HERE, folder) if isinstance(value, str) else value
 
 
@@ -148,7 +151,7 @@ def _below(text: str, path: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts that may name something to read: what ends in _dir is written to."""
+    """All texts that may be a path to read. Keys that end in _dir are written to and left out."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -160,5 +163,5 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of an error of a library, to be put into a sentence of ours."""
+    """The first line of a library's error, without its full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A file and `key=value` overrides become one valid configuration, or one error that lists every mistake."""
+"""Loads a configuration from a YAML file and `key=value` overrides, or raises one error that lists every mistake."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
-from rally.config.aliases import SAME_AS, SFT_SAME_AS, with_ruling_keys
+from rally.config.aliases import SAME_AS, SFT_SAME_AS, resolve_aliases
 from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
-from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, refusals
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
 from rally.config.errors import ConfigError, sentence
-from rally.config.files import Document, Notes, Tree, first_line, over, read_document
+from rally.config.files import Document, Notes, Tree, first_line, merge, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.redact import learn_tree
@@ -28,26 +28,26 @@ C = TypeVar("C", bound=Root)
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> Config:
-    """The training run that `base`, then the YAML file, then the overrides describe; later ones win."""
+    """The training configuration from `base`, the YAML file and the overrides; later sources win."""
     return _load(Config, (path, overrides, base), UNSUPPORTED, CHECKS)
 
 
 def load_sft_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> SftConfig:
-    """The supervised fine-tuning run that `base`, then the YAML file, then the overrides describe; later ones win."""
+    """The supervised fine-tuning configuration from `base`, the YAML file and the overrides; later sources win."""
     return _load(SftConfig, (path, overrides, base), SFT_UNSUPPORTED, SFT_CHECKS)
 
 
 class LoadedConfig(NamedTuple):
-    """A configuration with all that is wrong with it; None where it has no meaning at all."""
+    """A configuration with its problems. `config` is None if it could not be validated."""
 
     config: Config | None
     problems: tuple[str, ...]
 
 
 def read_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """As `load_config` does, for who wants to look further than the first mistake."""
+    """Like `load_config`, but returns problems instead of raising, so that a caller can check further."""
     try:
         return LoadedConfig(*_read(Config, (path, overrides, None), UNSUPPORTED, CHECKS))
     except ConfigError as error:
@@ -58,21 +58,21 @@ Sources = tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None]
 
 
 def _load(
-    schema: type[C], sources: Sources, unbuilt: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
+    schema: type[C], sources: Sources, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
 ) -> C:
-    config, problems = _read(schema, sources, unbuilt, checks)
+    config, problems = _read(schema, sources, rules, checks)
     if config is None or problems:
         raise ConfigError(problems)
     return config
 
 
 def _read(
-    schema: type[C], sources: Sources, unbuilt: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
+    schema: type[C], sources: Sources, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
 ) -> tuple[C | None, tuple[str, ...]]:
     path, overrides, base = sources
     document = read_document(Path(path)) if path is not None else Document([], Notes())
-    layers = [_in_full(base or {}), *map(_in_full, document.layers), *_overrides(overrides)]
-    tree = with_ruling_keys(_merged(layers, schema), SAME_AS if schema is Config else SFT_SAME_AS)
+    layers = [_expanded(base or {}), *map(_expanded, document.layers), *_overrides(overrides)]
+    tree = resolve_aliases(_merged(layers, schema), SAME_AS if schema is Config else SFT_SAME_AS)
     unmet = tuple(document.notes.unmet(tree))
     try:
         config = schema.model_validate(tree)
@@ -80,10 +80,12 @@ def _read(
         known = tuple(schema.keys())
         problems = [sentence(detail, known) for detail in error.errors(include_url=False)]
         rest = _without(tree, [detail["loc"] for detail in error.errors()])
-        return None, unmet or _unique(problems + _refused(schema, rest, unbuilt))
-    if unmet:  # the checks would only name the same files again, without the command
+        return None, unmet or _unique(problems + _unsupported_among_valid(schema, rest, rules))
+    if unmet:  # the checks would report the same files again, without the command
         return config, unmet
-    return config, _unique([*refusals(config, unbuilt), *(problem for check in checks for problem in check(config))])
+    return config, _unique(
+        [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
+    )
 
 
 def _overrides(texts: Sequence[str]) -> list[Tree]:
@@ -91,7 +93,7 @@ def _overrides(texts: Sequence[str]) -> list[Tree]:
     problems: list[str] = []
     for text in texts:
         try:
-            layers.append(_in_full(_override(text)))
+            layers.append(_expanded(_override(text)))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -100,7 +102,7 @@ def _overrides(texts: Sequence[str]) -> list[Tree]:
 
 
 def _override(text: str) -> Tree:
-    """`a.b=1`, `+a.b=1` and `++a.b=1` as a mapping: the plus signs tell Hydra a key is new, here all are known."""
+    """`a.b=1`, `+a.b=1` and `++a.b=1` as a mapping. Hydra needs the plus signs for new keys; here they mean nothing."""
     key, equals, value = text.partition("=")
     key = key.strip().removeprefix("+").removeprefix("+").strip()
     if not equals or not all(key.split(".")):
@@ -113,13 +115,13 @@ def _override(text: str) -> Tree:
     return {key: parsed["value"]}
 
 
-def _in_full(layer: Mapping[str, Any]) -> Tree:
-    """The layer with dotted keys as nested sections and `multi_turn: true` as the section it is short for."""
+def _expanded(layer: Mapping[str, Any]) -> Tree:
+    """The layer with dotted keys as nested sections, and `multi_turn: true` as `multi_turn: {enable: true}`."""
     full: Tree = {}
     for key, nested in layer.items():
         for part in reversed(str(key).split(".")):
             nested = {part: nested}
-        full = over(full, nested)
+        full = merge(full, nested)
     rollout: Any = full
     for part in ("actor_rollout_ref", "rollout"):
         rollout = rollout.get(part) if isinstance(rollout, dict) else None
@@ -129,17 +131,17 @@ def _in_full(layer: Mapping[str, Any]) -> Tree:
 
 
 def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
-    """The layers as one tree; interpolations may name any key, also one that only has a default."""
-    written: Tree = functools.reduce(over, layers)
+    """The layers merged into one tree, with interpolations resolved. They may refer to any key, also to defaults."""
+    written: Tree = functools.reduce(merge, layers)
     learn_tree(written)
-    # Wrapping five hundred defaults takes OmegaConf longer than all the rest, and only interpolations need them.
-    whole = over(schema().model_dump(mode="json"), written) if "${" in str(written) else written
+    # OmegaConf is slow to wrap the hundreds of defaults, and only interpolations need them.
+    whole = merge(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} is ???, which means it has to be set; give it a value.") from None
+        raise ConfigError(f"{error.full_key} is ???, which marks a required value; set it.") from None
     except InterpolationResolutionError as error:
-        hint = "interpolations name full keys such as ${data.seed}, and the environment is ${oc.env:HOME}"
+        hint = "write full keys such as ${data.seed}, or ${oc.env:HOME} for an environment variable"
         raise ConfigError(f"{error.full_key}: {first_line(error)}; {hint}.") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {first_line(error)}.") from None
@@ -148,22 +150,22 @@ def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
 
 
 def _as_written(resolved: Any, written: Any) -> Any:
-    """The part of the resolved tree that somebody wrote."""
+    """The part of the resolved tree whose keys are in `written`."""
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {key: _as_written(resolved[key], value) for key, value in written.items()}
     return resolved
 
 
-def _refused(schema: type[Root], rest: Tree, unbuilt: Sequence[Unsupported]) -> list[str]:
-    """What is not built among the keys without a mistake, so that a user reads of both at once."""
+def _unsupported_among_valid(schema: type[Root], rest: Tree, rules: Sequence[Unsupported]) -> list[str]:
+    """The unsupported keys among the valid ones, so that one error reports both kinds."""
     try:
-        return list(refusals(schema.model_validate(rest), unbuilt))
+        return list(unsupported_values(schema.model_validate(rest), rules))
     except ValidationError:
         return []
 
 
 def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
-    """The tree less the keys at the locations; a mistake inside a list takes the list away."""
+    """The tree without the keys at the locations; an error inside a list removes the whole list."""
 
     def prune(node: Any, here: tuple[int | str, ...]) -> Any:
         if not isinstance(node, dict):

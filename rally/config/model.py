@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.model.*`: which weights, tokenizer and template the policy is made of."""
+"""Schema of `actor_rollout_ref.model.*`: weights, tokenizer, chat template and LoRA adapters of the policy."""
 
 from __future__ import annotations
 
@@ -29,44 +29,52 @@ class MultiTokenPrediction(Section):
 
 
 class LoraKeys(Section):
-    """What every trained model may have: small matrices that are trained instead of its weights."""
+    """LoRA adapters, which are trained instead of the model's weights."""
 
     lora_rank: Natural = 0
-    """Width of the LoRA matrices; 0 trains all weights."""
+    """Rank of the LoRA matrices. 0 trains all weights."""
     lora_alpha: Count = 16
-    """What the matrices' product is multiplied by, times 1 / lora_rank."""
+    """LoRA scale: the product of the matrices is multiplied by lora_alpha / lora_rank."""
     target_modules: Texts = ("all-linear",)
-    """Ends of module names, or one pattern for whole names; all-linear leaves the output head out."""
+    """Modules that get an adapter: suffixes of module names, or one regular expression for whole names. all-linear
+    excludes the output head."""
     exclude_modules: Texts = ()
+    """Modules that get no adapter although target_modules selects them; written in the same way."""
     lora_adapter_path: PathText | None = None
-    """A folder of LoRA adapters to begin with; rank, alpha and modules are then those of the folder."""
+    """A folder of LoRA adapters to start from. Rank, alpha and modules are then those of the folder."""
 
 
 class ModelConfig(LoraKeys):
     path: PathText | None = None
-    """A folder or a Hub name."""
+    """The model: a folder or a Hub name."""
     tokenizer_path: PathText | None = None
-    """None takes the model's own."""
+    """The tokenizer: a folder or a Hub name. null takes the model's own."""
     custom_chat_template: str | None = None
-    """Instead of the tokenizer's own: the text of a template, or the path of a .jinja file; kept in checkpoints."""
+    """A chat template that replaces the tokenizer's own: its text, or the path of a .jinja file. Checkpoints keep
+    it."""
     spelled_tokens: Texts = ()
-    """Added tokens to be written out in ordinary ones, for a model that never learned them; kept in checkpoints."""
+    """Added tokens to write out as ordinary ones, for a model that was never trained on them. Checkpoints keep the
+    setting."""
     trust_remote_code: bool = False
+    """Allow Python code in the folder of the model or tokenizer to run."""
     enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     override_config: dict[str, Any] = Field(default_factory=dict)
+    """Values that replace those of the model's config.json."""
     dtype: Dtype = "auto"
-    """auto is bfloat16 on a GPU that has it, else float32. The optimizer keeps float32 copies of other weights."""
+    """The dtype of the weights. auto is bfloat16 on a GPU that supports it, else float32. For other dtypes than float32
+    the optimizer keeps float32 copies."""
 
     use_remove_padding: bool = True
-    """There is never any padding, so both values are right."""
-    use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
+    """Accepted and has no effect: sequences are packed, so there is never any padding."""
+    use_shm: Annotated[bool, Only(False, because="weights are read from their own folder")] = False
 
     hf_config_path: PathText | None = None
     external_lib: str | None = None
     enable_activation_offload: bool = False
     use_liger: bool = False
     use_fused_kernels: bool = False
-    """Output head, log-probability and entropy are always computed together, so both values are right."""
+    """Accepted and has no effect: output head, log-probability and entropy are always computed together."""
     fused_kernel_options: FusedKernels = FusedKernels()
     tiled_mlp: TiledMlp = TiledMlp()
     mtp: MultiTokenPrediction = MultiTokenPrediction()

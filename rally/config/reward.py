@@ -1,4 +1,4 @@
-"""`custom_reward_function.*`, `reward.*`, `reward_model.*`, `reward_shaping.*`: how an episode earns its number."""
+"""Schema of `custom_reward_function.*`, `reward.*`, `reward_model.*`, `reward_shaping.*`: how episodes are scored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ Manager = Literal["naive", "dapo", "batch", "prime", "rate_limited", "remote", "
 
 class CustomRewardFunction(Section):
     path: PathText | None = None
-    """A Python file, or `pkg://module`."""
+    """Your reward function's file, module, or `pkg://module`. null takes the built-in function of the row's data
+    source."""
     name: str = "compute_score"
+    """The function in path."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of the reward function."""
 
 
 class ManagerModule(Section):
@@ -27,6 +30,7 @@ class ManagerModule(Section):
 class RewardManagerConfig(Section):
     source: Literal["register", "importlib"] = "register"
     name: Manager = "naive"
+    """How episodes are scored; the same as reward_model.reward_manager."""
     module: ManagerModule = ManagerModule()
 
 
@@ -44,21 +48,23 @@ class RewardModelWeights(Section):
 
 class OverlongBuffer(Section):
     enable: bool = False
-    """Needs reward_manager=dapo."""
+    """Penalise long responses as DAPO does. Needs reward_manager=dapo."""
     len: Count = 512
-    """The last so many tokens of the response budget cost a growing penalty."""
+    """The penalty grows over this many last tokens of the response budget."""
     penalty_factor: NonNegative = 1.0
-    """What a response that fills the buffer loses."""
+    """The penalty of a response that fills the buffer."""
     log: bool = False
+    """Report the penalty as the metrics overlong_reward and overlong."""
 
 
 class RewardKwargs(Section):
-    """Keys of the manager; all others are passed to the reward function, below custom_reward_function.reward_kwargs."""
+    """Keys of the reward manager. All other keys are arguments of the reward function, which
+    custom_reward_function.reward_kwargs override."""
 
     model_config = ConfigDict(extra="allow")
 
     max_resp_len: Count | None = None
-    """Where the overlong buffer ends; null is the response budget."""
+    """The length at which the overlong buffer ends. null is the response budget."""
     overlong_buffer_cfg: OverlongBuffer = OverlongBuffer()
 
 
@@ -67,12 +73,12 @@ class RewardModelConfig(Section):
     num_workers: Count | None = None
     """The same as reward.num_workers."""
     reward_manager: Manager = "naive"
-    """The same as reward_manager.name and reward.reward_manager.name. prime and remote are naive: a function of your
-    own always runs in processes. rate_limited spaces calls out."""
+    """How episodes are scored; the same as reward_manager.name and reward.reward_manager.name. prime and remote act as
+    naive, since your function always runs in worker processes. rate_limited spaces out calls."""
 
     use_reward_loop: Annotated[bool, Only(True, because="episodes are scored as they finish")] = True
     launch_reward_fn_async: bool = False
-    """Episodes are always scored as they finish, so both values are right."""
+    """Accepted and has no effect: episodes are always scored as they finish."""
 
     enable: bool = False
     enable_resource_pool: bool = False
@@ -85,18 +91,19 @@ class RewardModelConfig(Section):
     reward_loop_module_path: PathText | None = None
     reward_loop_class_name: str | None = None
     max_concurrent: Count = 1
-    """reward_manager=rate_limited: calls at a time, in place of reward.num_workers."""
+    """reward_manager=rate_limited: concurrent calls, in place of reward.num_workers."""
     max_rpm: Count | None = None
-    """reward_manager=rate_limited: calls a minute, evenly spaced. None is no limit."""
+    """reward_manager=rate_limited: calls per minute, evenly spaced. null is no limit."""
     max_tpm: Count | None = None
-    """reward_manager=rate_limited: tokens a minute, at estimated_tokens_per_request each. None is no limit."""
+    """reward_manager=rate_limited: tokens per minute, at estimated_tokens_per_request per call. null is no limit."""
     estimated_tokens_per_request: Count = 2000
+    """reward_manager=rate_limited: tokens that one call is assumed to use, for max_tpm."""
     timeout: Positive = 300.0
-    """reward_manager=rate_limited: seconds of one call, in place of reward.timeout."""
+    """reward_manager=rate_limited: seconds for one call, in place of reward.timeout."""
 
     @property
     def calls_per_minute(self) -> float | None:
-        """What both limits leave."""
+        """The stricter of max_rpm and max_tpm, in calls; None is no limit."""
         by_tokens = self.max_tpm / self.estimated_tokens_per_request if self.max_tpm else None
         return min((limit for limit in (self.max_rpm, by_tokens) if limit), default=None)
 
@@ -112,10 +119,12 @@ class NewRewardModel(Section):
 
 class RewardConfig(Section):
     num_workers: Count = 2
-    """Processes that score episodes. The ecosystem's 8 is more than a laptop has."""
+    """Processes that score episodes. verl's default of 8 is more than a laptop has."""
     timeout: Positive = 30.0
-    """Seconds one episode's score may take."""
+    """Seconds that scoring one episode may take."""
     on_error: OnError = "drop_group"
+    """An episode that could not be scored: drop_group drops its group, retry tries once more before that, zero scores
+    it 0, raise stops the run."""
     custom_reward_function: CustomRewardFunction = CustomRewardFunction()
 
     reward_manager: RewardManagerConfig = RewardManagerConfig()
@@ -125,9 +134,9 @@ class RewardConfig(Section):
 
 class IntermediateRewards(Section):
     tool_call_success: Float = 0.0
-    """For each call that the tool answered, repeated ones left out."""
+    """Added for each call that the tool answered; repeated calls do not count."""
     valid_reasoning: Float = 0.0
-    """For each assistant turn that says something besides its calls."""
+    """Added for each assistant turn that contains text besides its tool calls."""
 
 
 Penalty = Annotated[Float, Field(le=0)]
@@ -135,17 +144,17 @@ Penalty = Annotated[Float, Field(le=0)]
 
 class Penalties(Section):
     invalid_tool_call: Penalty = 0.0
-    """For each call that cannot be read, or names no tool, or has wrong arguments."""
+    """Added for each call that cannot be parsed, names no tool, or has wrong arguments."""
     max_turns_exceeded: Penalty = 0.0
-    """Once, when a turn limit ended the episode."""
+    """Added once when a turn limit ended the episode."""
     redundant_tool_call: Penalty = 0.0
-    """For each call that was answered before, with the same arguments."""
+    """Added for each call that was already answered with the same arguments."""
 
 
 class RewardShaping(Section):
     enable: bool | None = None
-    """false switches all of it off; null is on where a value is not 0."""
+    """false switches all shaping off. null is on if any value is not 0."""
     intermediate_rewards: IntermediateRewards = IntermediateRewards()
     penalties: Penalties = Penalties()
     tool_format_reward: Float = 0.0
-    """Once, when there were calls and all of them were valid."""
+    """Added once when the episode made tool calls and all of them were valid."""

@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout.*`: how episodes are sampled, how long they may be, and what happens when one fails."""
+"""Schema of `actor_rollout_ref.rollout.*`: engine, sampling, multi-turn limits, servers and failure handling."""
 
 from __future__ import annotations
 
@@ -30,56 +30,72 @@ MinP = Annotated[Float, Field(ge=0, lt=1)]
 
 class ValKwargs(Section):
     n: Count = 1
+    """Samples per validation prompt, if validation samples."""
     temperature: NonNegative = 0.0
+    """The temperature of validation. 0 is greedy."""
     top_p: TopP = 1.0
+    """Nucleus sampling of validation. 1 keeps all tokens."""
     top_k: Limit = -1
+    """Sample validation from the k most likely tokens. -1 keeps all."""
     do_sample: bool | None = None
-    """None samples when temperature is above 0."""
+    """Whether validation samples. null samples if temperature is above 0."""
 
 
 class MultiTurnConfig(Section):
     enable: bool = False
+    """Use the tool loop for rows without agent_name. Configured tools or users have the same effect."""
     max_assistant_turns: Count | None = None
+    """The most assistant turns of an episode. null is no limit."""
     max_turns: Count | None = None
     """The same as max_assistant_turns."""
     max_user_turns: Count | None = None
-    """Tool turns count as user turns."""
+    """The most user and tool turns of an episode. null is no limit."""
     tool_config_path: PathText | None = None
+    """The tool YAML (docs/tools.md). null configures no tools."""
     function_tool_path: PathText | None = None
+    """A Python file of @function_tool functions. null configures none."""
     max_parallel_calls: Count | None = None
-    """Calls of one turn that run at the same time; further calls wait for their turn and are never dropped."""
+    """Calls of one turn that run at the same time. Further calls wait; none is dropped. null is no limit."""
     max_tool_response_length: Count = 256
-    """In characters."""
+    """The most characters of a tool response."""
     max_tool_response_tokens: Count | None = None
+    """The most tokens of a tool response, applied after max_tool_response_length; the beginning is kept. null is no
+    limit."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """The side that is cut: left keeps the end, right keeps the beginning."""
+    """The side of a long tool response that is removed: left keeps the end, right keeps the beginning."""
     format: str = "hermes"
+    """How the model writes tool calls: hermes (also qwen, qwen2_5, qwen3), qwen3_coder, llama3_json or plain."""
     use_inference_chat_template: bool = False
     """The same as history: rerender."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    """How an episode is compared with what the chat template renders: strict, ignore_strippable (ignores whitespace) or
+    disable."""
     history: Literal["append", "rerender"] | None = None
-    """append keeps what was sampled, rerender follows the inference template. None is append."""
+    """append keeps the sampled tokens of earlier turns, rerender renders each prompt with the chat template. null is
+    append."""
     tool_timeout: Positive = 30.0
-    """Seconds for each call of a tool, and of a simulated user."""
+    """Seconds for each call of a tool or a simulated user."""
     max_tool_failures: Natural = 3
-    """Failed tool turns in a row that end an episode; 0 is off."""
+    """Consecutive failed tool turns that end an episode. 0 is no limit."""
     max_repeated_calls: Natural = 3
-    """Equal tool turns in a row that end an episode; 0 is off."""
+    """Consecutive equal tool turns that end an episode. 0 is no limit."""
     interaction_config_path: PathText | None = None
-    """The YAML of simulated users, which rows name in extra_info.interaction_kwargs."""
+    """The YAML of simulated users, which rows select in extra_info.interaction_kwargs."""
 
     num_repeat_rollouts: Count | None = None
 
 
 class AgentLoopConfig(Section):
-    """What a user's loop class is given; keys beyond the named ones are passed on to it."""
+    """Options of the agent loop. Keys other than these are passed to its `__init__`."""
 
     model_config = ConfigDict(extra="allow")
 
     max_turns: Count | None = None
+    """The same as multi_turn.max_assistant_turns."""
     tools: Texts = ()
-    """Names of the tools to offer; empty offers all that are configured."""
+    """Names of the tools to offer. Empty offers all that are configured."""
     stop_on_correct: bool = False
+    """End an episode when a tool reports the metric correct=true."""
 
 
 class CustomServer(Section):
@@ -89,64 +105,71 @@ class CustomServer(Section):
 
 class AgentConfig(Section):
     default_agent_loop: str = "single_turn_agent"
+    """The agent loop of rows without agent_name: a registered name, a dotted class path, or a name from
+    agent_loop_config_path."""
     agent_loop_config_path: PathText | None = None
+    """A YAML list of agent loops: name, _target_ (the class) and options of its __init__."""
 
     num_workers: Count = 1
-    """All loops run at the same time in one event loop, however many workers that would be; it only multiplies
-    trace.max_samples_per_step_per_worker."""
+    """Multiplies trace.max_samples_per_step_per_worker. All loops run in one event loop, so it has no other effect."""
     agent_loop_manager_class: str | None = None
     custom_async_server: CustomServer = CustomServer()
 
 
 class ToolKwargs(Section):
     tools_config_file: PathText | None = None
+    """The tool YAML. The same as multi_turn.tool_config_path."""
 
 
 class ServerConfig(Section):
     url: str | None = None
-    """Where the server of rollout.mode=server runs, such as http://10.0.0.1:8000."""
+    """mode=server: the address of the server, such as http://10.0.0.1:8000."""
     urls: Texts = ()
-    """Where several run."""
+    """mode=server: the addresses of several servers."""
     python: PathText | None = None
-    """The Python that has vLLM or SGLang installed, for a server of our own. None is the one that runs Rally."""
+    """The Python executable with vLLM or SGLang installed, for servers that the run launches. null is the one that runs
+    Rally."""
     timeout: Positive = 600.0
-    """Seconds of one generation, the server's queue included."""
+    """Seconds for one generation, including its time in the server's queue."""
     max_attempts: Count = 3
-    """How often a server of our own that died is started again."""
+    """How often a launched server that died is started again."""
     retry_delay: NonNegative = 2.0
-    """Seconds before it is."""
+    """Seconds before a launched server is started again."""
     max_connections: Count = 1000
+    """The most HTTP connections to one server at a time."""
     max_start_wait_time: Positive = 300.0
+    """Seconds within which a server must answer after its start."""
     max_in_flight: Count | None = None
-    """Requests at one server at a time; more wait in the router. None is max_num_seqs and a quarter more."""
+    """Requests at one server at a time; further ones wait in the router. null is 1.25 times max_num_seqs."""
     max_tries: Count = 4
-    """How many servers may fail under one request before its episode does."""
+    """How many servers may fail during one request before its episode fails."""
     give_up_after: Positive = 120.0
-    """Seconds that requests wait while no server answers and none is being started again."""
+    """Seconds that requests wait while no server answers and none is being restarted."""
     health_every: Positive = 2.0
     """Seconds between two health checks of a server."""
 
 
 class CheckpointEngine(Section):
     backend: Literal["naive", "files", "ipc", "nccl", "nixl", "hccl"] = "naive"
-    """How weights get to servers: files, in memory if there is room; ipc by CUDA IPC to a server of our own on the
-    trainer's GPU; naive is ipc for SGLang where that is possible, else files."""
+    """How weights reach servers. files writes them, to memory if it has space. ipc uses CUDA IPC to a launched server
+    on the trainer's GPU. naive is ipc for SGLang where that is possible, else files."""
     update_weights_bucket_megabytes: Count = 2048
+    """The largest size of one weight file, in MB, when weights reach servers as files."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     custom_backend_module: str | None = None
 
 
 class TraceConfig(Section):
     backend: Literal["mlflow", "otel", "weave", "trackio"] | None = None
-    """Episodes as traces: in MLflow, or sent by OpenTelemetry."""
+    """Export episodes as traces to MLflow, or by OpenTelemetry. null exports none."""
     token2text: bool = False
-    """Adds token ids as text."""
+    """Add token ids to traces as text."""
     max_samples_per_step_per_worker: Natural | None = None
-    """Prompts of a step that are traced, each with all of its episodes, times agent.num_workers. None is all."""
+    """Prompts traced per step, each with all its episodes, times agent.num_workers. null traces all."""
     project_name: str | None = None
-    """None is trainer.project_name."""
+    """The project of the traces. null is trainer.project_name."""
     experiment_name: str | None = None
-    """None is trainer.experiment_name."""
+    """The name of the run in the traces. null is trainer.experiment_name."""
 
 
 class PrometheusConfig(Section):
@@ -167,7 +190,9 @@ class ProfilerConfig(Section):
 
 class EngineKwargs(Section):
     vllm: dict[str, Any] = Field(default_factory=dict)
+    """Extra flags of a launched vLLM server, by name."""
     sglang: dict[str, Any] = Field(default_factory=dict)
+    """Extra flags of a launched SGLang server, by name."""
     trtllm: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -183,83 +208,115 @@ class Disaggregation(Section):
 
 class RolloutConfig(LogProbKeys):
     name: Literal["embedded", "rally", "sglang", "sglang_async", "vllm", "vllm_async", "trtllm", "hf"] = "embedded"
+    """The engine: embedded runs in the trainer's process; rally, vllm and sglang are servers (docs/servers.md). The
+    suffix _async has no effect."""
     mode: Literal["async", "sync", "standalone", "server"] = "async"
+    """For servers: async and standalone launch them, server uses running ones at server.url."""
     n: Count = 8
-    """Episodes per prompt. The ecosystem's 1 leaves a group with nothing to compare."""
+    """Episodes per prompt. verl's default of 1 leaves a group with nothing to compare."""
     temperature: NonNegative = 1.0
+    """The sampling temperature of training."""
     top_p: TopP = 1.0
+    """Nucleus sampling: sample from the most likely tokens of this total probability. 1 keeps all."""
     top_k: Limit = -1
+    """Sample from the k most likely tokens. -1 keeps all."""
     min_p: MinP = 0.0
+    """Drop tokens less likely than min_p times the most likely one. 0 keeps all."""
     prompt_length: Count | None = None
     """The same as data.max_prompt_length."""
     response_length: Count | None = None
     """The same as data.max_response_length."""
     max_model_len: Count | None = None
-    """Tokens of context. None takes prompt_length + response_length."""
+    """The context window of the engine, in tokens. null takes prompt_length + response_length."""
     max_num_seqs: Count = 256
+    """The most sequences that the engine generates at the same time."""
     max_num_batched_tokens: Count = 8192
+    """The most tokens in one engine step, decode and prefill together. Longer prompts are prefilled in chunks."""
     gpu_memory_utilization: Annotated[Float, Field(gt=0, lt=1)] = 0.5
+    """The share of memory for the engine: of what is free at its start for the embedded engine, of the whole GPU for
+    vLLM and SGLang."""
     page_size: Count = 16
+    """Tokens per page of the embedded engine's KV cache."""
     attention_backend: Literal["auto", "paged", "gather"] = "auto"
-    """How the engine reads KV pages: our kernels (auto on a GPU in half precision), or plain torch."""
+    """How the embedded engine reads the KV cache: paged uses Rally's kernels, gather plain torch. auto is paged on a
+    GPU in half precision."""
     enforce_eager: bool = False
-    """Without CUDA graphs and fused layers: slower, and easier to look into."""
+    """Run without CUDA graphs and fused layers: slower, and easier to debug."""
     free_cache_engine: bool = True
-    """On a GPU, KV memory goes back to the device while weights are updated; a server of our own on the trainer's GPU
-    gives back its weights as well."""
+    """On a GPU, release the KV cache's memory while weights are updated. A launched server on the trainer's GPU
+    releases its weights as well."""
     enable_sleep_mode: bool = True
-    """The same as free_cache_engine; false in either keeps the memory."""
+    """The same as free_cache_engine. false in either keeps the memory."""
     deterministic: bool = False
-    """The same command gives the same bits. On a GPU rollout and training agree to the last bit as well."""
+    """Make two runs of the same command equal bit by bit. On a GPU rollout and training then also compute identical
+    log-probabilities."""
     ignore_eos: bool = False
+    """Do not stop a turn at its end-of-turn token."""
     dtype: Dtype | None = None
     """The same as model.dtype: the engine runs the trainer's own weights."""
     seed: Int | None = None
-    """None takes trainer.seed."""
+    """The seed of sampling. null takes trainer.seed."""
     val_kwargs: ValKwargs = ValKwargs()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """`multi_turn: true` is short for `multi_turn: {enable: true}`."""
     agent: AgentConfig = AgentConfig()
     use_agent_loop: bool = False
+    """Use the tool loop for rows without agent_name, as multi_turn.enable does."""
     agent_loop_class: str | None = None
+    """The agent loop of all rows, whatever their agent_name: a registered name or a dotted class path."""
     agent_loop_config: AgentLoopConfig = AgentLoopConfig()
     tool_kwargs: ToolKwargs = ToolKwargs()
     max_turns: Count | None = None
+    """The same as multi_turn.max_assistant_turns."""
     stop_on_tool_success: bool = False
+    """End an episode after a turn whose tool calls all succeeded."""
     stop_strings: Texts = ()
+    """Texts that end a turn when they are generated. Embedded engine only."""
     timeout_per_turn: Positive | None = None
+    """Seconds for one turn. A turn that takes longer ends its episode as deadline. null is no limit."""
     episode_timeout: Positive | None = None
+    """Seconds for one episode, which then ends as deadline. null is no limit."""
     step_timeout: Positive | None = None
-    """Seconds for the rollout of a training step; episodes that still run then end as deadline, with what they have."""
+    """Seconds for the rollout of a training step. Episodes that still run then end as deadline and keep what they have.
+    null is no limit."""
     on_error: OnError = "retry"
+    """An episode whose agent loop failed: retry runs it again up to max_retries times and then drops its group,
+    drop_group drops it at once, zero scores it 0, raise stops the run."""
     max_retries: Natural = 1
+    """on_error=retry: how often a failed episode is run again."""
     max_failed_share: Share = 0.1
-    """A step in which more episodes than this share fail stops the run."""
+    """A step in which a larger share of the episodes fails stops the run."""
     in_flight: Literal["abort", "keep", "recompute"] = "keep"
+    """Requests that run during a weight update: abort ends them, keep goes on with the old KV cache, recompute goes on
+    after computing it again."""
     mismatch_alarm: Positive = 0.01
-    """The run says so when rollout and training disagree by more than this KL."""
+    """Warn when the KL between rollout and training log-probabilities exceeds this."""
 
     calculate_log_probs: bool = True
-    """Log-probs of sampled tokens are always recorded, so both values are right."""
+    """Accepted and has no effect: log-probabilities of sampled tokens are always recorded."""
     do_sample: Annotated[bool, Only(True, because="training always samples; val_kwargs sets validation")] = True
     enable_chunked_prefill: Annotated[bool, Only(True, because="prefill is always chunked")] = True
-    enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always shared")] = True
+    enable_prefix_caching: Annotated[bool, Only(True, because="prefixes are always cached")] = True
     layered_summon: bool = False
-    """On one device there is nothing to gather, so both values are right."""
+    """Accepted and has no effect: weights are always gathered one tensor at a time."""
     load_format: Literal["dummy", "auto", "hf", "safetensors"] = "dummy"
-    """Engines begin with the trainer's own weights, so all values are right."""
+    """Accepted and has no effect: engines always start from the trainer's weights."""
     logprobs_mode: Annotated[
         str, Only("processed_logprobs", because="log-probs are those of the policy at the sampling temperature")
     ] = "processed_logprobs"
     scheduling_policy: Annotated[str, Only("fcfs", because="requests are served in order of arrival")] = "fcfs"
     skip_tokenizer_init: bool = True
-    """Engines are given token ids and give them back, so both values are right."""
+    """Accepted and has no effect: engines receive and return token ids."""
 
     port_start: Count | None = None
+    """The first port to try for launched servers. null takes any free port."""
     log_level: str | None = None
+    """The log level of launched vLLM and SGLang servers. null keeps their default."""
     server: ServerConfig = ServerConfig()
     tensor_model_parallel_size: Count = 1
+    """GPUs that each launched server shards the model over."""
     data_parallel_size: Count = 1
+    """The number of servers to launch. If it is not set, a run on several GPUs launches one per GPU."""
     expert_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     repetition_penalty: Positive = 1.0
@@ -269,10 +326,10 @@ class RolloutConfig(LogProbKeys):
     multi_stage_wake_up: bool = False
     engine_kwargs: EngineKwargs = EngineKwargs()
     skip_rollout: bool = False
-    """Training episodes that were sampled once, by a run of the same name, prompts and lengths, are taken from
-    skip_dump_dir instead: for work on what comes after the rollout."""
+    """Store training episodes in skip_dump_dir, and reuse those that an earlier run of the same name, prompts and
+    lengths stored. For work on rewards, advantages and the update."""
     skip_dump_dir: PathText | None = None
-    """None is rollout_dump in the folder for temporary files."""
+    """The folder of skip_rollout. null is rollout_dump in the folder for temporary files."""
     enable_rollout_routing_replay: bool = False
     quantization: str | None = None
     quantization_config_file: PathText | None = None
@@ -294,10 +351,10 @@ class RolloutConfig(LogProbKeys):
 
     @property
     def server_kind(self) -> str:
-        """The engine without the ecosystem's suffix: sglang_async is sglang."""
+        """The engine without the suffix _async."""
         return self.name.removesuffix("_async")
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        """Where running servers are, by either key."""
+        """Addresses of running servers, from server.url and server.urls."""
         return (*((self.server.url,) if self.server.url else ()), *self.server.urls)

@@ -1,4 +1,7 @@
-"""`Config` describes a training run fully, and answers every question that may be asked of it in several spellings."""
+"""`Config`: the whole configuration of a training run.
+
+Its properties resolve settings that have several equivalent keys, so that readers need not know the spellings.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from rally.config.rollout import RolloutConfig
 from rally.config.trainer import GlobalProfiler, RayKwargs, TrainerConfig, TransferQueue
 
 ROLLOUT = "actor_rollout_ref.rollout"
-NO_HYDRA = "Rally brings its own defaults and reads one file, so there is nothing to compose"
+NO_HYDRA = "Rally has its own defaults and does not compose files with Hydra"
 
 TOOL_CONFIG = (
     f"{ROLLOUT}.multi_turn.tool_config_path",
@@ -40,13 +43,14 @@ MAX_TURNS = (
 )
 MANAGER = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
 SPELLINGS = (TOOL_CONFIG, FUNCTION_TOOLS, MAX_TURNS)
-"""Keys that mean the same. Any one of them may be written; two that differ are an error."""
+"""Groups of equivalent keys. Any one of a group may be set; different values in a group are an error."""
 
 
 class Hydra(Section):
-    """Where and how Hydra composes; the file itself is all there is to read here."""
+    """Keys of Hydra that verl's files hold; Rally does not use Hydra."""
 
     searchpath: Texts = ()
+    """Accepted and has no effect: Rally does not compose files with Hydra."""
 
 
 class ActorRolloutRef(Section):
@@ -55,13 +59,13 @@ class ActorRolloutRef(Section):
     rollout: RolloutConfig = RolloutConfig()
     ref: RefConfig = RefConfig()
 
-    hybrid_engine: Annotated[bool, Only(True, because="policy and engine share their weights")] = True
+    hybrid_engine: Annotated[bool, Only(True, because="the trainer and the embedded engine share their weights")] = True
     nccl_timeout: Count = 600
-    """Seconds that one of several GPUs waits for the others; on one device nothing is sent."""
+    """Seconds that one of several GPUs waits for the others. No effect on one device."""
 
 
 class Config(Root):
-    """A training run. Sections as users of this field know them, then what follows from them."""
+    """A training run: the sections as in verl, then properties derived from them."""
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
@@ -76,7 +80,7 @@ class Config(Root):
     defaults: Annotated[
         tuple[str, ...], AsList, Only((), ("_self_",), ("ppo_trainer",), ("ppo_trainer", "_self_"), because=NO_HYDRA)
     ] = ()
-    """What a file of verl builds on; here that is Rally's own defaults, and the file goes over them."""
+    """The files that a verl configuration builds on. Rally's own defaults take their place."""
 
     reward_manager: RewardManagerConfig = RewardManagerConfig()
     critic: CriticConfig = CriticConfig()
@@ -98,7 +102,7 @@ class Config(Root):
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds everything this run writes."""
+        """The run folder."""
         return self.trainer.run_dir
 
     @property
@@ -108,49 +112,49 @@ class Config(Root):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens a prompt may have, whichever way it was spelled."""
+        """The most tokens of a prompt, by any of its keys."""
         return self.rollout.prompt_length or self.data.max_prompt_length
 
     @property
     def response_length(self) -> int:
-        """Tokens a response may have, sampled and observed together."""
+        """The most tokens of a response, sampled and observed together."""
         return self.rollout.response_length or self.data.max_response_length
 
     @property
     def needs_critic(self) -> bool:
-        """Whether advantages come from values."""
+        """Whether the advantage estimator uses a critic."""
         return self.algorithm.adv_estimator in ("gae", "turn_gae")
 
     @property
     def tool_config_path(self) -> str | None:
-        """The tool YAML, whichever way it was spelled."""
-        written: str | None = self.first_written(TOOL_CONFIG)
+        """The tool YAML, by any of its keys."""
+        written: str | None = self.first_set(TOOL_CONFIG)
         return written
 
     @property
     def function_tool_path(self) -> str | None:
-        """The file of `@function_tool` functions, whichever way it was spelled."""
-        written: str | None = self.first_written(FUNCTION_TOOLS)
+        """The file of `@function_tool` functions, by any of its keys."""
+        written: str | None = self.first_set(FUNCTION_TOOLS)
         return written
 
     @property
     def max_turns(self) -> int | None:
-        """Assistant turns an episode may have, whichever way it was spelled; None is no limit."""
-        written: int | None = self.first_written(MAX_TURNS)
+        """The most assistant turns of an episode, by any of its keys; None is no limit."""
+        written: int | None = self.first_set(MAX_TURNS)
         return written
 
     @property
     def history(self) -> Literal["append", "rerender"]:
-        """What a turn is given of the turns before it."""
+        """How earlier turns enter a prompt: as sampled, or rendered anew."""
         multi_turn = self.rollout.multi_turn
         return "rerender" if multi_turn.use_inference_chat_template else multi_turn.history or "append"
 
     @property
     def agent_loop_name(self) -> str:
-        """The loop for rows without `agent_name`: a dotted class, or a registered name.
+        """The loop for rows without `agent_name`: a dotted class path or a registered name.
 
-        Tools and users that are configured are never silently unused, so they and multi_turn.enable choose the tool
-        loop unless a loop other than the ecosystem's default was asked for by name.
+        Configured tools, configured users and multi_turn.enable select the tool loop, unless default_agent_loop names
+        a loop other than its default. So configured tools are never silently unused.
         """
         rollout = self.rollout
         if rollout.agent_loop_class:
@@ -163,28 +167,29 @@ class Config(Root):
 
     @property
     def reward_function(self) -> CustomRewardFunction:
-        """The user's reward function, whichever way it was spelled; its path is None for the built-in ones."""
+        """The user's reward function, by either of its sections; its path is None for the built-in ones."""
         new = self.reward.custom_reward_function
         return new if new != CustomRewardFunction() else self.custom_reward_function
 
     @property
     def reward_kwargs(self) -> dict[str, Any]:
-        """The extra arguments of the reward function."""
+        """The extra keyword arguments of the reward function."""
         return {**(self.reward_model.reward_kwargs.model_extra or {}), **self.reward_function.reward_kwargs}
 
     @property
     def reward_manager_name(self) -> Manager:
-        """How episodes are scored, whichever way it was spelled."""
+        """How episodes are scored, by any of its keys."""
         written: list[Manager] = [name for key in MANAGER if (name := look_up(self, key)) != "naive"]
         return written[0] if written else "naive"
 
     def require_training(self) -> None:
-        """Raise unless everything is named without which no training can begin."""
+        """Raise a `ConfigError` that lists every required key that is not set."""
+        rows = "data.val_files" if self.trainer.val_only else "data.train_files"
         missing = [
             f"{key} is not set; {what}."
             for key, what in (
-                ("actor_rollout_ref.model.path", "name a model folder or a Hub model"),
-                ("data.val_files" if self.trainer.val_only else "data.train_files", "name a .parquet or .jsonl file"),
+                ("actor_rollout_ref.model.path", "set it to a model folder or a Hub name"),
+                (rows, "set it to a .parquet or .jsonl file"),
             )
             if not look_up(self, key)
         ]

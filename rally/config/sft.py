@@ -1,4 +1,4 @@
-"""`SftConfig` describes a supervised fine-tuning run fully: conversations in, a model that has seen them out."""
+"""`SftConfig`: the whole configuration of a supervised fine-tuning run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MESSAGES = ("data.messages_key", "data.multiturn.messages_key")
 TOOLS = ("data.tools_key", "data.multiturn.tools_key")
 THINKING = ("data.enable_thinking_key", "data.multiturn.enable_thinking_key")
 SFT_SPELLINGS = (MODEL, MESSAGES, TOOLS, THINKING)
-"""Keys that mean the same. Any one of them may be written; two that differ are an error."""
+"""Groups of equivalent keys. Any one of a group may be set; different values in a group are an error."""
 
 
 class SftFsdp(FsdpConfig):
@@ -44,78 +44,106 @@ class SftFsdp(FsdpConfig):
 class Multiturn(Section):
     enable: Annotated[bool, Only(True, because="rows are always conversations")] = True
     messages_key: str | None = None
+    """The same as data.messages_key."""
     tools_key: str | None = None
+    """The same as data.tools_key."""
     enable_thinking_key: str | None = None
+    """The same as data.enable_thinking_key."""
 
 
 class SftData(Section):
     train_files: Files = ()
+    """Training conversations: .parquet, .jsonl or .json files, read in this order."""
     val_files: Files = ()
+    """Validation conversations. Empty means no validation."""
     train_max_samples: Limit = -1
+    """Training conversations to use, the first of the files; -1 uses all."""
     val_max_samples: Limit = -1
+    """Validation conversations to use, the first of the files; -1 uses all."""
     train_batch_size: Count = 32
-    """Conversations per step. The ecosystem's 256 is for a cluster."""
+    """Conversations per optimizer step. verl's default of 256 is for a cluster."""
     max_length: Count = 1024
+    """Tokens a conversation may have. Longer ones follow truncation."""
     max_token_len_per_gpu: Count = 8192
+    """The most tokens in one packed forward pass, on each GPU."""
     micro_batch_size_per_gpu: Count | None = None
-    """At most so many conversations in one forward pass, besides the token budget."""
+    """The most conversations in one forward pass, in addition to the token budget. null sets no such limit."""
     truncation: Literal["error", "left", "right"] = "error"
+    """What happens to a conversation over max_length: error stops the run; left and right remove tokens on that
+    side."""
     messages_key: str | None = None
+    """The column of conversations. null is messages."""
     tools_key: str | None = None
+    """The column of tool schemas, which a file may lack. null is tools."""
     enable_thinking_key: str | None = None
+    """The column with the template's enable_thinking for each conversation, which a file may lack. null is
+    enable_thinking."""
     multiturn: Multiturn = Multiturn()
     tool_format: str = "hermes"
-    """How tool calls are written in the text of an assistant turn."""
+    """How tool calls are written in assistant turns; the same choices as rollout.multi_turn.format."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the chat template, such as {enable_thinking: false}."""
     shuffle: bool = True
+    """Shuffle the conversations anew in every epoch. false keeps the order of the files."""
     seed: Int | None = None
-    """None takes trainer.seed."""
+    """The seed of the order. null takes trainer.seed."""
 
     micro_batch_size: Count | None = None
     """The same as micro_batch_size_per_gpu."""
     use_dynamic_bsz: bool = True
-    """False takes the token budget away, so that micro_batch_size_per_gpu alone says how much a pass holds."""
+    """Limit a forward pass by max_token_len_per_gpu tokens. false limits it by micro_batch_size_per_gpu alone."""
     pad_mode: Literal["no_padding", "right"] = "no_padding"
-    """There is never any padding, so both values are right."""
+    """Accepted and has no effect: sequences are packed, so there is never any padding."""
     num_workers: Natural = 8
-    """Conversations lie in memory and nothing is loaded in the background, so all values are right."""
-    balance_dp_token: Annotated[bool, Only(False, because="there is one device")] = False
-    use_shm: Annotated[bool, Only(False, because="files are read where they lie")] = False
+    """Accepted and has no effect: conversations are held in memory, so there are no loader processes."""
+    balance_dp_token: Annotated[bool, Only(False, because="micro-batches are always split by tokens")] = False
+    use_shm: Annotated[bool, Only(False, because="files are read from their own folder")] = False
 
     prompt_key: str | None = None
-    """With response_key: rows hold one question and one answer instead of messages."""
+    """The column of the question, for rows of one question and one answer instead of messages. Needs response_key."""
     response_key: str | None = None
+    """The column of the answer, for rows of one question and one answer. Needs prompt_key."""
     prompt_dict_keys: Texts = ()
-    """Keys to follow inside the column prompt_key, to the question."""
+    """Keys to follow inside the column prompt_key to reach the question."""
     response_dict_keys: Texts = ()
-    """Keys to follow inside the column response_key, to the answer."""
+    """Keys to follow inside the column response_key to reach the answer."""
 
     ignore_input_ids_mismatch: bool = False
     chat_template: str | None = None
     custom_cls: CustomClass = CustomClass()
     image_key: str = "images"
+    """The column of images, which replace `<image>` in the messages in order."""
     video_key: str = "videos"
 
 
 class SftModel(LoraKeys):
     path: PathText | None = None
+    """The model to start from: a folder or a Hub name."""
     partial_pretrain: PathText | None = None
     """The same as path."""
     tokenizer_path: PathText | None = None
+    """The tokenizer: a folder or a Hub name. null takes the model's own."""
     custom_chat_template: str | None = None
-    """Instead of the tokenizer's own: the text of a template, or the path of a .jinja file; kept in checkpoints."""
+    """A chat template that replaces the tokenizer's own: its text, or the path of a .jinja file. Checkpoints keep
+    it."""
     spelled_tokens: Texts = ()
-    """Added tokens to be written out in ordinary ones, for a model that never learned them; kept in checkpoints."""
+    """Added tokens to write out as ordinary ones, for a model that was never trained on them. Checkpoints keep the
+    setting."""
     enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     trust_remote_code: bool = False
+    """Allow Python code in the folder of the model or tokenizer to run."""
     override_config: dict[str, Any] = Field(default_factory=dict)
+    """Values that replace those of the model's config.json."""
     dtype: Dtype = "auto"
+    """The dtype of the weights. auto is bfloat16 on a GPU that supports it, else float32."""
 
     use_remove_padding: bool = True
-    """There is never any padding, so both values are right."""
-    use_shm: Annotated[bool, Only(False, because="weights are read where they lie")] = False
+    """Accepted and has no effect: sequences are packed, so there is never any padding."""
+    use_shm: Annotated[bool, Only(False, because="weights are read from their own folder")] = False
 
     strategy: Literal["single", "fsdp", "fsdp2", "megatron"] = "single"
+    """single, fsdp and fsdp2 all mean the same: one device holds the whole model, several share it by FSDP2."""
     fsdp_config: SftFsdp = SftFsdp()
     external_lib: str | None = None
     use_liger: bool = False
@@ -123,31 +151,38 @@ class SftModel(LoraKeys):
 
 class SftOptim(Section):
     lr: Positive = 1e-5
+    """The learning rate of AdamW, after warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's two moment coefficients."""
     weight_decay: NonNegative = 0.01
+    """AdamW's weight decay."""
     clip_grad: Positive = 1.0
+    """The norm that gradients are clipped to."""
     lr_warmup_steps: Annotated[Int, Field(ge=-1)] = -1
-    """-1 takes lr_warmup_steps_ratio of all steps."""
+    """Steps of linear warm-up. -1 takes lr_warmup_steps_ratio of all steps."""
     lr_warmup_steps_ratio: Share = 0.0
+    """The share of all steps that is warm-up, if lr_warmup_steps is -1."""
     warmup_steps_ratio: Share | None = None
     """The same as lr_warmup_steps_ratio."""
     lr_scheduler: Literal["constant", "cosine", "linear"] = "cosine"
+    """The learning rate after warm-up: constant, or falling by a cosine or a line until the last step."""
     min_lr_ratio: Share = 0.0
+    """The lowest learning rate of cosine and linear, as a share of lr."""
 
     @property
     def lr_scheduler_type(self) -> str:
-        """What the same key is called in training by reinforcement."""
+        """The same value under its name in `OptimConfig`."""
         return self.lr_scheduler
 
     @property
     def num_cycles(self) -> float:
-        """Half a cosine, from its top to its bottom."""
+        """Half a cosine period, from the highest to the lowest rate."""
         return 0.5
 
 
 class SftTrainer(RunConfig):
     max_ckpt_to_keep: Count | None = None
-    """None keeps all."""
+    """The number of newest checkpoints to keep. null keeps all."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
@@ -160,49 +195,49 @@ class SftConfig(Root):
     trainer: SftTrainer = SftTrainer()
 
     use_remove_padding: bool = True
-    """There is never any padding, so both values are right."""
+    """Accepted and has no effect: sequences are packed, so there is never any padding."""
     ulysses_sequence_parallel_size: Count = 1
 
     @property
     def model_path(self) -> str | None:
-        """The model to start from, whichever way it was spelled."""
-        written: str | None = self.first_written(MODEL)
+        """The model to start from, by any of its keys."""
+        written: str | None = self.first_set(MODEL)
         return written
 
     @property
     def messages_key(self) -> str:
         """The column of conversations."""
-        return self.first_written(MESSAGES) or "messages"
+        return self.first_set(MESSAGES) or "messages"
 
     @property
     def question_path(self) -> tuple[str, ...]:
-        """Where a row holds its question, if rows are questions and answers."""
+        """Column and nested keys of the question, for rows of questions and answers; else empty."""
         return (self.data.prompt_key, *self.data.prompt_dict_keys) if self.data.prompt_key else ()
 
     @property
     def answer_path(self) -> tuple[str, ...]:
-        """Where a row holds its answer, if rows are questions and answers."""
+        """Column and nested keys of the answer, for rows of questions and answers; else empty."""
         return (self.data.response_key, *self.data.response_dict_keys) if self.data.response_key else ()
 
     @property
     def tools_key(self) -> str:
         """The column of tool schemas, which a file may lack."""
-        return self.first_written(TOOLS) or "tools"
+        return self.first_set(TOOLS) or "tools"
 
     @property
     def enable_thinking_key(self) -> str:
-        """The column that says whether a conversation thinks aloud, which a file may lack."""
-        return self.first_written(THINKING) or "enable_thinking"
+        """The column of the template's enable_thinking, which a file may lack."""
+        return self.first_set(THINKING) or "enable_thinking"
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds everything this run writes."""
+        """The run folder."""
         return self.trainer.run_dir
 
     def require_training(self) -> None:
-        """Raise unless everything is named without which no training can begin."""
-        missing = [] if self.model_path else ["model.path is not set; name a model folder or a Hub model."]
+        """Raise a `ConfigError` that lists every required key that is not set."""
+        missing = [] if self.model_path else ["model.path is not set; set it to a model folder or a Hub name."]
         if not self.data.train_files:
-            missing.append("data.train_files is not set; name a .parquet or .jsonl file of conversations.")
+            missing.append("data.train_files is not set; set it to a .parquet or .jsonl file of conversations.")
         if missing:
             raise ConfigError(missing)

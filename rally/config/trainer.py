@@ -1,4 +1,4 @@
-"""`trainer.*`: how long a run lasts, where it is kept, and when it is validated, saved and resumed."""
+"""Schema of `trainer.*`: length, run folder, validation, checkpoints and resumption of a run."""
 
 from __future__ import annotations
 
@@ -11,77 +11,96 @@ Logger = Literal["console", "file", "tensorboard", "mlflow", "wandb", "swanlab",
 
 
 class GradientGuards(Section):
-    """When a gradient stops the run, before a step is taken from it."""
+    """Limits on the gradient norm. A gradient beyond them stops the run before the optimizer step."""
 
     grad_norm_factor: Positive | None = 1000.0
-    """How many times the median of the last 64 gradient norms, and the norm it is clipped to, a norm may be."""
+    """Stop the run if a gradient norm exceeds this many times the median of the last 64 norms and this many times the
+    norm it is clipped to. null is off."""
     max_grad_norm: Positive | None = None
-    """What a gradient norm may be at all, before clipping."""
+    """Stop the run if a gradient norm, before clipping, exceeds this. null is off."""
 
 
 class Guards(GradientGuards):
-    """What is warned about."""
+    """Thresholds of the warnings about a run that goes wrong slowly."""
 
     patience: Count = 5
-    """Steps that are looked at together."""
+    """The number of latest steps that warnings look at."""
     entropy_share: Share = 0.05
-    """Warn when the entropy is below this share of what it was in the first steps; 0 is never."""
+    """Warn when the entropy falls below this share of that of the first steps. 0 never warns."""
     tool_share: Share = 0.1
-    """Warn when tool calls an episode are below this share of what they once were; 0 is never."""
+    """Warn when tool calls per episode fall below this share of their highest value. 0 never warns."""
     clipped_share: Share = 0.5
-    """Warn when more than this share of the episodes is cut by the response budget; 1 is never."""
+    """Warn when the response budget cuts off more than this share of the episodes. 1 never warns."""
 
 
 class RunConfig(Section):
-    """What reinforcement learning and supervised fine-tuning share."""
+    """Keys that reinforcement learning and supervised fine-tuning share."""
 
     total_epochs: Count = 1
+    """Passes over the training rows."""
     total_training_steps: Count | None = None
-    """Ends the run before total_epochs do."""
+    """Steps after which the run ends, if total_epochs has not ended it before. null sets no such limit."""
     project_name: str = "rally"
+    """The project in trackers, and part of the default run folder."""
     experiment_name: str = "default"
+    """The name of the run in trackers, and part of the default run folder."""
     default_local_dir: PathText | None = None
-    """The run folder. None is runs/<project_name>/<experiment_name>."""
+    """The run folder. null is runs/<project_name>/<experiment_name>."""
     logger: Annotated[tuple[Logger, ...], AsList] = ("console", "file")
+    """Where metrics go, one or several: the console, metrics.jsonl in the run folder (file), or a tracker
+    (docs/tracking.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one, else the CPU."""
     seed: Int = 0
+    """The seed of everything random that has no seed key of its own."""
     save_freq: Limit = -1
-    """Steps between checkpoints; -1 saves only the last."""
+    """Steps between checkpoints. The last step is always saved; -1 saves no other."""
     test_freq: Limit = -1
-    """Steps between validations; -1 is never."""
+    """Steps between validations. -1 validates after the last step only. Needs data.val_files."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto resumes from the newest checkpoint of the run folder, if any. resume_path resumes from resume_from_path.
+    disable starts anew, and is an error if checkpoints would be overwritten."""
     resume_from_path: PathText | None = None
+    """resume_mode=resume_path: the checkpoint folder to resume from."""
     guards: GradientGuards = GradientGuards()
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
-    """How many processes hold the policy together (docs/cluster.md). On a machine without a GPU, 1 is the CPU."""
+    """GPUs that share the policy, one process each (docs/cluster.md). On a machine without a GPU, 1 is the CPU."""
 
     default_hdfs_dir: PathText | None = None
 
     @property
     def run_dir(self) -> Path:
-        """The folder that holds everything this run writes."""
+        """The run folder."""
         return Path(self.default_local_dir or Path("runs") / self.project_name / self.experiment_name)
 
 
 class TrainerConfig(RunConfig):
     guards: Guards = Guards()
     val_before_train: bool = True
+    """Validate before the first step."""
     val_only: bool = False
+    """Validate once and stop, as rally eval does."""
     max_actor_ckpt_to_keep: Count | None = None
-    """None keeps all."""
+    """The number of newest checkpoints to keep. null keeps all."""
     log_val_generations: Natural = 0
+    """Conversations to print after each validation."""
     rollout_data_dir: PathText | None = None
+    """A folder that training episodes are written to as well. null writes them to the run folder only."""
     validation_data_dir: PathText | None = None
+    """A folder that validation episodes are written to as well. null writes them to the run folder only."""
     balance_batch: bool = True
-    """On one device there is nothing to balance, so both values are right."""
+    """Accepted and has no effect: the micro-batches that ranks share are always split by number of tokens."""
 
-    use_legacy_worker_impl: Annotated[str, Only("auto", "disable", because="there is one worker")] = "auto"
+    use_legacy_worker_impl: Annotated[str, Only("auto", "disable", because="there is one worker implementation")] = (
+        "auto"
+    )
 
     max_critic_ckpt_to_keep: Count | None = None
-    """Older checkpoints lose their critic/ folder, and can then be evaluated but not resumed. None keeps all."""
+    """The number of newest checkpoints that keep their critic/ folder. Older ones can be evaluated but not resumed.
+    null keeps all."""
     critic_warmup: Natural = 0
-    """First steps in which the critic is trained and the policy is not."""
+    """First steps that train the critic and not the policy."""
     esi_redundant_time: NonNegative = 0
     del_local_ckpt_after_load: bool = False
     ray_wait_register_center_timeout: Count = 300

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rally.config import Config, SftConfig
 from rally.config.actor import FsdpConfig
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.config.trainer import RunConfig
 from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
@@ -21,7 +21,7 @@ def train(config: Config, console: RunConsole | None = None) -> RunOutcome:
     console = console or RunConsole()
     if config.trainer.n_gpus_per_node == 1:
         return run.train(config, console)
-    asked, config = config.rollout.name, served(config)
+    asked, config = config.rollout.name, with_rollout_servers(config)
     if config.rollout.name != asked:
         console.note(
             f"the policy lies on {config.trainer.n_gpus_per_node} ranks, so rollouts are sampled by servers of Rally's "

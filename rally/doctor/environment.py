@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.doctor.case import DoctorCase, Finding
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import ask
@@ -72,7 +72,7 @@ def needs(config: Config) -> Iterator[Need]:
         yield Need("peft", "lora", "actor_rollout_ref.model.lora_rank")
     if str(model.path).endswith(".gguf"):
         yield from (Need(name, "gguf", "a model in a .gguf file") for name in ("gguf", "accelerate"))
-    if (name := served(config).rollout.name) != "embedded":
+    if (name := with_rollout_servers(config).rollout.name) != "embedded":
         yield Need("aiohttp", "servers", f"actor_rollout_ref.rollout.name={name}")
     if config.reward_kwargs.get("equality") == "symbolic":
         yield Need("math-verify", "math", "reward_kwargs.equality=symbolic")

@@ -17,7 +17,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rally.config import Config, load_config
-from rally.config.files import over, read_document
+from rally.config.files import merge, read_document
 from rally.recipes.catalog import Command, RecipeError, find_recipe
 from rally.runs.build import total_steps_of
 from rally.runs.build.data import tasks_of
@@ -102,7 +102,7 @@ def training_overrides(name: str, options: RecipeOptions) -> tuple[str, ...]:
 def _needs_of(name: str, command: Command, options: RecipeOptions) -> Iterator[Stage]:
     document = read_document(find_recipe(name, command))
     keys = training_overrides(name, options) if command == "train" else _sft_overrides(options)
-    tree = over(document.merged, OmegaConf.to_container(OmegaConf.from_dotlist(list(keys))))
+    tree = merge(document.merged, OmegaConf.to_container(OmegaConf.from_dotlist(list(keys))))
     for need, line in document.notes.read_by(tree).items():
         read = [Path(path) for path in document.notes.paths_below(need, tree)]
         for words in _commands(line):

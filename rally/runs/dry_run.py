@@ -10,7 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from rally.config import Config
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
 from rally.runs.build.episodes import scorer_of
@@ -25,7 +25,7 @@ from rally.types import Task
 def dry_run(config: Config, console: RunConsole) -> None:
     """Load the reward; print the resolved configuration, one prompt with its mask, tools, budgets, the memory plan."""
     config.require_training()
-    config = served(config)
+    config = with_rollout_servers(config)
     inputs = read_inputs(config, console)
     asyncio.run(_load_reward(config))
     tasks = inputs.train_tasks or inputs.val_tasks

@@ -66,7 +66,7 @@ def test_what_is_no_configuration_is_told_apart(
     (tmp_path / "config.yaml").touch()
     assert f"in it, such as {tmp_path / 'config.yaml'}." in said(["train", str(tmp_path)], monkeypatch, capsys)
     told = said(["train", str(rows)], monkeypatch, capsys)
-    assert f"{rows} is not UTF-8 text, as a YAML file must be; rows are named by data.train_files=" in told
+    assert f"{rows} is not UTF-8 text, as a YAML file must be; pass rows as data.train_files=" in told
     told = said(["train", "trainer.seed", "=", "3"], monkeypatch, capsys)
     assert told.endswith("nor key=value; write a key and its value as one word, without spaces\n")
 

@@ -1,4 +1,4 @@
-"""Keys that mean the same agree, keys that exclude each other are told, and what follows from them is right."""
+"""Checks of keys against each other: equivalent keys, contradictions, missing files, and derived values."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ C = "algorithm.rollout_correction"
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
-def told(*lines: str) -> str:
+def error_text(*lines: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=lines)
     return str(caught.value)
@@ -51,14 +51,16 @@ def test_the_function_tools_have_two_spellings(key: str, tmp_path: Path) -> None
 
 def test_spellings_may_repeat_but_not_differ() -> None:
     assert load(*(f"{key}=7" for key in TURN_KEYS)).max_turns == 7
-    line = told(f"{TURN_KEYS[0]}=7", f"{TURN_KEYS[2]}=8")
+    line = error_text(f"{TURN_KEYS[0]}=7", f"{TURN_KEYS[2]}=8")
     assert f"{TURN_KEYS[0]}=7" in line and f"{TURN_KEYS[2]}=8" in line and "keep one of them" in line
 
 
 def test_tool_files_that_differ_are_an_error(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).touch()
-    assert "spellings of one setting" in told(f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b")
+    assert "set the same thing to different values" in error_text(
+        f"{TOOL_KEYS[0]}={tmp_path}/a", f"{TOOL_KEYS[1]}={tmp_path}/b"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_history() -> None:
     inference = f"{R}.multi_turn.use_inference_chat_template=true"
     assert load().history == "append"
     assert load(inference).history == load(f"{R}.multi_turn.history=rerender").history == "rerender"
-    assert "keep one of them" in told(inference, f"{R}.multi_turn.history=append")
+    assert "keep one of them" in error_text(inference, f"{R}.multi_turn.history=append")
 
 
 def test_the_clip_range_is_one_number_or_two() -> None:
@@ -92,7 +94,7 @@ def test_the_clip_range_is_one_number_or_two() -> None:
     assert (one.clip_low, one.clip_high, two.clip_low, two.clip_high) == (0.3, 0.3, 0.1, 0.28)
 
 
-def test_a_mini_batch_is_the_batch_unless_said() -> None:
+def test_the_mini_batch_defaults_to_the_batch() -> None:
     assert load("data.train_batch_size=48").mini_batch_size == 48
     assert load("data.train_batch_size=48", f"{A}.ppo_mini_batch_size=20").mini_batch_size == 20
 
@@ -103,12 +105,12 @@ def test_the_reward_function_has_two_spellings(tmp_path: Path) -> None:
         config = load(f"{root}.path={tmp_path}/r.py", f"{root}.name=f", f"{root}.reward_kwargs.a=1")
         assert (config.reward_function.path, config.reward_function.name) == (str(tmp_path / "r.py"), "f")
         assert config.reward_kwargs == {"a": 1}
-    line = told(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
-    assert "are one setting but differ" in line
-    assert "needs custom_reward_function.path" in told("custom_reward_function.name=f")
+    line = error_text(f"custom_reward_function.path={tmp_path}/r.py", "reward.custom_reward_function.path=pkg://other")
+    assert "set the same thing to different values" in line
+    assert "needs custom_reward_function.path" in error_text("custom_reward_function.name=f")
 
 
-def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
+def test_reward_kwargs_of_the_function_override_those_of_the_manager() -> None:
     config = load("reward_model.reward_kwargs={a: 1, b: 2}", "custom_reward_function.reward_kwargs.b=3")
     assert config.reward_kwargs == {"a": 1, "b": 3}
 
@@ -124,14 +126,14 @@ def test_reward_arguments_of_the_function_beat_those_of_the_manager() -> None:
         ("reward_model.num_workers", "reward.num_workers"),
     ],
 )
-def test_a_second_name_sets_the_key_that_rules_and_must_agree_with_it(second: str, first: str) -> None:
+def test_an_alias_sets_its_key_and_must_agree_with_it(second: str, first: str) -> None:
     load(f"{second}=77", f"{first}=77")
     assert load(f"{second}=77").flat()[first] == 77
-    line = told(f"{second}=77", f"{first}=78")
+    line = error_text(f"{second}=77", f"{first}=78")
     assert line.startswith(f"{second}=77") and f"must equal {first}=78" in line
 
 
-def test_second_names_of_words() -> None:
+def test_aliases_with_text_values() -> None:
     config = load(f"{R}.dtype=bfloat16", f"{A}.optim.warmup_style=cosine")
     assert (config.model.dtype, config.actor.optim.lr_scheduler_type) == ("bfloat16", "cosine")
 
@@ -144,22 +146,22 @@ def test_second_names_of_words() -> None:
         ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
     ],
 )
-def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key: str, count: str) -> None:
+def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count: str) -> None:
     load(f"{key}=false", f"{count}=4")
-    assert f"say in {count} how many" in told(f"{key}=false")
+    assert f"set {count} to the number of episodes" in error_text(f"{key}=false")
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
-        ((f"{R}.n=1",), "leaves grpo nothing to compare"),
+        ((f"{R}.n=1",), "leaves nothing for grpo to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
-        ((f"{R}.max_model_len=512",), "leaves no room after data.max_prompt_length=512"),
+        ((f"{R}.max_model_len=512",), "leaves no tokens after data.max_prompt_length=512"),
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
         ((f"{R}.val_kwargs.do_sample=true",), "temperature above 0"),
         ((f"{R}.val_kwargs={{do_sample: false, temperature: 0.5}}",), "has no effect with do_sample=false"),
-        ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all the same"),
-        (("data.sampler.class_path=pkg://my.sampler",), "together name a class; set both"),
+        ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all equal"),
+        (("data.sampler.class_path=pkg://my.sampler",), "select a class together; set both"),
         (
             ("data.sampler={class_path: pkg://my.sampler, class_name: Mine}", "data.curriculum.by=success"),
             "both choose the rows of a step",
@@ -168,34 +170,37 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
         (("data.curriculum={by: field, explore: 0.1}",), "explore=0.1 has no effect with data.curriculum.by=field"),
         (("data.curriculum.field=level",), "has no effect with data.curriculum.by=null"),
         ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
-        ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves rloo nothing to compare"),
+        ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves nothing for rloo to compare"),
         ((f"{A}.policy_loss.loss_mode=gspo",), f"set {A}.loss_agg_mode=seq-mean-token-mean"),
         ((f"{A}.tau_pos=2",), f"has no effect with {A}.policy_loss.loss_mode=vanilla"),
         ((f"{A}.policy_loss={{loss_mode: kl_cov, clip_cov_lb: 2}}",), "clip_cov_lb has no effect with"),
         (("algorithm.gamma=0.9",), "has no effect with grpo over whole episodes; set algorithm.turn_rewards"),
         (
             ("algorithm={adv_estimator: gigpo, turn_rewards: turn_baseline}",),
-            "does not go with gigpo",
+            "is not supported with gigpo",
         ),
         (("algorithm={adv_estimator: rloo, norm_adv_by_std_in_grpo: false}",), "has no effect with rloo"),
         (("algorithm.gigpo.step_advantage_w=2",), "unless algorithm.adv_estimator=gigpo"),
         (("algorithm.kl_penalty=k3",), "kl_penalty has no effect without algorithm.use_kl_in_reward=true"),
         (("algorithm.kl_ctrl.kl_coef=0.1",), "kl_coef has no effect without algorithm.use_kl_in_reward=true"),
-        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves grpo nothing to compare"),
+        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves nothing for grpo to compare"),
         (
             (f"{R}.n=1", "algorithm={adv_estimator: reinforce_plus_plus, filter_groups: {enable: true}}"),
-            "sets groups of one episode aside, all of them",
+            "sets all groups aside",
         ),
         (("algorithm.filter_groups.metric=acc",), "metric has no effect without algorithm.filter_groups.enable=true"),
         (("data.gen_batch_size=64",), "data.gen_batch_size has no effect without algorithm.filter_groups.enable=true"),
         (("algorithm.filter_groups.enable=true", "data.gen_batch_size=16"), "is less than data.train_batch_size=32"),
         (
             ("algorithm={filter_groups: {enable: true, metric: seq_final_reward}, use_kl_in_reward: true}",),
-            "holds a KL that is not known in time; use seq_reward",
+            "includes a KL that is computed after filtering; use seq_reward",
         ),
-        (("algorithm={adv_estimator: remax, turn_rewards: returns}",), "turn_rewards=returns does not go with remax"),
-        (("algorithm.adv_estimator=gdpo",), "gdpo_reward_keys and algorithm.adv_estimator=gdpo go together"),
-        (("algorithm.gdpo_reward_keys=[acc]",), "go together; set both or neither"),
+        (
+            ("algorithm={adv_estimator: remax, turn_rewards: returns}",),
+            "turn_rewards=returns is not supported with remax",
+        ),
+        (("algorithm.adv_estimator=gdpo",), "gdpo_reward_keys and algorithm.adv_estimator=gdpo belong together"),
+        (("algorithm.gdpo_reward_keys=[acc]",), "belong together; set both or neither"),
         (
             ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc], use_kl_in_reward: true}",),
             "use_kl_in_reward has no effect with gdpo",
@@ -204,18 +209,18 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
             ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc]}", "reward_shaping.tool_format_reward=0.1"),
             "unless its components are among algorithm.gdpo_reward_keys",
         ),
-        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true corrects nothing"),
+        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true switches correction off"),
         ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),
-        ((f"{C}.rollout_rs=token_k1",), "go together; set both or neither"),
-        ((f"{C}.rollout_rs_threshold=2",), "go together; set both or neither"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=wide"), "must be a number, or two as in 0.5_2"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=3.0_2.0"), "must be a number, or two as in 0.5_2"),
-        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold='2,3'"), "for all tests or for each"),
+        ((f"{C}.rollout_rs=token_k1",), "belong together; set both or neither"),
+        ((f"{C}.rollout_rs_threshold=2",), "belong together; set both or neither"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=wide"), "set a number or bounds such as 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=3.0_2.0"), "set a number or bounds such as 0.5_2"),
+        ((f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold='2,3'"), "once or for each test"),
         ((f"{A}.loss_scale_factor=3",), "has no effect unless"),
         ((f"{A}.optim={{lr_warmup_steps: 2, lr_warmup_steps_ratio: 0.1}}",), "both set the warm-up"),
-        ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "each name a loop"),
+        ((f"{R}.agent_loop_class=a.B", f"{R}.agent.default_agent_loop=mine"), "both select a loop"),
         ((f"{R}.agent_loop_class=black_box", f"{R}.agent_loop_config.tools=[calculator]"), "tools has no effect with"),
         (("trainer.resume_mode=resume_path",), "needs trainer.resume_from_path"),
         (("trainer.resume_from_path=.",), "has no effect with resume_mode=auto"),
@@ -224,8 +229,8 @@ def test_who_takes_the_token_budget_away_says_how_many_episodes_there_may_be(key
         (("trainer.val_only=true",), "set data.val_files"),
     ],
 )
-def test_contradictions(lines: tuple[str, ...], words: str) -> None:
-    assert words in told(*lines)
+def test_contradictions(lines: tuple[str, ...], message: str) -> None:
+    assert message in error_text(*lines)
 
 
 def test_bounds_of_rejection() -> None:
@@ -237,11 +242,11 @@ def test_bounds_of_rejection() -> None:
     assert one[1:] == other[1:] == (0.5, 2.0)
 
 
-def test_both_kls_are_allowed_where_asked_for() -> None:
+def test_allow_both_kl_permits_both_kl_terms() -> None:
     load(f"{A}.use_kl_loss=true", "algorithm={use_kl_in_reward: true, allow_both_kl: true}")
 
 
-def test_remax_needs_no_group_and_more_prompts_may_begin_than_are_trained_on() -> None:
+def test_remax_needs_no_group_and_gen_batch_size_may_exceed_the_batch() -> None:
     load(f"{R}.n=1", "algorithm={adv_estimator: remax, filter_groups: {enable: true}}", "data.gen_batch_size=96")
 
 
@@ -265,42 +270,42 @@ def test_sampling_in_validation_needs_only_a_temperature() -> None:
     ],
 )
 def test_missing_files_are_named(key: str) -> None:
-    assert told(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
+    assert error_text(f"{key}=./no/such.py") == f"{key}=./no/such.py does not exist; check the path."
 
 
 def test_a_missing_sampler_file_is_named() -> None:
-    line = told("data.sampler={class_path: ./no/such.py, class_name: Mine}")
+    line = error_text("data.sampler={class_path: ./no/such.py, class_name: Mine}")
     assert line == "data.sampler.class_path=./no/such.py does not exist; check the path."
 
 
 def test_each_missing_file_of_a_list_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert told(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2
+    assert error_text(f"data.train_files=[{tmp_path}/a, {tmp_path}/b, {tmp_path}/c]").count("does not exist") == 2
 
 
 @pytest.mark.parametrize(
     "line",
     [f"{M}.path=gpt2", f"{M}.path=Qwen/Qwen3-4B", "custom_reward_function.path=pkg://my.rewards"],
 )
-def test_names_that_are_not_paths_are_not_looked_for(line: str) -> None:
+def test_names_that_are_not_paths_are_not_checked(line: str) -> None:
     load(line)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "line", "words"),
+    ("gpus", "line", "message"),
     [
         (0, "trainer.n_gpus_per_node=8", "is more than the 0 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "is more than the 4 GPUs of this machine"),
         (4, "trainer.n_gpus_per_node=8", "set it to 4"),
-        (0, "trainer.device=cuda", "this machine has 0 GPUs"),
+        (0, "trainer.device=cuda", "torch finds no GPU on this machine"),
     ],
 )
-def test_what_the_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, words: str) -> None:
+def test_missing_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, gpus: int, line: str, message: str) -> None:
     monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: gpus)
-    assert words in told(line)
+    assert message in error_text(line)
 
 
-def test_one_gpu_is_the_cpu_on_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_means_the_cpu_on_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rally.config.checks.consistency.count_gpus", lambda: 0)
     assert load("trainer.n_gpus_per_node=1").trainer.device == "auto"
 
@@ -313,22 +318,22 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in told(f"{key}=gdpo")
+    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in error_text(f"{key}=gdpo")
 
 
-def test_the_limits_of_a_judge_need_the_manager_that_keeps_them() -> None:
+def test_rate_limits_need_the_rate_limited_manager() -> None:
     config = load("reward_model.reward_manager=rate_limited", "reward_model.max_rpm=90", "reward_model.max_tpm=120000")
     assert config.reward_model.calls_per_minute == 60
-    assert "has no effect without reward_model.reward_manager=rate_limited" in told("reward_model.max_rpm=90")
-    limited = told("reward_model.reward_manager=rate_limited", "reward.num_workers=9", "reward.timeout=2")
+    assert "has no effect without reward_model.reward_manager=rate_limited" in error_text("reward_model.max_rpm=90")
+    limited = error_text("reward_model.reward_manager=rate_limited", "reward.num_workers=9", "reward.timeout=2")
     assert "set reward_model.max_concurrent" in limited and "set reward_model.timeout" in limited
 
 
-def test_reward_managers_that_differ_or_have_nothing_to_do_are_told() -> None:
-    assert "spellings of one setting but differ" in told(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
-    assert "set custom_reward_function.path" in told(f"{MANAGER_KEYS[0]}=batch")
-    assert "set reward_manager=dapo" in told(f"{OVERLONG}.enable=true")
-    too_long = told(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
+def test_reward_managers_that_differ_or_have_no_effect_are_reported() -> None:
+    assert "set the same thing to different values" in error_text(f"{MANAGER_KEYS[0]}=dapo", f"{MANAGER_KEYS[1]}=batch")
+    assert "set custom_reward_function.path" in error_text(f"{MANAGER_KEYS[0]}=batch")
+    assert "set reward_manager=dapo" in error_text(f"{OVERLONG}.enable=true")
+    too_long = error_text(f"{MANAGER_KEYS[0]}=dapo", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=600")
     assert f"{OVERLONG}.len=600 is more than the response budget of 512 tokens" in too_long
 
 
@@ -349,11 +354,11 @@ def test_keys_of_the_manager_do_not_reach_the_reward_function(tmp_path: Path) ->
     assert load_config(tmp_path / "run.yaml") == config
 
 
-def test_an_unknown_key_of_the_overlong_buffer_is_told() -> None:
-    assert f"{OVERLONG}.length" in told(f"{OVERLONG}.length=5")
+def test_an_unknown_key_of_the_overlong_buffer_is_reported() -> None:
+    assert f"{OVERLONG}.length" in error_text(f"{OVERLONG}.length=5")
 
 
-def test_shaping_without_effect_or_with_the_wrong_sign_is_told() -> None:
-    assert "reward_shaping.enable=true changes nothing" in told("reward_shaping.enable=true")
-    assert "reward_shaping.penalties.invalid_tool_call" in told("reward_shaping.penalties.invalid_tool_call=0.1")
+def test_shaping_without_effect_or_with_the_wrong_sign_is_reported() -> None:
+    assert "reward_shaping.enable=true has no effect" in error_text("reward_shaping.enable=true")
+    assert "reward_shaping.penalties.invalid_tool_call" in error_text("reward_shaping.penalties.invalid_tool_call=0.1")
     assert load("reward_shaping.enable=false", "reward_shaping.tool_format_reward=1").reward_shaping.enable is False

@@ -1,4 +1,4 @@
-"""Configuration snippets as the documents of this field print them load, or say what is not built yet."""
+"""Configuration snippets from the documentation of verl and similar projects load, or name what is not built yet."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ actor_rollout_ref.rollout.name: sglang
 
 
 @pytest.mark.parametrize("name", YAML_SNIPPETS)
-def test_yaml_of_the_documents_loads_or_says_what_is_not_built(name: str, tmp_path: Path) -> None:
+def test_yaml_of_the_documents_loads_or_reports_what_is_not_built(name: str, tmp_path: Path) -> None:
     text, refused = YAML_SNIPPETS[name]
     (tmp_path / "tools.yaml").write_text("tools: []")
     file = tmp_path / "run.yaml"

@@ -1,4 +1,4 @@
-"""A YAML may build on another, knows its own folder, and says how to get what it needs."""
+"""YAML files with a base, the folder of a file, and the commands that create what a file needs."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return folder / name
 
 
-def test_an_overlay_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
+def test_a_file_overrides_only_its_own_keys(tmp_path: Path) -> None:
     write(tmp_path, "base/first.yaml", "data: {train_batch_size: 7, seed: 3}\ntrainer: {seed: 1}\n")
     write(tmp_path, "base/second.yaml", "base: first.yaml\ndata.seed: 4\n")
     top = write(tmp_path, "top.yaml", "base: base/second.yaml\ntrainer: {total_epochs: 2}\n")
@@ -22,7 +22,7 @@ def test_an_overlay_changes_what_it_says_and_nothing_else(tmp_path: Path) -> Non
     assert (config.trainer.seed, config.trainer.total_epochs) == (1, 5)
 
 
-def test_here_is_the_folder_of_the_file_that_says_it(tmp_path: Path) -> None:
+def test_here_is_the_folder_of_the_file_that_contains_it(tmp_path: Path) -> None:
     write(tmp_path, "base/tools.yaml", "tools: []")
     write(tmp_path, "base/a.yaml", "actor_rollout_ref.rollout.multi_turn.tool_config_path: ${here}/tools.yaml")
     top = write(tmp_path, "b.yaml", "base: base/a.yaml")
@@ -30,22 +30,22 @@ def test_here_is_the_folder_of_the_file_that_says_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("base: a.yaml", "builds on itself: a.yaml -> a.yaml"),
-        ("base: [x.yaml]", "base must be the name of one YAML file"),
+        ("base: a.yaml", "is based on itself: a.yaml -> a.yaml"),
+        ("base: [x.yaml]", "set it to the name of a YAML file"),
         ("base: gone.yaml", "gone.yaml does not exist"),
         ("recipe: {abuot: x}", "abuot"),
         ("recipe: words", "recipe"),
     ],
 )
-def test_a_wrong_base_is_told(text: str, told: str, tmp_path: Path) -> None:
+def test_an_invalid_base_is_reported(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, "a.yaml", text))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_what_is_missing_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_missing_path_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:
     data = tmp_path / "rows"
     notes = f"recipe:\n  about: x\n  needs:\n    {data}: rally data x --out {data}\n    {tmp_path}/unread: rally y\n"
     train = write(tmp_path, "a.yaml", f"{notes}data.train_files: {data}/train.parquet\n")

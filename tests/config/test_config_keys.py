@@ -1,4 +1,4 @@
-"""Every key of this field is known; each one works, is fixed with a reason, or is refused as not built."""
+"""Every key of verl is known; each one is supported and described, fixed with a reason, or an error that says why."""
 
 import string
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from rally.config import Config, ConfigError, SftConfig, load_config
 from rally.config.base import Only, Root, Section, look_up
-from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, refusals
+from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 KNOWN = sorted(Config.keys())
 
 
-def told(*lines: str) -> str:
+def error_text(*lines: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=lines)
     return str(caught.value)
@@ -111,8 +111,30 @@ FIELD_KEYS = {
 
 
 @pytest.mark.parametrize("section", FIELD_KEYS)
-def test_every_key_of_the_field_is_known(section: str) -> None:
+def test_every_key_of_verl_is_known(section: str) -> None:
     assert {f"{section}.{key}" for key in FIELD_KEYS[section].split()} - set(KNOWN) == set()
+
+
+def supported_keys(
+    schema: type[Section], rules: tuple[Unsupported, ...], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Keys that docs/keys.md describes by the docstring of their field, with that docstring."""
+    for name, field in schema.model_fields.items():
+        key = prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from supported_keys(field.annotation, rules, key + ".")
+            continue
+        fixed = any(isinstance(mark, Only) for mark in field.metadata)
+        waits = any((key == r.key and not r.supported) or key.startswith(r.key + ".") for r in rules)
+        if not fixed and not waits:
+            yield key, field.description or ""
+
+
+@pytest.mark.parametrize(("schema", "rules"), [(Config, UNSUPPORTED), (SftConfig, SFT_UNSUPPORTED)])
+def test_every_supported_key_has_a_description(schema: type[Root], rules: tuple[Unsupported, ...]) -> None:
+    described = dict(supported_keys(schema, rules))
+    assert len(described) > 70
+    assert [key for key, text in described.items() if not text.strip().endswith(".")] == []
 
 
 def free_of_extras() -> list[str]:
@@ -140,18 +162,18 @@ def misspellings(draw: st.DrawFn) -> tuple[str, str]:
 
 @settings(max_examples=60, deadline=None)
 @given(pair=misspellings())
-def test_a_misspelled_key_is_told_with_the_right_one(pair: tuple[str, str]) -> None:
+def test_a_misspelled_key_is_reported_with_the_right_one(pair: tuple[str, str]) -> None:
     key, wrong = pair
-    line = told(f"{wrong}=1")
+    line = error_text(f"{wrong}=1")
     suggested = line.partition("did you mean ")[2].rstrip("?").replace(" or ", ", ").split(", ")
     assert f"unknown key {wrong}" in line
     assert len(suggested) <= 3 and key in suggested
 
 
-def test_a_key_without_its_leading_sections_finds_the_full_one() -> None:
-    assert f"did you mean {R}.temperature" in told("rollout.temperature=1")
-    assert f"did you mean {R}" in told("rollout.n=4", "rollout.top_p=1")
-    assert "no known key is spelled like it" in told("xyzzy=1")
+def test_a_key_without_its_leading_sections_suggests_the_full_one() -> None:
+    assert f"did you mean {R}.temperature" in error_text("rollout.temperature=1")
+    assert f"did you mean {R}" in error_text("rollout.n=4", "rollout.top_p=1")
+    assert "no known key is similar" in error_text("xyzzy=1")
 
 
 def fixed_keys(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, Only]]:
@@ -164,7 +186,7 @@ def fixed_keys(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, O
 @pytest.mark.parametrize(
     ("key", "mark"), list(fixed_keys(Config)), ids=lambda part: part if isinstance(part, str) else ""
 )
-def test_a_fixed_key_takes_what_describes_rally_and_says_why_it_takes_nothing_else(key: str, mark: Only) -> None:
+def test_a_fixed_key_accepts_its_values_and_rejects_others_with_a_reason(key: str, mark: Only) -> None:
     for value in mark.values:
         assert look_up(Config.model_validate(tree(key, value)), key) == value
     others: tuple[Any, ...] = (True, False, 3, "other", ["model"])
@@ -191,17 +213,17 @@ def refused(schema: type[Root], rules: tuple[Unsupported, ...], rule: Unsupporte
             config = schema.model_validate(tree(key, value))
         except ValidationError:
             continue
-        lines = list(refusals(config, rules))
+        lines = list(unsupported_values(config, rules))
         if lines:
             assert all(line.startswith(f"{key}=") and "is not built yet; " in line for line in lines)
-            return any(line.endswith(f"{rule.instead}.") for line in lines)
+            return any(line.endswith(f"{rule.advice}.") for line in lines)
     return False
 
 
 @pytest.mark.parametrize(("schema", "rules"), [(Config, UNSUPPORTED), (SftConfig, SFT_UNSUPPORTED)])
-def test_every_rule_refuses_each_of_its_keys_by_name(schema: type[Root], rules: tuple[Unsupported, ...]) -> None:
+def test_every_rule_reports_each_of_its_keys_by_name(schema: type[Root], rules: tuple[Unsupported, ...]) -> None:
     fixed = {key for key, _ in fixed_keys(schema)}
-    assert list(refusals(schema(), rules)) == []
+    assert list(unsupported_values(schema(), rules)) == []
     for rule in rules:
         part = look_up(schema(), rule.key)
         keys = [k for k, _ in part.leaves(rule.key + ".")] if isinstance(part, Section) else [rule.key]
@@ -240,7 +262,7 @@ def test_every_rule_refuses_each_of_its_keys_by_name(schema: type[Root], rules: 
         f"{A}.checkpoint.save_contents=[optimizer, extra, model]",
     ],
 )
-def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
+def test_values_equal_to_the_default_behaviour_load(line: str) -> None:
     load_config(overrides=[line])
 
 
@@ -257,7 +279,7 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
         ),
         (
             f"{M}.use_shm=true",
-            f"{M}.use_shm=true cannot be had: weights are read where they lie; leave the key out.",
+            f"{M}.use_shm=true is not supported: weights are read from their own folder; leave the key out.",
         ),
         ("trainer.total_epochs=abc", "trainer.total_epochs is abc (text); it must be a whole number."),
         ("trainer.total_epochs=1.5", "trainer.total_epochs is 1.5 (a number); it must be a whole number."),
@@ -277,12 +299,12 @@ def test_values_that_ask_for_nothing_new_are_fine(line: str) -> None:
         (f"{A}.clip_ratio=.inf", f"{A}.clip_ratio is Infinity (a number); it must be a finite number."),
     ],
 )
-def test_sentences(line: str, sentence: str) -> None:
-    assert told(line) == sentence
+def test_error_messages(line: str, sentence: str) -> None:
+    assert error_text(line) == sentence
 
 
-def test_several_mistakes_are_told_at_once_one_line_each() -> None:
-    lines = told("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{M}.use_shm=true")
+def test_all_mistakes_are_reported_at_once_one_line_each() -> None:
+    lines = error_text("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{M}.use_shm=true")
     assert len(lines.splitlines()) == 5
     for part in ("data.shufle", "trainer.seed is x", f"{R}.name=hf is not built yet", f"{R}.n is 0", "use_shm"):
         assert part in lines

@@ -1,4 +1,4 @@
-"""Files, overrides and bases become one configuration; what cannot be read is told with its place."""
+"""Loading from files, overrides and bases, and the errors for unreadable sources."""
 
 import subprocess
 import sys
@@ -29,14 +29,14 @@ def test_overrides_beat_the_file_and_the_file_beats_the_base(tmp_path: Path) -> 
     assert base["data"] == {"seed": 1, "shuffle": False}
 
 
-def test_the_short_form_of_multi_turn_keeps_what_others_wrote_below_it(tmp_path: Path) -> None:
+def test_the_short_form_of_multi_turn_keeps_the_keys_of_other_layers(tmp_path: Path) -> None:
     base = {"actor_rollout_ref": {"rollout": {"multi_turn": {"max_user_turns": 3}}}}
     file = write(tmp_path, "actor_rollout_ref: {rollout: {multi_turn: true}}\n")
     multi_turn = load_config(file, [f"{R}.multi_turn.format=llama3"], base).rollout.multi_turn
     assert (multi_turn.enable, multi_turn.max_user_turns, multi_turn.format) == (True, 3, "llama3")
 
 
-def test_interpolations_see_written_keys_defaults_and_the_environment(
+def test_interpolations_see_set_keys_defaults_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WHO", "ada")
@@ -92,7 +92,7 @@ def test_a_configuration_cannot_be_changed_by_accident() -> None:
         ("data: {seed: '${x'}\n", "run.yaml: "),
     ],
 )
-def test_broken_yaml_is_told_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+def test_invalid_yaml_is_reported_with_line_and_column(tmp_path: Path, text: str, place: str) -> None:
     file = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
@@ -102,31 +102,31 @@ def test_broken_yaml_is_told_with_its_place(tmp_path: Path, text: str, place: st
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"\xff\xfe\x00")
-    for path, words in (("no.yaml", "does not exist"), (".", "is a folder"), ("latin.yaml", "not UTF-8")):
-        with pytest.raises(ConfigError, match=words):
+    for path, message in (("no.yaml", "does not exist"), (".", "is a folder"), ("latin.yaml", "not UTF-8")):
+        with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / path)
 
 
-def test_all_malformed_overrides_are_told_at_once() -> None:
+def test_all_malformed_overrides_are_reported_at_once() -> None:
     lines = ["trainer.seed", "=3", "a..b=1", "data.seed=[x, #y]", "data.seed=${x"]
     with pytest.raises(RallyError) as caught:
         load_config(overrides=lines)
     assert len(str(caught.value).splitlines()) == len(lines)
-    assert all(repr(line) in told for line, told in zip(lines, str(caught.value).splitlines(), strict=True))
+    assert all(repr(line) in problem for line, problem in zip(lines, str(caught.value).splitlines(), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("data.seed=${nope.x}", "data.seed: Interpolation key 'nope.x' not found"),
         ("data.seed=${data.seed}", "data.seed: Recursive interpolation"),
         ("data.seed=???", "data.seed is ???"),
     ],
 )
-def test_interpolations_that_lead_nowhere(line: str, words: str) -> None:
+def test_unresolvable_interpolations(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[line])
-    assert str(caught.value).startswith(words)
+    assert str(caught.value).startswith(message)
 
 
 ROUND_TRIPS = [
@@ -170,7 +170,7 @@ def test_loading_needs_neither_torch_nor_transformers() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
+def test_a_supervised_run_with_either_set_of_keys(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").touch()
     lines = [
         f"data.train_files={tmp_path}/c.parquet",
@@ -194,31 +194,34 @@ def test_a_supervised_run_in_both_vocabularies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("data.mesages_key=x", "unknown key data.mesages_key; did you mean data.messages_key"),
         ("model.lora_alpha=8", "model.lora_alpha=8 has no effect without lora_rank"),
-        ("data.use_dynamic_bsz=false", "say in data.micro_batch_size_per_gpu how many conversations a pass may hold"),
+        (
+            "data.use_dynamic_bsz=false",
+            "set data.micro_batch_size_per_gpu to the number of conversations per forward pass",
+        ),
         ("data.train_files=no.parquet", "data.train_files=no.parquet does not exist"),
-        ("trainer.test_freq=5", "needs rows to validate on"),
+        ("trainer.test_freq=5", "needs validation rows"),
         ("optim={lr_warmup_steps: 3, lr_warmup_steps_ratio: 0.1}", "both set the warm-up"),
-        ("model={path: a, partial_pretrain: b}", "spellings of one setting but differ"),
+        ("model={path: a, partial_pretrain: b}", "set the same thing to different values"),
         (
             "data.prompt_key=question",
-            "data.prompt_key and data.response_key together say where question and answer are",
+            "data.prompt_key and data.response_key select question and answer together",
         ),
         ("data.response_dict_keys=answer", "has no effect without data.response_key; leave it out"),
-        ("data={prompt_key: q, response_key: a, messages_key: m}", "both say where conversations are; keep one"),
+        ("data={prompt_key: q, response_key: a, messages_key: m}", "both select the conversations; keep one"),
     ],
 )
-def test_mistakes_in_a_supervised_run(line: str, words: str) -> None:
+def test_mistakes_in_a_supervised_run(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_sft_config(overrides=[line])
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("load", [load_config, load_sft_config])
-def test_training_asks_for_a_model_and_rows(load: type) -> None:
+def test_training_requires_a_model_and_rows(load: type) -> None:
     with pytest.raises(ConfigError) as caught:
         load().require_training()
     assert [line.split(" ")[0].split(".")[-1] for line in caught.value.problems] == ["path", "train_files"]

@@ -1,9 +1,9 @@
-"""What several GPUs change of a configuration."""
+"""The engine of a configuration for several GPUs."""
 
 import pytest
 
 from rally.config import load_config
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 
 SERVERS = "actor_rollout_ref.rollout.data_parallel_size"
 
@@ -19,10 +19,10 @@ SERVERS = "actor_rollout_ref.rollout.data_parallel_size"
         (["trainer.n_gpus_per_node=2", "trainer.device=cpu"], ("rally", 1)),
     ],
 )
-def test_who_samples_for_a_policy_in_parts(
+def test_the_engine_of_a_sharded_policy(
     monkeypatch: pytest.MonkeyPatch, lines: list[str], expected: tuple[str, int]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    rollout = served(load_config(overrides=lines)).rollout
+    rollout = with_rollout_servers(load_config(overrides=lines)).rollout
     assert (rollout.name, rollout.data_parallel_size) == expected

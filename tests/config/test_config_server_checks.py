@@ -1,4 +1,4 @@
-"""Keys of rollout servers: what fits together loads, and what would have no effect is said in one sentence."""
+"""Checks of the rollout servers' keys: valid combinations load, others give one sentence."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redact_module, "_known", {})
 
 
-def told(*lines: str) -> str:
+def error_text(*lines: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[f"{R}.{line}" for line in lines])
     return "\n".join(caught.value.problems)
@@ -39,19 +39,19 @@ def told(*lines: str) -> str:
         ("name=vllm", "checkpoint_engine.update_weights_bucket_megabytes=512", "temperature=0.7"),
     ],
 )
-def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
+def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
     load_config(overrides=[f"{R}.{line}" for line in lines])
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
         (("mode=server",), "mode=server needs a server; set"),
         (("port_start=30100",), "port_start has no effect with actor_rollout_ref.rollout.name=embedded"),
         (("data_parallel_size=2",), "data_parallel_size has no effect"),
         (("name=vllm", "mode=server"), "set actor_rollout_ref.rollout.server.url"),
         (("name=vllm", "mode=server", "server.url=10.0.0.1"), "write it as http://10.0.0.1:8000"),
-        (("name=vllm", "mode=server", "server.urls=[http://a, http://a]"), "names a server twice"),
+        (("name=vllm", "mode=server", "server.urls=[http://a, http://a]"), "contains a server twice"),
         (
             ("name=vllm", "mode=server", "server.url=http://a", "port_start=1"),
             "port_start has no effect on servers that",
@@ -60,7 +60,7 @@ def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
         (("name=vllm", "engine_kwargs.sglang.x=1"), "engine_kwargs.sglang has no effect"),
         (("name=vllm", "engine_kwargs.vllm.port=1"), "engine_kwargs.vllm.port is set by the run itself"),
         (("name=vllm", "engine_kwargs.trtllm.x=1"), "not built yet"),
-        (("name=vllm", "stop_strings=[x]"), "knows token ids alone"),
+        (("name=vllm", "stop_strings=[x]"), "see token ids only"),
         (("name=vllm", "temperature=0.7", "top_p=0.9"), "cannot report the policy's log-probs"),
         (("name=sglang", "deterministic=true"), "deterministic has no effect with"),
         (
@@ -73,47 +73,49 @@ def test_what_fits_together_loads(lines: tuple[str, ...]) -> None:
         (("name=vllm", "mode=sync"), "not built yet; leave it out, every engine is asynchronous"),
     ],
 )
-def test_what_does_not_is_one_sentence(lines: tuple[str, ...], words: str) -> None:
-    problem = told(*lines)
-    assert words in problem and "\n" not in problem
+def test_an_invalid_combination_is_one_sentence(lines: tuple[str, ...], message: str) -> None:
+    problem = error_text(*lines)
+    assert message in problem and "\n" not in problem
 
 
 @pytest.mark.parametrize("adapters", ["lora_rank=8", "lora_adapter_path=adapters"])
-def test_handles_are_for_policies_without_adapters(adapters: str) -> None:
+def test_ipc_needs_a_policy_without_adapters(adapters: str) -> None:
     lines = [f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc", f"actor_rollout_ref.model.{adapters}"]
-    with pytest.raises(ConfigError, match=r"where adapters \(LoRA\) are not merged; leave it out"):
+    with pytest.raises(ConfigError, match=r"in which LoRA adapters are not merged; leave it out"):
         load_config(overrides=lines)
 
 
 @pytest.mark.parametrize("url", ["http://a:x", "http://a:99999", "http://a:0", "http://[::1", "ftp://a"])
-def test_what_is_no_address_is_told_so(url: str) -> None:
-    assert f"server.url={url} is no address" in told("name=vllm", "mode=server", f"server.url='{url}'")
+def test_an_invalid_address_is_reported(url: str) -> None:
+    assert f"server.url={url} is not a valid address" in error_text("name=vllm", "mode=server", f"server.url='{url}'")
 
 
 @pytest.mark.parametrize("url", ["http://ada:pa/ss-word@a:1", "ada:pa/ss-word@a:1", "ftp://ada:pa/ss-word@a:1"])
-def test_nor_does_that_tell_a_password(url: str) -> None:
-    problem = told("name=vllm", "mode=server", f"server.url={url}")
-    assert "***@a:1 is no address" in problem and "pa/ss" not in problem and "ada" not in problem
+def test_an_invalid_address_is_reported_without_its_password(url: str) -> None:
+    problem = error_text("name=vllm", "mode=server", f"server.url={url}")
+    assert "***@a:1 is not a valid address" in problem and "pa/ss" not in problem and "ada" not in problem
 
 
-def test_a_password_beside_a_token_is_a_mistake_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_and_a_token_together_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_api.TOKEN_VARIABLE == TOKEN_VARIABLE
     monkeypatch.setenv(TOKEN_VARIABLE, "token-of-the-engine")
     lines = ("mode=server", "server.urls=[http://a:1, http://ada:pass-word@b:1]")
-    problem = told("name=rally", *lines)
-    assert problem.endswith("RALLY_ENGINE_TOKEN is set, but a request can carry only one of them; take one out.")
+    problem = error_text("name=rally", *lines)
+    assert problem.endswith("RALLY_ENGINE_TOKEN is set, but a request can carry only one of them; remove one.")
     assert "pass-word" not in problem and "token-of" not in problem
     load_config(overrides=[f"{R}.{line}" for line in ("name=vllm", *lines)])
     monkeypatch.delenv(TOKEN_VARIABLE)
     load_config(overrides=[f"{R}.{line}" for line in ("name=rally", *lines)])
 
 
-def test_who_asks_does_not_make_two_servers_of_one() -> None:
-    assert "names a server twice" in told("name=vllm", "mode=server", "server.urls=[http://a, http://ada:b@a/]")
+def test_one_server_with_and_without_a_user_is_a_duplicate() -> None:
+    assert "contains a server twice" in error_text(
+        "name=vllm", "mode=server", "server.urls=[http://a, http://ada:b@a/]"
+    )
 
 
 @pytest.mark.parametrize("written", ["http://ada:pass-word@a:1", "http://a:p@a:1", "http://ada:${oc.env:SHORT}@a:1"])
-def test_a_saved_address_tells_no_password(written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_saved_address_contains_no_password(written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHORT", "pw")
     config = load_config(overrides=[f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url={written}"])
     saved = tmp_path / "config.yaml"
@@ -123,7 +125,9 @@ def test_a_saved_address_tells_no_password(written: str, monkeypatch: pytest.Mon
         load_config(saved)
 
 
-def test_one_of_the_environment_is_saved_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_password_from_the_environment_is_saved_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("GATE", "ada:pass-word")
     url = f"{R}.server.url=http://${{oc.env:GATE}}@a:1"
     saved = tmp_path / "config.yaml"

@@ -1,4 +1,4 @@
-"""A value that nothing would read is told by its key; the ecosystem's defaults, written out, always pass."""
+"""Keys without effect are reported; verl's defaults, spelled out, always pass."""
 
 import pytest
 
@@ -30,7 +30,7 @@ HF = "[model, optimizer, extra, hf_model]"
         ((GAE, f"critic.checkpoint.save_contents={HF}"), "critic.checkpoint.save_contents=hf_model", "leave it out"),
     ],
 )
-def test_a_key_without_effect_is_told_with_what_would_give_it_one(lines: tuple[str, ...], key: str, cure: str) -> None:
+def test_a_key_without_effect_is_reported_with_what_to_do(lines: tuple[str, ...], key: str, cure: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=lines)
     [problem] = caught.value.problems
@@ -51,7 +51,7 @@ def test_a_key_without_effect_is_told_with_what_would_give_it_one(lines: tuple[s
         (f"{A}.checkpoint={{save_contents: {HF}, load_contents: {HF}}}",),
     ],
 )
-def test_defaults_and_what_has_an_effect_pass(lines: tuple[str, ...]) -> None:
+def test_defaults_and_keys_with_an_effect_load(lines: tuple[str, ...]) -> None:
     load_config(overrides=lines)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from train_cases import uneven_episodes
 
 from rally.config import ConfigError, load_config
-from rally.config.checks.multi_gpu import served
+from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.distributed.messages import decode, encode
 from rally.models.parallel import ALONE, Alone
 from rally.runs.build.inputs import RunError
@@ -118,20 +118,23 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
     [
         (
             ["algorithm.adv_estimator=gae", "critic.fsdp_config.optimizer_offload=true"],
-            "critic.fsdp_config.optimizer_offload=true asks for an optimizer that waits in main memory",
+            "critic.fsdp_config.optimizer_offload=true asks for an optimizer in main memory",
         ),
-        (["trainer.val_only=true", "data.val_files=pyproject.toml"], "a run that only validates, which is for one GPU"),
-        ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer that waits in main memory, which is for one GPU"),
-        (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference that waits in main memory"),
-        ([f"{A}.fsdp_config.fsdp_size=1"], "weights lie on all 2 GPUs; leave it out"),
+        (
+            ["trainer.val_only=true", "data.val_files=pyproject.toml"],
+            "validation without training, which works on one GPU only",
+        ),
+        ([f"{A}.fsdp_config.optimizer_offload=true"], "an optimizer in main memory, which works on one GPU only"),
+        (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "a reference model in main memory"),
+        ([f"{A}.fsdp_config.fsdp_size=1"], "must be -1 or 2, the number of GPUs; leave it out"),
         (
             ["actor_rollout_ref.ref.fsdp_config.reshard_after_forward=false"],
-            f"has no effect, since {A}.fsdp_config.reshard_after_forward is for all models",
+            f"has no effect: {A}.fsdp_config.reshard_after_forward applies to all models",
         ),
-        ([f"{A}.ppo_micro_batch_size=4"], "could mean one GPU or all 2; leave it out and set"),
-        ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "shows servers the weights of one GPU"),
+        ([f"{A}.ppo_micro_batch_size=4"], "is ambiguous with 2 GPUs; leave it out and set"),
+        ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "backend=ipc works on one GPU only"),
         ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),
-        ([f"{R}.stop_strings=[a]"], "cannot be had from a server"),
+        ([f"{R}.stop_strings=[a]"], "is not supported by servers"),
         (["trainer.nnodes=2"], "is not built yet; set it to 1 to train on this machine"),
     ],
 )
@@ -156,7 +159,7 @@ def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.Monk
         (TWO, "rally", 1),
         ([], "embedded", 1),
     ):
-        rollout = served(load_config(overrides=list(words))).rollout
+        rollout = with_rollout_servers(load_config(overrides=list(words))).rollout
         assert (rollout.name, rollout.data_parallel_size) == (name, servers)
 
 

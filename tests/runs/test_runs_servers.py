@@ -172,7 +172,7 @@ def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> Non
         transport_of(config, model)
     elsewhere = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://10.0.0.1:1")
     for key in ("checkpoint_engine.backend=ipc", "free_cache_engine=false"):
-        with pytest.raises(ConfigError, match="has no effect on servers that run already"):
+        with pytest.raises(ConfigError, match="has no effect on servers that already run"):
             run_config(home, tmp_path / "run", *elsewhere, f"{R}.{key}")
 
 

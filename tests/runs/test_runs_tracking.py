@@ -78,7 +78,9 @@ def test_mlflow_has_every_metric_and_every_episode(tracked: Tracked) -> None:
 
 
 def test_a_trace_key_without_a_backend_is_named(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trace.token2text=true has no effect without .*trace.backend; set mlflow"):
+    with pytest.raises(
+        ConfigError, match=r"trace.token2text=true has no effect without .*trace.backend; set that to mlflow or otel"
+    ):
         run_config(home, tmp_path, "actor_rollout_ref.rollout.trace.token2text=true")
     with pytest.raises(ConfigError, match=r"trace.backend=weave is not built yet; use mlflow or otel"):
         run_config(home, tmp_path, "actor_rollout_ref.rollout.trace.backend=weave")

@@ -1,4 +1,7 @@
-"""What keys must hold together: each check reads a valid `Config` and says one sentence per contradiction."""
+"""Checks that compare keys with each other, and the lists of all checks.
+
+Each check reads a valid configuration and yields one sentence per problem.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from rally.config.algorithm import RolloutCorrection
 from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
 from rally.config.checks.critic import critic, kl_control
-from rally.config.checks.multi_gpu import several, sft_several
+from rally.config.checks.multi_gpu import multi_gpu, sft_multi_gpu
 from rally.config.checks.servers import servers
-from rally.config.checks.unused_keys import ineffective, sft_ineffective
+from rally.config.checks.unused_keys import sft_unused_keys, unused_keys
 from rally.config.errors import shown
 from rally.config.model import LoraKeys
 from rally.config.reward import CustomRewardFunction, RewardShaping
@@ -19,42 +22,7 @@ from rally.config.schema import MANAGER, ROLLOUT, SPELLINGS, Config
 from rally.config.sft import MESSAGES, SFT_SPELLINGS, SftConfig
 from rally.config.trainer import RunConfig
 
-
-def trace(config: Config) -> Iterator[str]:
-    given = config.rollout.trace
-    if given.backend is None:
-        for name, value in given.model_dump(exclude_defaults=True).items():
-            yield f"{ROLLOUT}.trace.{name}={shown(value)} has no effect without {ROLLOUT}.trace.backend; set mlflow."
-
-
 ACTOR = "actor_rollout_ref.actor"
-
-
-def by_count(config: Config) -> Iterator[str]:
-    """Without a token budget a count must say how much a forward pass holds."""
-    ref, per_gpu = "actor_rollout_ref.ref", "micro_batch_size_per_gpu"
-    for key, count in (
-        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_{per_gpu}"),
-        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_{per_gpu}"),
-        (f"{ref}.log_prob_use_dynamic_bsz", f"{ref}.log_prob_{per_gpu}"),
-        ("critic.use_dynamic_bsz", f"critic.ppo_{per_gpu}"),
-    ):
-        if look_up(config, key) is False and look_up(config, count) is None:
-            yield f"{key}=false takes the token budget away; say in {count} how many episodes a pass may hold."
-
-
-def sft_by_count(config: SftConfig) -> Iterator[str]:
-    if not config.data.use_dynamic_bsz and config.data.micro_batch_size_per_gpu is None:
-        told = "data.use_dynamic_bsz=false takes the token budget away"
-        yield f"{told}; say in data.micro_batch_size_per_gpu how many conversations a pass may hold."
-
-
-def custom_rows(config: Config) -> Iterator[str]:
-    chosen = config.data.custom_cls
-    if (chosen.path is None) != (chosen.name is None):
-        yield "data.custom_cls.path and data.custom_cls.name together name a class; set both."
-
-
 CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
@@ -62,7 +30,7 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
 BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
-"""Estimators that discount along an episode, whatever turns earn."""
+"""Estimators that always discount along an episode."""
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.tau_pos": ("sapo",),
     f"{ACTOR}.tau_neg": ("sapo",),
@@ -72,22 +40,55 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.policy_loss.kl_cov_ratio": ("kl_cov",),
     f"{ACTOR}.policy_loss.ppo_kl_coef": ("kl_cov",),
 }
-"""Numbers that belong to some objectives only."""
+"""Keys that only some objectives use."""
 
 
-def spelled_once(config: Config | SftConfig) -> Iterator[str]:
+def trace(config: Config) -> Iterator[str]:
+    settings = config.rollout.trace
+    if settings.backend is None:
+        for name, value in settings.model_dump(exclude_defaults=True).items():
+            problem = f"{ROLLOUT}.trace.{name}={shown(value)} has no effect without {ROLLOUT}.trace.backend"
+            yield f"{problem}; set that to mlflow or otel."
+
+
+def micro_batch_limits(config: Config) -> Iterator[str]:
+    """Without a token budget, a number of episodes must limit a forward pass."""
+    ref, per_gpu = "actor_rollout_ref.ref", "micro_batch_size_per_gpu"
+    for key, count in (
+        (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_{per_gpu}"),
+        (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_{per_gpu}"),
+        (f"{ref}.log_prob_use_dynamic_bsz", f"{ref}.log_prob_{per_gpu}"),
+        ("critic.use_dynamic_bsz", f"critic.ppo_{per_gpu}"),
+    ):
+        if look_up(config, key) is False and look_up(config, count) is None:
+            yield f"{key}=false removes the token budget; set {count} to the number of episodes per forward pass."
+
+
+def sft_micro_batch_limits(config: SftConfig) -> Iterator[str]:
+    if not config.data.use_dynamic_bsz and config.data.micro_batch_size_per_gpu is None:
+        problem = "data.use_dynamic_bsz=false removes the token budget"
+        yield f"{problem}; set data.micro_batch_size_per_gpu to the number of conversations per forward pass."
+
+
+def custom_rows(config: Config) -> Iterator[str]:
+    chosen = config.data.custom_cls
+    if (chosen.path is None) != (chosen.name is None):
+        yield "data.custom_cls.path and data.custom_cls.name select a class together; set both."
+
+
+def spellings_agree(config: Config | SftConfig) -> Iterator[str]:
     for keys in SPELLINGS if isinstance(config, Config) else SFT_SPELLINGS:
         written = {key: value for key in keys if (value := look_up(config, key)) is not None}
         if len(set(written.values())) > 1:
-            told = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
-            yield f"{told} are spellings of one setting but differ; keep one of them."
+            problem = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
+            yield f"{problem} set the same thing to different values; keep one of them."
 
 
-def agreeing(config: Config | SftConfig) -> Iterator[str]:
-    for second, first in SAME_AS if isinstance(config, Config) else SFT_SAME_AS:
-        given, ruling = look_up(config, second), look_up(config, first)
-        if given is not None and given != ruling:
-            yield f"{second}={shown(given)} must equal {first}={shown(ruling)}; leave it out and set {first}."
+def aliases_agree(config: Config | SftConfig) -> Iterator[str]:
+    for alias, key in SAME_AS if isinstance(config, Config) else SFT_SAME_AS:
+        alias_value, value = look_up(config, alias), look_up(config, key)
+        if alias_value is not None and alias_value != value:
+            yield f"{alias}={shown(alias_value)} must equal {key}={shown(value)}; leave it out and set {key}."
 
 
 def history(config: Config) -> Iterator[str]:
@@ -97,55 +98,55 @@ def history(config: Config) -> Iterator[str]:
         yield f"{name}.use_inference_chat_template=true means {name}.history=rerender, not append; keep one of them."
 
 
-def batch(config: Config) -> Iterator[str]:
+def batch_sizes(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
-    alone = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
-    if n < 2 and not alone and not config.trainer.val_only:
-        yield f"{ROLLOUT}.n={n} leaves {estimator} nothing to compare an episode with; set it to 2 or more."
+    needs_no_group = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
+    if n < 2 and not needs_no_group and not config.trainer.val_only:
+        yield f"{ROLLOUT}.n={n} leaves nothing for {estimator} to compare an episode with; set it to 2 or more."
     if mini > train:
         yield f"{ACTOR}.ppo_mini_batch_size={mini} is more than data.train_batch_size={train}; make it {train} or less."
     window, prompt = config.rollout.max_model_len, config.data.max_prompt_length
     if window is not None and window <= prompt:
-        yield f"{ROLLOUT}.max_model_len={window} leaves no room after data.max_prompt_length={prompt}; raise it."
+        yield f"{ROLLOUT}.max_model_len={window} leaves no tokens after data.max_prompt_length={prompt}; raise it."
 
 
 def sampling(config: Config) -> Iterator[str]:
     rollout, val = config.rollout, config.rollout.val_kwargs
     if rollout.temperature == 0 and not config.trainer.val_only:
-        yield f"{ROLLOUT}.temperature=0 makes all episodes of a group equal; training needs more than 0."
+        yield f"{ROLLOUT}.temperature=0 makes all episodes of a group equal; set it above 0."
     if val.do_sample and val.temperature == 0:
         yield f"{ROLLOUT}.val_kwargs.do_sample=true needs {ROLLOUT}.val_kwargs.temperature above 0; set it."
     if val.do_sample is False and val.temperature > 0:
-        told = f"{ROLLOUT}.val_kwargs.temperature={val.temperature}"
-        yield f"{told} has no effect with do_sample=false; set do_sample=true or temperature=0."
+        problem = f"{ROLLOUT}.val_kwargs.temperature={val.temperature}"
+        yield f"{problem} has no effect with do_sample=false; set do_sample=true or temperature=0."
     if val.n > 1 and not (val.do_sample or val.temperature > 0):
-        told = f"{ROLLOUT}.val_kwargs.n={val.n} asks for greedy samples, which are all the same"
-        yield f"{told}; leave it out, or set {ROLLOUT}.val_kwargs.temperature above 0."
+        problem = f"{ROLLOUT}.val_kwargs.n={val.n} asks for greedy samples, which are all equal"
+        yield f"{problem}; leave it out, or set {ROLLOUT}.val_kwargs.temperature above 0."
 
 
 def curriculum(config: Config) -> Iterator[str]:
     sampler, chosen = config.data.sampler, config.data.curriculum
     if (sampler.class_path is None) != (sampler.class_name is None):
-        yield "data.sampler.class_path and data.sampler.class_name together name a class; set both."
+        yield "data.sampler.class_path and data.sampler.class_name select a class together; set both."
     if sampler.class_path is not None and chosen.by is not None:
         yield f"data.sampler and data.curriculum.by={chosen.by} both choose the rows of a step; keep one of them."
     if chosen.low > chosen.high:
         yield f"data.curriculum.low={chosen.low} is above data.curriculum.high={chosen.high}; lower it."
     written = chosen.model_dump(exclude_defaults=True)
     for name in [n for n in written if n not in ("by", *CURRICULUM_KEYS.get(chosen.by, ()))]:
-        told = f"data.curriculum.{name}={shown(written[name])}"
-        yield f"{told} has no effect with data.curriculum.by={shown(chosen.by)}; leave it out."
+        problem = f"data.curriculum.{name}={shown(written[name])}"
+        yield f"{problem} has no effect with data.curriculum.by={shown(chosen.by)}; leave it out."
 
 
 def loss(config: Config) -> Iterator[str]:
     actor = config.actor
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward and not config.algorithm.allow_both_kl:
-        told = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward would count the KL twice"
-        yield f"{told}; keep one of them, or set algorithm.allow_both_kl=true."
+        problem = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward together count the KL twice"
+        yield f"{problem}; keep one of them, or set algorithm.allow_both_kl=true."
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        told = f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor}"
-        yield f"{told} has no effect unless {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm; leave it out."
+        problem = f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor}"
+        yield f"{problem} has no effect unless {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm; leave it out."
     if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
         yield f"{ACTOR}.optim.lr_warmup_steps and lr_warmup_steps_ratio both set the warm-up; keep one of them."
 
@@ -154,22 +155,22 @@ def objective(config: Config) -> Iterator[str]:
     actor = config.actor
     mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     if mode in ("gspo", "geo_mean", "gmpo") and aggregation != "seq-mean-token-mean":
-        told = f"{ACTOR}.policy_loss.loss_mode={mode} is a mean over sequences"
-        yield f"{told}; set {ACTOR}.loss_agg_mode=seq-mean-token-mean."
+        problem = f"{ACTOR}.policy_loss.loss_mode={mode} averages over sequences"
+        yield f"{problem}; set {ACTOR}.loss_agg_mode=seq-mean-token-mean."
     for key, belongs in LOSS_KEYS.items():
         if mode not in belongs and look_up(config, key) != look_up(Config(), key):
             yield f"{key} has no effect with {ACTOR}.policy_loss.loss_mode={mode}; leave it out."
 
 
-def credit(config: Config) -> Iterator[str]:
+def advantages(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     estimator, turns, gamma = algorithm.adv_estimator, algorithm.turn_rewards, algorithm.gamma
     if gamma != 1 and turns == "trajectory" and estimator not in (*CHAINS, "gigpo"):
         yield f"algorithm.gamma={gamma} has no effect with {estimator} over whole episodes; set algorithm.turn_rewards."
     if turns != "trajectory" and estimator in ("remax", "gdpo"):
-        yield f"algorithm.turn_rewards={turns} does not go with {estimator}; leave it out."
+        yield f"algorithm.turn_rewards={turns} is not supported with {estimator}; leave it out."
     if turns == "turn_baseline" and estimator in (*CHAINS, "gigpo"):
-        yield f"algorithm.turn_rewards=turn_baseline does not go with {estimator}; set it to returns."
+        yield f"algorithm.turn_rewards=turn_baseline is not supported with {estimator}; set it to returns."
     for key, usual in (("kl_penalty", ("kl",)), ("kl_ctrl.kl_coef", (0.001, 0.0))):
         if not algorithm.use_kl_in_reward and look_up(algorithm, key) not in usual:
             yield f"algorithm.{key} has no effect without algorithm.use_kl_in_reward=true; set that, or leave it out."
@@ -179,106 +180,108 @@ def credit(config: Config) -> Iterator[str]:
         yield "algorithm.gigpo.step_advantage_w has no effect unless algorithm.adv_estimator=gigpo; leave it out."
 
 
-def components(config: Config) -> Iterator[str]:
+def gdpo_components(config: Config) -> Iterator[str]:
     keys, chosen = config.algorithm.gdpo_reward_keys, config.algorithm.adv_estimator == "gdpo"
     if bool(keys) != chosen:
-        yield "algorithm.gdpo_reward_keys and algorithm.adv_estimator=gdpo go together; set both or neither."
+        yield "algorithm.gdpo_reward_keys and algorithm.adv_estimator=gdpo belong together; set both or neither."
     if chosen and config.algorithm.use_kl_in_reward:
         yield f"algorithm.use_kl_in_reward has no effect with gdpo; use {ACTOR}.use_kl_loss."
     shaped = config.reward_shaping != RewardShaping() and config.reward_shaping.enable is not False
     if chosen and shaped and not any(key.startswith("shaping/") for key in keys):
-        told = "reward_shaping has no effect with gdpo unless its components are among algorithm.gdpo_reward_keys"
-        yield f"{told}; add them, such as shaping/tool_call_success."
+        problem = "reward_shaping has no effect with gdpo unless its components are among algorithm.gdpo_reward_keys"
+        yield f"{problem}; add them, such as shaping/tool_call_success."
 
 
-def filtering(config: Config) -> Iterator[str]:
+def dynamic_sampling(config: Config) -> Iterator[str]:
     key, chosen, data = "algorithm.filter_groups", config.algorithm.filter_groups, config.data
     if not chosen.enable and "enable" in chosen.model_fields_set:
-        return  # who wrote enable=false knows that the rest has no effect
+        return  # with an explicit enable=false, the rest is known to have no effect
     if not chosen.enable:
         written = [f"{key}.{name}" for name in chosen.model_dump(exclude_defaults=True) if name != "enable"]
         for name in [*written, *(["data.gen_batch_size"] if data.gen_batch_size is not None else [])]:
             yield f"{name} has no effect without {key}.enable=true; set that, or leave it out."
         return
     if data.gen_batch_size is not None and data.gen_batch_size < data.train_batch_size:
-        told = f"data.gen_batch_size={data.gen_batch_size} is less than data.train_batch_size={data.train_batch_size}"
-        yield f"{told}, which a step trains on; make it as large or leave it out."
+        started, trained = data.gen_batch_size, data.train_batch_size
+        problem = f"data.gen_batch_size={started} is less than data.train_batch_size={trained}"
+        yield f"{problem}, which a step trains on; make it at least as large, or leave it out."
     if config.rollout.n < 2 and config.algorithm.adv_estimator != "remax":
-        yield f"{key} sets groups of one episode aside, all of them; set {ROLLOUT}.n to 2 or more."
+        yield f"{key} with {ROLLOUT}.n=1 sets all groups aside; set {ROLLOUT}.n to 2 or more."
     if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        yield f"{key}.metric=seq_final_reward holds a KL that is not known in time; use seq_reward."
+        yield f"{key}.metric=seq_final_reward includes a KL that is computed after filtering; use seq_reward."
 
 
-def correction(config: Config) -> Iterator[str]:
-    key, given = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    if given.bypass_mode and (given.rollout_is is not None or given.tests):
-        yield f"{key}.bypass_mode=true corrects nothing; leave it out, or {key}.rollout_is and rollout_rs."
-    if given.rollout_is_batch_normalize and given.rollout_is is None:
+def off_policy_correction(config: Config) -> Iterator[str]:
+    key, settings = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if settings.bypass_mode and (settings.rollout_is is not None or settings.tests):
+        yield f"{key}.bypass_mode=true switches correction off; leave it out, or {key}.rollout_is and rollout_rs."
+    if settings.rollout_is_batch_normalize and settings.rollout_is is None:
         yield f"{key}.rollout_is_batch_normalize has no effect without {key}.rollout_is; set it to token or sequence."
-    if given.rollout_is is None and given.rollout_is_threshold != 2.0:
+    if settings.rollout_is is None and settings.rollout_is_threshold != 2.0:
         yield f"{key}.rollout_is_threshold has no effect without {key}.rollout_is; set it to token or sequence."
-    for test in given.tests:
+    for test in settings.tests:
         if not re.fullmatch("token_k[123]|seq_(sum|mean)_k[123]|seq_max_k[23]", test):
             yield f"{key}.rollout_rs={test} is unknown; use token_k1, seq_mean_k3 or another of docs/methods.md."
-    if bool(given.tests) != (given.rollout_rs_threshold is not None):
-        yield f"{key}.rollout_rs and {key}.rollout_rs_threshold go together; set both or neither."
-    elif given.tests and not _bounds_fit(given):
-        told = f"{key}.rollout_rs_threshold={given.rollout_rs_threshold}"
-        yield f"{told} must be a number, or two as in 0.5_2.0, for all tests or for each; mend it."
+    if bool(settings.tests) != (settings.rollout_rs_threshold is not None):
+        yield f"{key}.rollout_rs and {key}.rollout_rs_threshold belong together; set both or neither."
+    elif settings.tests and not _bounds_fit(settings):
+        problem = f"{key}.rollout_rs_threshold={settings.rollout_rs_threshold}"
+        yield f"{problem} is invalid; set a number or bounds such as 0.5_2.0, once or for each test."
 
 
-def _bounds_fit(given: RolloutCorrection) -> bool:
+def _bounds_fit(settings: RolloutCorrection) -> bool:
     try:
-        rejections = given.rejections
+        rejections = settings.rejections
     except (ValueError, ZeroDivisionError):
         return False
-    count = str(given.rollout_rs_threshold).count(",") + 1
+    count = str(settings.rollout_rs_threshold).count(",") + 1
     sound = all(r.highest > 0 and (0 < r.lowest <= r.highest or not r.test.endswith("k1")) for r in rejections)
-    return sound and count in (1, len(given.tests))
+    return sound and count in (1, len(settings.tests))
 
 
 def lora(config: Config | SftConfig) -> Iterator[str]:
     model, key = (config.model, "actor_rollout_ref.model") if isinstance(config, Config) else (config.model, "model")
     shape = {name: value for name in LORA_SHAPE if (value := getattr(model, name)) != getattr(LoraKeys(), name)}
-    why = "without lora_rank" if not model.lora_rank else "with lora_adapter_path, whose folder says it"
+    why = "without lora_rank" if not model.lora_rank else "with lora_adapter_path, whose folder sets it"
     if not model.lora_rank or model.lora_adapter_path:
         for name, value in shape.items():
             yield f"{key}.{name}={shown(value)} has no effect {why}; leave it out."
     yield from _missing(config, f"{key}.lora_adapter_path")
 
 
-def loop(config: Config) -> Iterator[str]:
+def agent_loop(config: Config) -> Iterator[str]:
     named = config.rollout.agent.default_agent_loop
     if config.rollout.agent_loop_class and named != "single_turn_agent":
-        yield f"{ROLLOUT}.agent_loop_class and {ROLLOUT}.agent.default_agent_loop={named} each name a loop; keep one."
+        yield f"{ROLLOUT}.agent_loop_class and {ROLLOUT}.agent.default_agent_loop={named} both select a loop; keep one."
     if config.rollout.agent_loop_class in BLACK_BOX:
         for key in (*SPELLINGS[0], *SPELLINGS[1], f"{ROLLOUT}.agent_loop_config.tools"):
             if look_up(config, key):
-                yield f"{key} has no effect with {ROLLOUT}.agent_loop_class=black_box, which has its own; leave it out."
+                yield f"{key} has no effect with {ROLLOUT}.agent_loop_class=black_box; leave it out."
 
 
 def reward(config: Config) -> Iterator[str]:
     function, unset = config.reward_function, CustomRewardFunction()
     if config.custom_reward_function not in (unset, function):
-        yield "custom_reward_function and reward.custom_reward_function are one setting but differ; keep one of them."
+        problem = "custom_reward_function and reward.custom_reward_function set the same thing to different values"
+        yield f"{problem}; keep one of them."
     if function.path is None and function.name != "compute_score":
         yield f"custom_reward_function.name={function.name} needs custom_reward_function.path; set it."
     if config.reward_shaping == RewardShaping(enable=True):
-        yield "reward_shaping.enable=true changes nothing while all its values are 0; set one of them."
+        yield "reward_shaping.enable=true has no effect while all its values are 0; set one of them."
 
 
-def manager(config: Config) -> Iterator[str]:
+def reward_manager(config: Config) -> Iterator[str]:
     written = {key: name for key in MANAGER if (name := look_up(config, key)) != "naive"}
-    name, given = config.reward_manager_name, config.reward_model.reward_kwargs
-    buffer, overlong = given.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
+    name, kwargs = config.reward_manager_name, config.reward_model.reward_kwargs
+    buffer, overlong = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs.overlong_buffer_cfg"
     if len(set(written.values())) > 1:
-        told = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
-        yield f"{told} are spellings of one setting but differ; keep one of them."
+        problem = " and ".join(f"{key}={shown(value)}" for key, value in written.items())
+        yield f"{problem} set the same thing to different values; keep one of them."
     if name == "batch" and config.reward_function.path is None:
-        yield "reward_manager=batch needs a function that takes lists; set custom_reward_function.path."
+        yield "reward_manager=batch needs a reward function that takes lists; set custom_reward_function.path."
     if buffer.enable and name != "dapo":
         yield f"{overlong}.enable=true has no effect with reward_manager={name}; set reward_manager=dapo."
-    longest = given.max_resp_len or config.data.max_response_length
+    longest = kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and buffer.len > longest:
         yield f"{overlong}.len={buffer.len} is more than the response budget of {longest} tokens; make it smaller."
 
@@ -300,14 +303,14 @@ def files(config: Config) -> Iterator[str]:
     ):
         yield from _missing(config, key)
     if not config.data.val_files and (config.trainer.test_freq > 0 or config.trainer.val_only):
-        yield "trainer.test_freq and trainer.val_only need rows to validate on; set data.val_files."
+        yield "trainer.test_freq and trainer.val_only need validation rows; set data.val_files."
 
 
 def sft_files(config: SftConfig) -> Iterator[str]:
     for key in ("data.train_files", "data.val_files", "model.path", "model.partial_pretrain", "model.tokenizer_path"):
         yield from _missing(config, key)
     if not config.data.val_files and config.trainer.test_freq > 0:
-        yield f"trainer.test_freq={config.trainer.test_freq} needs rows to validate on; set data.val_files."
+        yield f"trainer.test_freq={config.trainer.test_freq} needs validation rows; set data.val_files."
     if config.optim.lr_warmup_steps >= 0 and config.optim.lr_warmup_steps_ratio > 0:
         yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio both set the warm-up; keep one of them."
 
@@ -315,15 +318,15 @@ def sft_files(config: SftConfig) -> Iterator[str]:
 def sft_columns(config: SftConfig) -> Iterator[str]:
     data = config.data
     if (data.prompt_key is None) != (data.response_key is None):
-        yield "data.prompt_key and data.response_key together say where question and answer are; set both."
+        yield "data.prompt_key and data.response_key select question and answer together; set both."
     for name in ("prompt", "response"):
         inner = look_up(config, f"data.{name}_dict_keys")
         if inner and look_up(config, f"data.{name}_key") is None:
             yield f"data.{name}_dict_keys={shown(inner)} has no effect without data.{name}_key; leave it out."
-    written = config.first_written(MESSAGES)
+    written = config.first_set(MESSAGES)
     if data.prompt_key is not None and written is not None:
-        told = f"data.messages_key={shown(written)} and data.prompt_key={shown(data.prompt_key)}"
-        yield f"{told} both say where conversations are; keep one of them."
+        problem = f"data.messages_key={shown(written)} and data.prompt_key={shown(data.prompt_key)}"
+        yield f"{problem} both select the conversations; keep one of them."
 
 
 def resume(config: Config | SftConfig) -> Iterator[str]:
@@ -333,24 +336,24 @@ def resume(config: Config | SftConfig) -> Iterator[str]:
     if mode != "resume_path" and path is not None:
         yield f"trainer.resume_from_path={path} has no effect with resume_mode={mode}; set resume_mode=resume_path."
     if path is not None and missing_file(path):
-        yield f"trainer.resume_from_path={path} does not exist; name a checkpoint folder."
+        yield f"trainer.resume_from_path={path} does not exist; set it to a checkpoint folder."
 
 
-def machine(config: Config | SftConfig) -> Iterator[str]:
+def devices(config: Config | SftConfig) -> Iterator[str]:
     trainer: RunConfig = config.trainer
     if trainer.n_gpus_per_node == 1 and trainer.device != "cuda":
         return
     gpus = count_gpus()
     wanted = trainer.n_gpus_per_node
     if wanted > max(gpus, 1) and trainer.device != "cpu":
-        told = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
-        yield f"{told}; set it to {max(gpus, 1)}."
+        problem = f"trainer.n_gpus_per_node={wanted} is more than the {gpus} GPUs of this machine"
+        yield f"{problem}; set it to {max(gpus, 1)}."
     if trainer.device == "cuda" and gpus == 0:
-        yield "trainer.device=cuda, but this machine has 0 GPUs that torch can see; set it to auto or cpu."
+        yield "trainer.device=cuda, but torch finds no GPU on this machine; set it to auto or cpu."
 
 
 def count_gpus() -> int:
-    """GPUs that torch can see. Imported here because a configuration is loaded long before torch is needed."""
+    """The number of GPUs that torch finds. torch is imported here because loading a configuration must stay fast."""
     import torch
 
     return int(torch.cuda.device_count())
@@ -364,7 +367,7 @@ def _missing(config: Config | SftConfig, key: str) -> Iterator[str]:
 
 
 def _is_path(key: str, text: str) -> bool:
-    """Whether the text must be a path: a model may also be a Hub name, a reward function or sampler also a module."""
+    """Whether the text must be a path. A model may also be a Hub name; a reward function or sampler may be a module."""
     if key.startswith(("actor_rollout_ref.model.", "critic.model.", "model.")):
         return text.startswith(("/", ".", "~", "$")) or text.count("/") > 1 or text.endswith("/")
     if key.endswith(("custom_reward_function.path", "sampler.class_path", "custom_cls.path")):
@@ -373,43 +376,43 @@ def _is_path(key: str, text: str) -> bool:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    spelled_once,
-    agreeing,
+    spellings_agree,
+    aliases_agree,
     history,
-    by_count,
-    batch,
+    micro_batch_limits,
+    batch_sizes,
     sampling,
     curriculum,
     loss,
     objective,
-    credit,
-    components,
-    filtering,
+    advantages,
+    gdpo_components,
+    dynamic_sampling,
     critic,
     kl_control,
-    correction,
+    off_policy_correction,
     lora,
     servers,
-    several,
-    loop,
+    multi_gpu,
+    agent_loop,
     reward,
-    manager,
+    reward_manager,
     trace,
-    ineffective,
+    unused_keys,
     custom_rows,
     files,
     resume,
-    machine,
+    devices,
 )
 SFT_CHECKS: tuple[Callable[[SftConfig], Iterator[str]], ...] = (
-    spelled_once,
-    agreeing,
-    sft_by_count,
+    spellings_agree,
+    aliases_agree,
+    sft_micro_batch_limits,
     lora,
     sft_columns,
     sft_files,
-    sft_ineffective,
-    sft_several,
+    sft_unused_keys,
+    sft_multi_gpu,
     resume,
-    machine,
+    devices,
 )

@@ -1,7 +1,7 @@
-"""What is typed but not built yet is refused by name: each rule is one line, and lifting it is deleting the line.
+"""Keys that the schema accepts but Rally does not support yet, and the errors for them.
 
-A rule names a key or a whole section. Its defaults mean "not used"; any other value is refused, except those in
-`works`; of a list, each item is held against `works`.
+A rule names a key or a whole section, one rule per line. Any value but the default is an error, except those in
+`supported`; the items of a list are compared with `supported` one by one. To support a key, delete its line.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from rally.config.errors import shown
 
 
 class Unsupported(NamedTuple):
+    """A key or section, what to do instead, and the values that are supported besides the default."""
+
     key: str
-    instead: str
-    works: tuple[Any, ...] = ()
+    advice: str
+    supported: tuple[Any, ...] = ()
 
 
 A, M, R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 ONE_DEVICE = "leave it out to train on one device"
 EMBEDDED = "leave it out to use the embedded engine"
-SERVERS = "leave it out, it is for engines other than the embedded one"
+SERVERS = "leave it out: no engine of Rally uses it"
 NO_VIDEOS = "leave it out, rows hold text and images"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
@@ -44,16 +46,16 @@ STAYS = "leave it out, the model stays on the device"
 
 
 def memory(section: str, model: str = M, **more: str) -> Iterator[Unsupported]:
-    """What an fsdp_config cannot say yet of how a model lies in memory."""
-    told = {
+    """Rules for the keys of an `fsdp_config`."""
+    rules = {
         "offload_policy": ONE_DEVICE,
-        "model_dtype": f"leave it out and set {model}dtype, beside which the optimizer keeps float32",
+        "model_dtype": f"leave it out and set {model}dtype; the optimizer keeps float32 weights",
         "dtype": f"leave it out and set {model}dtype",
         "seed": "leave it out and set trainer.seed",
         "full_determinism": OUT if model != M else f"leave it out and set {R}deterministic=true",
         "forward_only": OUT,
     }
-    return (Unsupported(f"{section}.{name}", instead) for name, instead in {**told, **more}.items())
+    return (Unsupported(f"{section}.{name}", advice) for name, advice in {**rules, **more}.items())
 
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -76,11 +78,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}agent.custom_async_server", SERVERS),
     Unsupported(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
     Unsupported(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
-    Unsupported(f"{R}limit_images", "leave it out, the token budgets bound images too"),
+    Unsupported(f"{R}limit_images", "leave it out: the token budgets also limit images"),
     # sampling
-    Unsupported(f"{R}repetition_penalty", "leave it out, what is sampled must be the policy that is trained"),
+    Unsupported(f"{R}repetition_penalty", "leave it out: the sampled distribution must be that of the trained policy"),
     Unsupported(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
-    Unsupported(f"{R}cudagraph_capture_sizes", "leave it out, the engine captures what it meets"),
+    Unsupported(f"{R}cudagraph_capture_sizes", "leave it out: the engine captures the sizes that occur"),
     Unsupported(f"{R}quantization", OUT),
     Unsupported(f"{R}quantization_config_file", OUT),
     Unsupported(f"{R}qat", OUT),
@@ -98,7 +100,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.use_pf_ppo", OUT),
     Unsupported("algorithm.pf_ppo", OUT),
     Unsupported("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
-    Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out, prompts begin one by one"),
+    Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
     Unsupported("critic.checkpoint.async_save", OUT),
@@ -160,14 +162,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     # data
     Unsupported("data.datagen", "leave it out, rows come from files"),
     Unsupported("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
-    Unsupported("data.cache_dir", "leave it out, files are read where they lie"),
+    Unsupported("data.cache_dir", "leave it out: files are read from their own folder"),
     Unsupported("data.video_key", NO_VIDEOS),
     Unsupported("data.audio_key", NO_VIDEOS),
-    Unsupported("data.image_patch_size", "leave it out, the model's image processor says it"),
+    Unsupported("data.image_patch_size", "leave it out: the model's image processor sets it"),
 )
 
 SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported("data.ignore_input_ids_mismatch", "leave it out, conversations are encoded as they would be sampled"),
+    Unsupported("data.ignore_input_ids_mismatch", "leave it out: conversations are encoded as they would be sampled"),
     Unsupported("data.chat_template", "leave it out and set model.custom_chat_template"),
     Unsupported("data.custom_cls", "leave it out and write rows with a script"),
     Unsupported("data.video_key", NO_VIDEOS),
@@ -182,18 +184,18 @@ SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
 )
 
 
-def refusals(config: Root, rules: Sequence[Unsupported]) -> Iterator[str]:
-    """One sentence for each value that asks for something not built yet."""
+def unsupported_values(config: Root, rules: Sequence[Unsupported]) -> Iterator[str]:
+    """One sentence for each value that is not supported yet."""
     defaults = type(config)()
     for rule in rules:
-        now, neutral = dict(_leaves(config, rule.key)), dict(_leaves(defaults, rule.key))
-        for key, value in now.items():
-            if value == neutral[key]:
+        current, default = dict(_leaves(config, rule.key)), dict(_leaves(defaults, rule.key))
+        for key, value in current.items():
+            if value == default[key]:
                 continue
-            asked = value if isinstance(value, tuple) and rule.works else (value,)
-            for item in asked:
-                if item not in rule.works:
-                    yield f"{key}={shown(item)} is not built yet; {rule.instead}."
+            items = value if isinstance(value, tuple) and rule.supported else (value,)
+            for item in items:
+                if item not in rule.supported:
+                    yield f"{key}={shown(item)} is not built yet; {rule.advice}."
 
 
 def _leaves(config: Root, key: str) -> Iterator[tuple[str, Any]]:

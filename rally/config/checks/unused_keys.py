@@ -1,7 +1,7 @@
-"""A key whose value nothing would read is told, so that nobody waits for its effect; default values always pass.
+"""Reports keys that have no effect with the other settings of a configuration.
 
-Users bring whole command lines of the ecosystem, defaults written out. So a value is refused only if it differs from
-the default, ours or, where that is another, the ecosystem's, and does not itself say "none".
+Users reuse verl command lines that spell out defaults. So a value is reported only if it differs from Rally's default
+and from verl's, and does not mean "none".
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ A = "actor_rollout_ref.actor"
 
 
 class UnusedKey(NamedTuple):
-    """A key without effect, why, and the values that pass beside its default."""
+    """A key without effect, the reason, and the values besides its default that are not reported."""
 
     key: str
     why: str
-    also: tuple[Any, ...] = ()
+    allowed: tuple[Any, ...] = ()
 
 
-def ineffective(config: Config) -> Iterator[str]:
+def unused_keys(config: Config) -> Iterator[str]:
     optimizers = [f"{A}.optim", *(["critic.optim"] if config.needs_critic else [])]
     schedules = (idle for section in optimizers for idle in _schedule(config, section, "lr_scheduler_type"))
-    yield from _told(config, (*_loss(config), *_reward(config), *schedules))
+    yield from _reports(config, (*_loss(config), *_reward(config), *schedules))
     yield from _loaded(config, f"{A}.checkpoint")
     if config.needs_critic and "hf_model" in config.critic.checkpoint.save_contents:
-        yield "critic.checkpoint.save_contents=hf_model has no effect: a critic is no language model; leave it out."
+        yield "critic.checkpoint.save_contents=hf_model has no effect: a critic is not a language model; leave it out."
 
 
-def sft_ineffective(config: SftConfig) -> Iterator[str]:
-    yield from _told(config, _schedule(config, "optim", "lr_scheduler"))
+def sft_unused_keys(config: SftConfig) -> Iterator[str]:
+    yield from _reports(config, _schedule(config, "optim", "lr_scheduler"))
     yield from _loaded(config, "trainer.checkpoint")
 
 
@@ -59,12 +59,12 @@ def _reward(config: Config) -> Iterator[UnusedKey]:
     else:
         for key, ruling in (("reward.num_workers", "max_concurrent"), ("reward.timeout", "timeout")):
             yield UnusedKey(key, f"with reward_manager=rate_limited; leave it out and set reward_model.{ruling}")
-    given = "reward_model.reward_kwargs"
+    section = "reward_model.reward_kwargs"
     buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
-    if not buffer.enable and "enable" not in buffer.model_fields_set:  # who wrote enable=false knows
-        why = f"without {given}.overlong_buffer_cfg.enable=true; set that, or leave it out"
+    if not buffer.enable and "enable" not in buffer.model_fields_set:  # not with an explicit enable=false
+        why = f"without {section}.overlong_buffer_cfg.enable=true; set that, or leave it out"
         for name in ("max_resp_len", *(f"overlong_buffer_cfg.{part}" for part in ("len", "penalty_factor", "log"))):
-            yield UnusedKey(f"{given}.{name}", why)
+            yield UnusedKey(f"{section}.{name}", why)
 
 
 def _schedule(config: Config | SftConfig, section: str, name: str) -> Iterator[UnusedKey]:
@@ -76,16 +76,16 @@ def _schedule(config: Config | SftConfig, section: str, name: str) -> Iterator[U
         yield UnusedKey(f"{section}.num_cycles", why)
 
 
-def _told(config: Config | SftConfig, keys: Iterable[UnusedKey]) -> Iterator[str]:
+def _reports(config: Config | SftConfig, keys: Iterable[UnusedKey]) -> Iterator[str]:
     defaults = type(config)()
-    for key, why, also in keys:
+    for key, why, allowed in keys:
         value = look_up(config, key)
-        if value != look_up(defaults, key) and value not in also:
+        if value != look_up(defaults, key) and value not in allowed:
             yield f"{key}={shown(value)} has no effect {why}."
 
 
 def _loaded(config: Config | SftConfig, section: str) -> Iterator[str]:
-    """The ecosystem's default is to load what was saved, and so may name hf_model; by itself it asks for something."""
+    """load_contents=hf_model. It passes where it equals save_contents, because that is verl's default."""
     loaded, saved = (look_up(config, f"{section}.{name}_contents") for name in ("load", "save"))
     if "hf_model" in loaded and loaded != saved:
-        yield f"{section}.load_contents=hf_model has no effect: resuming reads the other parts alone; leave it out."
+        yield f"{section}.load_contents=hf_model has no effect: resuming reads the other parts only; leave it out."

@@ -1,0 +1,115 @@
+"""Imports that documentation has named keep working, whatever module holds the name today."""
+
+import importlib
+
+import pytest
+
+from rally.module_aliases import ALIASES
+
+DOCUMENTED = [
+    "from rally import Task, Episode, Segment, Turn, StopReason, SamplingParams, Generation",
+    "from rally.algos import advantages, losses",
+    "from rally.algos.advantages import ESTIMATORS",
+    "from rally.algos.credit import CreditSettings, Scored, Turns, token_advantages",
+    "from rally.algos.surrogates import SURROGATES, Sampled, SurrogateSettings, policy_loss",
+    "from rally.algos.values import decisions, judged",
+    "from rally.chat import ChatCodec",
+    "from rally.chat import ChatCodec, tiny_tokenizer",
+    "from rally.chat import tiny_tokenizer",
+    "from rally.cluster import sft, train",
+    "from rally.config import Config, SftConfig, base",
+    "from rally.config import ConfigError, load_config",
+    "from rally.config import load_config",
+    "from rally.config.base import Only, Root, Section",
+    "from rally.config.errors import shown",
+    "from rally.config.several import served",
+    "from rally.data import Conversation",
+    "from rally.data import DataError",
+    "from rally.data import EasyToHard, EasyToHardOptions, SamplerSettings, load_tasks, write_rows",
+    "from rally.data import RowSampler",
+    "from rally.data import arithmetic, write_rows",
+    "from rally.data import batch_indices, episode_seed, total_steps",
+    "from rally.data import load_conversations, write_rows",
+    "from rally.data import load_tasks, write_rows",
+    "from rally.data import write_rows",
+    "from rally.data.arithmetic import ArithmeticSpec, problems, rows",
+    "from rally.engines import EmbeddedEngine, EngineSettings",
+    "from rally.engines import Engine, EmbeddedEngine, build_engine",
+    "from rally.engines.embedded import attention",
+    "from rally.engines.remote import Sglang",
+    "from rally.engines.remote.wire import Asked",
+    "from rally.engines.replica import ReplicaGone",
+    "from rally.engines.router import Router",
+    "from rally.gateway import AgentClient, BlackBoxAgentLoop",
+    "from rally.gateway import BlackBoxAgentLoop",
+    "from rally.interactions import BaseInteraction",
+    "from rally.interactions import BaseInteraction, Interactions, load_interactions",
+    "from rally.interactions import Interactions",
+    "from rally.interactions import load_interactions",
+    "from rally.loops import AgentLoopBase, AgentLoopOutput, register",
+    "from rally.loops import Job, LoopSettings, LoopSpec, Runner",
+    "from rally.loops import Job, LoopSettings, Runner",
+    "from rally.retrieval import IndexSpec, RetrievalError, build_index, open_index",
+    "from rally.retrieval import IndexSpec, build_index",
+    "from rally.retrieval import open_index",
+    "from rally.rewards import RewardError",
+    "from rally.rewards import RewardSpec, Scorer",
+    "from rally.rewards import Shaping",
+    "from rally.rewards import compute_score, register_reward",
+    "from rally.rewards import load_reward_function",
+    "from rally.sandbox import Program, Sandbox",
+    "from rally.tools import BaseTool",
+    "from rally.tools import BaseTool, ToolConfigError, ToolResponse",
+    "from rally.tools import BaseTool, ToolResponse",
+    "from rally.tools import BaseTool, ToolResponse, function_tool, load_tools",
+    "from rally.tools import CallLimits",
+    "from rally.tools import ToolBox",
+    "from rally.tools import ToolBox, ToolLimits, load_tools",
+    "from rally.tools import ToolBox, load_tools",
+    "from rally.tools import function_tool",
+    "from rally.tools import function_tool, run_process",
+    "from rally.tools import load_tools",
+    "from rally.tools.calculator import CalculatorError, calculate",
+    "from rally.tools.calculator import calculate",
+    "from rally.tools.examples import example_of",
+    "from rally.tools.search import told",
+    "from rally.track import AdvantageSpan",
+    "from rally.track import RunConsole",
+    "from rally.track import RunFolder",
+    "from rally.track import RunFolder, run_summary",
+    "from rally.track import RunFolder, write_curve",
+    "from rally.track import conversation_text",
+    "from rally.track import validation_metrics",
+    "from rally.train.course import Course, CourseResult, CourseSettings, run_course",
+    "from rally.train.guards import DivergedError, Tried, keeping_diverged",
+    "from rally.train.packing import Row, micro_batches, pack",
+    "from rally.train.policy import OptimizerSettings, Policy",
+    "from rally.train.run import train",
+    "from rally.train.sft import SftSettings, conversation_row, sft_step",
+    "from rally.train.sft_check import check_conversations",
+    "from rally.types import Episode, Generation, Segment, StopReason, Task, Turn",
+    "from rally.types import Episode, Segment, StopReason, Task",
+    "from rally.types import Episode, Segment, StopReason, Task, Turn",
+    "from rally.types import Message",
+    "from rally.types import RallyError",
+    "from rally.types import SamplingParams",
+    "from rally.types import SamplingParams, Task",
+    "from rally.types import Task",
+    "from rally.types import Task, ToolCall",
+    "from rally.types import ToolCall, ToolResponse, ToolResult, ToolStatus",
+    "from rally.types import Turn",
+    "from rally.view.export import write_export",
+    "from rally.view.run import open_runs",
+]
+
+
+@pytest.mark.parametrize("statement", DOCUMENTED)
+def test_a_documented_import_works(statement: str) -> None:
+    exec(statement, {})
+
+
+def test_an_alias_is_the_module_itself() -> None:
+    for old, new in ALIASES.items():
+        module = importlib.import_module(old)
+        assert module is importlib.import_module(new)
+        assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new

@@ -20,7 +20,7 @@ from typing import Any
 
 from rally.importing import ImportFailed, import_path
 from rally.loops import LoopError
-from rally.tools.invoke import CallEnd, call, on_abandoned, settled
+from rally.tools.invoke import CallEnd, call, on_abandoned, outcome_of
 
 MODEL = "policy"
 Agent = Callable[..., Any]
@@ -131,7 +131,7 @@ class RunningAgent:
 
     async def _watched(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> CallEnd:
         on_abandoned.set(self._abandon)
-        return await settled(work())
+        return await outcome_of(work())
 
     def _abandon(self) -> None:
         self.abandoned = True

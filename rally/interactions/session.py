@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.redact import redact
-from rally.tools.invoke import Keywords, call, within
+from rally.tools.invoke import Keywords, call, outcome_within
 from rally.tools.results import clean, read_reward
 from rally.tools.session import describe
 from rally.types import Message, RallyError, Task
@@ -125,7 +125,7 @@ class InteractionSession:
         return await self._call(method, **({"instance_id": self._id} if takes.takes("instance_id") else {}))
 
     async def _call(self, method: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        ended = await within(call(method, *given, **keywords), self._timeout)
+        ended = await outcome_within(call(method, *given, **keywords), self._timeout)
         if ended.late:
             raise InteractionError(
                 f"{self._what(method)} did not end within {self._timeout:g} seconds; make it faster or raise "
@@ -139,7 +139,7 @@ class InteractionSession:
         """The row's keywords for a method. The name has done its work by now, so nobody need take it."""
         takes = Keywords.of(method)
         wanted = {key: value for key, value in self._kwargs.items() if key != "name" or takes.takes(key)}
-        return takes.deliver(wanted, self._what(method))
+        return takes.check(wanted, self._what(method))
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{getattr(method, '__name__', 'a method')} of interaction {self.user.name!r}"

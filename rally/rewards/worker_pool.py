@@ -29,24 +29,7 @@ from rally.rewards import registry
 from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode
-
-
-class CallPacer:
-    """`per_minute` None is no limit."""
-
-    def __init__(self, per_minute: float | None) -> None:
-        self._apart = 60.0 / per_minute if per_minute else 0.0
-        self._next = 0.0
-
-    async def turn(self) -> float:
-        """Wait for this call's turn; the seconds waited."""
-        now = time.monotonic()
-        begins = max(now, self._next)
-        self._next = begins + self._apart
-        if begins > now:
-            await asyncio.sleep(begins - now)
-        return begins - now
-
+from rally.util.rate_limit import TokenBucket
 
 LOAD_SECONDS = 120.0  # a user's module may import something large
 GRACE_SECONDS = 2.0  # the worker ends itself at the deadline; this much later, something is wrong and we end it
@@ -193,7 +176,7 @@ class Scorer:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
-        self._pace = CallPacer(per_minute)
+        self._pace = TokenBucket(per_minute / 60 if per_minute else None, burst_seconds=0.0)
         in_process = spec.path is None and not spec.batch and not registry.may_hang(spec.kwargs)
         self._built_in = BuiltIn(spec.kwargs) if in_process else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -231,7 +214,7 @@ class Scorer:
         return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]
 
     async def _ask(self, request: Mapping[str, Any]) -> Score:
-        await self._pace.turn()
+        await self._pace.acquire()
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
 
     async def close(self) -> None:

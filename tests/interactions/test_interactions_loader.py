@@ -77,7 +77,7 @@ def test_classes_beside_the_file_and_built_in_ones(folder: Path) -> None:
         ("interaction: [{class_name: rally_test_users.Angry}]", "it cannot be made: OSError: no"),
         ("interaction: [{class_name: rally_test_users.Stranger}]", "must be a subclass of rally.interactions.Base"),
         ("interaction: [{class_name: rally_test_users.None_}]", "has no 'None_'"),
-        ("interaction: [{class_name: rally_test_foreign.X}]", "names of verl that Rally stands in for are listed in"),
+        ("interaction: [{class_name: rally_test_foreign.X}]", "lists the verl names that Rally provides"),
         ("interaction: [", "this is not valid YAML"),
     ],
 )

@@ -182,4 +182,4 @@ def test_the_names_and_keys_others_use_are_understood() -> None:
             ]
         }
     )
-    assert isinstance(tool, CodeInterpreter) and tool.settings.at_once == 64
+    assert isinstance(tool, CodeInterpreter) and tool.settings.max_concurrency == 64

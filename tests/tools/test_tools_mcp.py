@@ -215,9 +215,9 @@ async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
     await ask(box, "die")
     result = await ask(box, "echo")
     assert result.status is ToolStatus.ERROR
-    assert "and its last words were: cannot start today)" in (result.response.text or "")
+    assert "stderr ends with: cannot start today)" in (result.response.text or "")
     started = time.perf_counter()
-    assert "it is tried again in" in ((await ask(box, "echo")).response.text or "")
+    assert "the next attempt is in" in ((await ask(box, "echo")).response.text or "")
     assert time.perf_counter() - started < 0.1, "no start is tried meanwhile"
     broken.unlink()
     await asyncio.sleep(1.0)
@@ -300,7 +300,7 @@ async def test_secrets_are_told_to_nobody(
         "not all that is set is secret"
     )
     tools = [box._callers[name].tool for name in box.names]
-    assert "s3cret" not in repr((told, [vars(tool) for tool in tools], [vars(tool._lines) for tool in tools]))
+    assert "s3cret" not in repr((told, [vars(tool) for tool in tools], [vars(tool._clients) for tool in tools]))
     assert "disk full ${oc.env:MY_KEY}" in caplog.text
     assert "s3cret" not in caplog.text
 
@@ -384,7 +384,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
     async with web(state) as port:
         remote = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token_env": "WEB_TOKEN"}
         monkeypatch.setenv("WEB_TOKEN", "wrong-value")
-        with pytest.raises(ToolConfigError, match=r"'web' is gone \(HTTP 401, so its token or headers are not right\)"):
+        with pytest.raises(ToolConfigError, match=r"'web' is gone \(HTTP 401, so its token or headers are wrong\)"):
             await asyncio.to_thread(opened, mcp_servers_config_path=servers(web=remote))
         monkeypatch.setenv("WEB_TOKEN", "t0ken-value")
         box = await asyncio.to_thread(opened, mcp_servers_config_path=servers(web=remote))
@@ -425,7 +425,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         (
             {"mcp_servers_config_path": "s.json"},
             {"a": {"url": "http://h/${NO_SUCH}"}},
-            "wants the environment variable NO_SUCH, which is not set",
+            "needs the environment variable NO_SUCH, which is not set",
         ),
         (
             {"mcp_servers_config_path": "s.json"},

@@ -249,7 +249,7 @@ def _number(data_source: str, ground_truth: Any) -> Any:
     """A truth that no answer can equal would score every episode 0 without a word."""
     if parse_number(ground_truth) is None:
         raise RewardError(
-            f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; mend the row"
+            f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; fix the row"
         )
     return ground_truth
 
@@ -258,7 +258,7 @@ def _answer(data_source: str, ground_truth: Any) -> Any:
     if not isinstance(ground_truth, (str, int, float)) or not normalise(ground_truth):
         raise RewardError(
             f"the ground_truth of a {data_source} row must be a short text or a number, not {ground_truth!r}; "
-            "mend the row"
+            "fix the row"
         )
     return ground_truth
 
@@ -271,7 +271,7 @@ def _targets(data_source: str, ground_truth: Any) -> list[str]:
     if not isinstance(targets, (list, tuple)) or not any(str(t).strip() for t in targets if t is not None):
         raise RewardError(
             f"the ground_truth of a {data_source} row must be an answer, a list of answers or "
-            f'{{"target": [...]}}, not {ground_truth!r}; mend the row'
+            f'{{"target": [...]}}, not {ground_truth!r}; fix the row'
         )
     return [str(target) for target in targets if target is not None]
 

@@ -80,7 +80,7 @@ async def test_episodes_do_not_share_their_state_and_leave_none() -> None:
 async def test_a_row_without_a_number_is_told_and_closes_cleanly(truth: str | None) -> None:
     user = Gsm8kInteraction()
     held = session(user, ground_truth=truth)
-    with pytest.raises(ValueError, match=f"must be a number, not {truth!r}; mend the row"):
+    with pytest.raises(ValueError, match=f"must be a number, not {truth!r}; fix the row"):
         await held.start()
     closing = await held.close()
     assert (closing.score, closing.failures) == (None, [])

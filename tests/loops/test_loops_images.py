@@ -91,7 +91,7 @@ async def test_an_image_that_does_not_fit_is_left_out_whole(limits: dict[str, in
 
 async def test_a_prompt_with_images_is_not_cut() -> None:
     held = await hold(setting(prompt_length=10, truncation="left"), make_task(ASKED))
-    assert "holds images, which cannot be cut" in str(held.episode.error)
+    assert "contains images, which cannot be cut" in str(held.episode.error)
 
 
 class Own(AgentLoopBase):

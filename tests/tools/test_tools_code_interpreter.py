@@ -150,7 +150,7 @@ def test_echo_for_a_server_keeps_what_stands_before_it(code: str, capsys: pytest
     [
         ({"colour": 1}, "config has no key 'colour'; its keys are num_workers, rate_limit"),
         ({"num_workers": 0}, "config key 'num_workers'"),
-        ({"stateful": True, "sandbox_url": "http://a"}, "stateful needs the sandbox in this process"),
+        ({"stateful": True, "sandbox_url": "http://a"}, "stateful needs the local sandbox"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence(config: dict[str, Any], sentence: str) -> None:

@@ -39,7 +39,7 @@ Open = Callable[..., ToolBox]
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(line_module, "FIRST_PAUSE", 0.01)
-    line_module._tell_once.cache_clear()
+    line_module._warn_once.cache_clear()
     return tmp_path
 
 

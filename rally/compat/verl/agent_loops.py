@@ -186,10 +186,10 @@ class MessageServer:
         if most and exchange.count("assistant") >= most:
             self._end(StopReason.MAX_TURNS)
         self._take(history, started)
-        if exchange.room <= 0:
-            self._end(exchange.out_of_room())
+        if exchange.tokens_left <= 0:
+            self._end(exchange.limit_reached())
         asked = known_to_us(sampling_params)
-        params = {**asked, "max_tokens": min(exchange.room, asked.get("max_tokens", exchange.room))}
+        params = {**asked, "max_tokens": min(exchange.tokens_left, asked.get("max_tokens", exchange.tokens_left))}
         try:
             async with asyncio.timeout(self._loop.context.turn_seconds(self._began)) as limit:
                 segment = exchange.segment
@@ -203,8 +203,8 @@ class MessageServer:
         self._history = [*history, {"role": "assistant", "content": parsed.text}]
         if generation.finish == "abort":
             self._end(StopReason.CANCELLED)
-        if generation.finish == "length" and exchange.room <= 0:
-            self._end(exchange.out_of_room())
+        if generation.finish == "length" and exchange.tokens_left <= 0:
+            self._end(exchange.limit_reached())
         return parsed.text
 
     def finish(self, trajectory: Sequence[Message]) -> None:

@@ -137,8 +137,8 @@ def test_what_a_template_leaves_out_is_said(codecs: dict[str, ChatCodec]) -> Non
     assert all(codec.with_tools([tool]).probe().hidden == "" for codec in codecs.values())
     unaware = NO_TOOL_ROLE.replace("m.role == 'tool'", "false").replace("no tools here", "")
     plain = ChatCodec(tiny_tokenizer(), tools=[tool], chat_template=unaware)
-    assert "leaves out the list of tools" in plain.probe().words
-    assert "the assistant's tool calls, so they cannot be taught" in plain.probe().words
+    assert "omits the list of tools" in plain.probe().words
+    assert "the assistant's tool calls, so they cannot be trained" in plain.probe().words
 
 
 def test_a_template_that_shows_calls_with_doubled_braces_is_told(codecs: dict[str, ChatCodec]) -> None:
@@ -148,8 +148,8 @@ def test_a_template_that_shows_calls_with_doubled_braces_is_told(codecs: dict[st
     template = codec.tokenizer.chat_template
     assert isinstance(template, str) and shown in template
     doubled = ChatCodec(codec.tokenizer, tools=[tool], chat_template=template.replace(shown, "{" + shown + "}"))
-    assert codec.probe().troubles == ""
-    assert "doubled braces" in doubled.probe().troubles and "doubled braces" in doubled.probe().words
+    assert codec.probe().problems == ""
+    assert "doubled braces" in doubled.probe().problems and "doubled braces" in doubled.probe().words
 
 
 def test_a_template_that_prints_no_calls_still_appends_tool_answers() -> None:

@@ -73,7 +73,7 @@ async def test_episodes_do_not_share_their_state_and_leave_none() -> None:
     assert await hear(one, "#### 5") == [(False, WRONG, 0.0)]
     assert await hear(other, "#### 5") == [(True, RIGHT, 1.0)]
     assert (await one.close()).score == 0.0 and (await other.close()).score == 1.0
-    assert user._asked == {}
+    assert user._episodes == {}
 
 
 @pytest.mark.parametrize("truth", [None, "many"])

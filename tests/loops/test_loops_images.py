@@ -77,7 +77,7 @@ async def test_a_policy_for_text_reads_the_text_and_the_images_are_counted() -> 
 
 async def test_a_policy_for_text_says_that_it_cannot_see_the_question() -> None:
     held = await hold(setting(sees=False), make_task(ASKED))
-    assert held.episode.stop_reason is StopReason.ERROR and "the model is for text alone" in str(held.episode.error)
+    assert held.episode.stop_reason is StopReason.ERROR and "this is a text model" in str(held.episode.error)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ class FromVerl(VerlAgentLoop):
 
 @pytest.mark.parametrize(
     ("loop", "sentence"),
-    [(Forgetful, "its 0 images take 0"), (FromVerl, "which loops of verl cannot yet")],
+    [(Forgetful, "its 0 images take 0"), (FromVerl, "which is not supported in loops written for verl")],
 )
 async def test_a_loop_that_would_leave_the_policy_blind_is_an_error(loop: Any, sentence: str) -> None:
     held = await hold(setting(loop="own", loops={"own": LoopSpec(loop, {})}), make_task(ASKED))

@@ -229,7 +229,7 @@ def returning(**fields: Any) -> type[AgentLoopBase]:
         ({"response_mask": [1], "response_logprobs": [0.0]}, "2 response_ids but 1 response_mask entries"),
         ({"response_logprobs": [-0.5]}, "2 response_ids but 1 response_logprobs entries"),
         ({}, "no response_logprobs, and the response_ids with response_mask 1 are not the sampled ones"),
-        ({"response_mask": [2, 0], "response_logprobs": [0.0, 0.0]}, "more than 0 (observed) and 1 (sampled)"),
+        ({"response_mask": [2, 0], "response_logprobs": [0.0, 0.0]}, "values other than 0 (observed) and 1 (sampled)"),
     ],
 )
 async def test_outputs_that_do_not_fit_together_are_refused_in_words(tiny: ChatCodec, fields: Any, words: str) -> None:

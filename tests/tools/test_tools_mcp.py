@@ -231,7 +231,7 @@ async def test_lines_that_are_no_messages_are_skipped_and_told_once(
     for n in ("1", "2"):
         assert (await ask(box, "noise", n)).response.text == f"noise {n}"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the MCP server 'drill' writes lines to stdout that are no messages; skipped"
+        "the MCP server 'drill' writes lines to stdout that are not messages; skipped"
     ]
 
 

@@ -153,7 +153,8 @@ class GatewaySession:
 
     def _params(self, request: ChatRequest, budget: TurnBudget) -> SamplingParams:
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        stop = request.stop or []
+        stop = [stop] if isinstance(stop, str) else stop
         rules = self._sampling
         return SamplingParams.of(
             {

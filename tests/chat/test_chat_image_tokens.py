@@ -116,7 +116,10 @@ def test_conversations_to_imitate_say_where_their_images_are() -> None:
     ("codec", "sentence"),
     [
         (ChatCodec(make_tokenizer()), "this is a text model"),
-        (ChatCodec(make_tokenizer(), patches=make_patches(), chat_template=TEMPLATE.replace(PAD, "")), "shows 0 of 1"),
+        (
+            ChatCodec(make_tokenizer(), patches=make_patches(), chat_template=TEMPLATE.replace(PAD, "")),
+            "prints 0 placeholders for 1 images",
+        ),
     ],
 )
 def test_what_cannot_show_an_image_says_so(codec: ChatCodec, sentence: str) -> None:

@@ -155,7 +155,7 @@ async def test_images_without_places_are_found_by_their_placeholders() -> None:
     start = len(held.segment.prompt_ids)
     assert first.end < start < second.start  # and not the placeholder that was sampled, at `start`
     held = await hold(setting(**own), make_task(ASKED, row={"shown": 1}))
-    assert "give the images in their order" in str(held.episode.error)
+    assert "pass the images in order" in str(held.episode.error)
 
 
 async def test_a_loop_of_ones_own_hands_images_on() -> None:

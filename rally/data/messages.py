@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rally.data.row_files import DataError, Row, plain
-from rally.images.loading import SAID_BY, ImageError, is_image, read_image
+from rally.images.loading import IMAGE_KEYS, ImageError, is_image, read_image
 from rally.types import Image, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -162,7 +162,7 @@ def _parts(message: Message, has_column: bool) -> Iterator[dict[str, Any]]:
 
 
 def _is_bare(part: dict[str, Any]) -> bool:
-    return is_image(part) and not any(part.get(key) is not None for key in SAID_BY)
+    return is_image(part) and not any(part.get(key) is not None for key in IMAGE_KEYS)
 
 
 def _placed(part: dict[str, Any], left: Iterator[Image], folder: Path, field: str) -> dict[str, Any]:

@@ -114,8 +114,8 @@ class WeightSpan:
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """The result of one request to an engine. `logprobs` are under softmax(logits / temperature), unfiltered: the
-    policy that is trained (temperature 1 when greedy). `sampling_logprobs` are after top-p, top-k and min-p. Seconds are
-    counted from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it."""
+    policy that is trained (temperature 1 when greedy). `sampling_logprobs` are after top-p, top-k and min-p. All times
+    are seconds from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

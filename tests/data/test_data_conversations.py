@@ -102,7 +102,7 @@ CALL = "messages[1].tool_calls[0]"
     ("row", "sentence"),
     [
         ({"chat": []}, "messages is missing (the row has chat)"),
-        ({"messages": [USER]}, "messages has no message from the assistant"),
+        ({"messages": [USER]}, "messages has no assistant message"),
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing; it must be a string"),
         ({"messages": [USER, calling("calc", "{oops")]}, f"{CALL}.function.arguments is '{{oops', which is not valid"),
         ({"messages": [USER, calling("calc", [1])]}, f"{CALL}.function.arguments is [1]; it must be a mapping"),

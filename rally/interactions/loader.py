@@ -32,7 +32,7 @@ def load_interactions(source: str | Path | Mapping[str, Any]) -> list[BaseIntera
         where, content, folder = str(path), _read(path), path.resolve().parent
     entries = content.get("interaction") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise InteractionError(f"{where} must hold a list under the key `interaction`")
+        raise InteractionError(f"{where} must have a list under the key `interaction`")
     return [_interaction(entry, folder, f"{where}, entry {index + 1}") for index, entry in enumerate(entries)]
 
 

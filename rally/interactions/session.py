@@ -124,8 +124,8 @@ class InteractionSession:
             return await self._call(method, self._id)
         return await self._call(method, **({"instance_id": self._id} if takes.takes("instance_id") else {}))
 
-    async def _call(self, method: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        ended = await outcome_within(call(method, *given, **keywords), self._timeout)
+    async def _call(self, method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        ended = await outcome_within(call(method, *args, **keywords), self._timeout)
         if ended.late:
             raise InteractionError(
                 f"{self._what(method)} did not end within {self._timeout:g} seconds; make it faster or raise "

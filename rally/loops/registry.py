@@ -83,7 +83,7 @@ def load_loop_config(path: str | Path) -> dict[str, LoopSpec]:
     specs: dict[str, LoopSpec] = {}
     for entry in entries:
         if not (isinstance(entry, dict) and "name" in entry and "_target_" in entry):
-            raise LoopError(f"{shape}; found {entry!r}")
+            raise LoopError(f"{shape}, not {entry!r}")
         options = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
         specs[entry["name"]] = LoopSpec(import_loop(entry["_target_"]), options)
     return specs

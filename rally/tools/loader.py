@@ -126,7 +126,7 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
         where, content, folder = str(path), read_yaml(path, "the tool config"), path.resolve().parent
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise ToolConfigError(f"{where} must hold a list under the key `tools`")
+        raise ToolConfigError(f"{where} must have a list under the key `tools`")
     tools = [_limited(tool, entry, at) for entry, at in _placed(entries, where) for tool in _tools(entry, folder, at)]
     check_names(tools, where)
     return tools

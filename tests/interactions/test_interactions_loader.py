@@ -65,8 +65,8 @@ def test_classes_beside_the_file_and_built_in_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("tools: []", "must hold a list under the key `interaction`"),
-        ("interaction: []", "must hold a list under the key `interaction`"),
+        ("tools: []", "must have a list under the key `interaction`"),
+        ("interaction: []", "must have a list under the key `interaction`"),
         ("interaction: [3]", "entry 1: an entry must be a mapping"),
         ("interaction: [{name: gsm8k, klass: x}]", "unknown key 'klass'; known are class_name, config, name"),
         ("interaction: [{name: nobody}]", "'nobody' is not a built-in one (gsm8k); for your own, write class_name"),

@@ -184,7 +184,7 @@ def test_only_loops_can_be_registered() -> None:
     ("text", "words"),
     [
         ("name: x", "must be a list of entries"),
-        ("- name: x", "must be a list of entries with name and _target_; found {'name': 'x'}"),
+        ("- name: x", "must be a list of entries with name and _target_, not {'name': 'x'}"),
         ("- {", "cannot be read"),
         (None, "cannot be read"),
     ],

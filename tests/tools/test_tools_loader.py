@@ -217,8 +217,8 @@ def test_a_function_by_class_name(project: Path) -> None:
     ("yaml", "sentence"),
     [
         ("tools:\n  - name: a: b", "line 2: this is not valid YAML"),
-        ("tool: []", "must hold a list under the key `tools`"),
-        ("tools: []", "must hold a list under the key `tools`"),
+        ("tool: []", "must have a list under the key `tools`"),
+        ("tools: []", "must have a list under the key `tools`"),
         ("tools: [3]", "tool 1: an entry must be a mapping"),
         ("tools: [{name: browser}]", r"tool 1: 'browser' is not a built-in tool \(calculator, calc_gsm8k_reward, "),
         ("tools: [{class: x}]", "tool 1: unknown key 'class'"),

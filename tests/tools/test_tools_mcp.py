@@ -282,9 +282,9 @@ async def test_an_episode_is_told_that_its_state_is_lost(opened: Open) -> None:
     pid = int((await call("remember")).removeprefix("ok: ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
     await asyncio.sleep(0.2)
-    assert (await call("remember")).endswith("is lost, and the next call finds it started anew")
+    assert (await call("remember")).endswith("is lost, and the next call finds it restarted")
     assert (await call("remember")).startswith("ok: ")
-    assert (await call("die")).endswith("is lost, and the next call finds it started anew")
+    assert (await call("die")).endswith("is lost, and the next call finds it restarted")
     await session.close()
 
 
@@ -416,7 +416,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         ({"mcp_servers_config_path": "s.json", "colour": 1}, {}, "'colour': Extra inputs are not permitted"),
         ({"class_name": "my.Tool", "mcp_servers_config_path": "s.json"}, {}, "of type mcp takes no class_name"),
         ({"timeout": 3, "config": {"timeout": 4}}, {}, "'timeout' is written twice"),
-        ({"mcp_servers_config_path": "s.json"}, {}, 'must hold servers under the key "mcpServers"'),
+        ({"mcp_servers_config_path": "s.json"}, {}, 'must have servers under the key "mcpServers"'),
         ({"mcp_servers_config_path": "s.json"}, {"a": {}}, "server 'a' needs one of command"),
         ({"mcp_servers_config_path": "s.json"}, {"a": {"url": "x", "type": "stdio"}}, "type 'stdio' does not fit"),
         ({"mcp_servers_config_path": "s.json"}, {"a": {"url": "x", "verify": 1}}, "server 'a': 'verify': Extra inputs"),

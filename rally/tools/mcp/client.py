@@ -27,7 +27,7 @@ FIRST_ATTEMPTS = 2  # the same for a program that has never started: one for eac
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0  # seconds before the second attempt, doubled for each further one
 LEFT_ALONE = 15.0  # seconds without a new attempt at a server that keeps failing
 
-STATE_LOST = "; what it kept from earlier calls is lost, and the next call finds it started anew"
+STATE_LOST = "; its state from earlier calls is lost, and the next call finds it restarted"
 
 Value = TypeVar("Value")
 

@@ -124,7 +124,7 @@ def read_servers(settings: McpSettings, folder: Path) -> list[Server]:
         raise ToolConfigError(f"{path} is not valid JSON ({error})") from None
     servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
-        raise ToolConfigError(f'{path} must hold servers under the key "mcpServers"')
+        raise ToolConfigError(f'{path} must have servers under the key "mcpServers"')
     entries = [_server(str(name), body, path, settings.startup_timeout) for name, body in servers.items()]
     enabled = [server for server in entries if server is not None]
     if not enabled:

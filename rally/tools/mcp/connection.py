@@ -72,7 +72,7 @@ async def _classified(request: httpx2.Request, response: httpx2.Response) -> htt
         return response
     body = await response.aread()
     if response.status_code == 404 or _code(body) == BAD_SESSION:
-        return _failure(request, SESSION_UNKNOWN, "it was started anew")
+        return _failure(request, SESSION_UNKNOWN, "it was restarted")
     return response
 
 

@@ -139,17 +139,22 @@ class GatewaySession:
             self._end(StopReason.MAX_TURNS)
         if draft.after and settings.max_user_turns and transcript.user_turns >= settings.max_user_turns:
             self._end(StopReason.MAX_USER_TURNS)
-        most = self._context.server.engine.max_model_len
+        max_model_len = self._context.server.engine.max_model_len
         remaining = settings.response_length - transcript.used - len(draft.observed)
-        window = most - len(draft.ids)
+        window = max_model_len - len(draft.ids)
         budget = TurnBudget(min(remaining, window), StopReason.LENGTH if remaining <= window else StopReason.CONTEXT)
         if budget.tokens > 0:
             return budget
         if budget.ends is StopReason.LENGTH:
             self._end(StopReason.LENGTH)
         self._cut = StopReason.CONTEXT  # the agent may shorten its messages and go on
-        problem = f"these messages have {len(draft.ids)} tokens, and the context window is {most} including the answer"
-        raise Refused(400, f"{problem}; shorten them", param="messages", code="context_length_exceeded")
+        raise Refused(
+            400,
+            f"these messages have {len(draft.ids)} tokens, and the context window is {max_model_len} including the "
+            "answer; shorten them",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
     def _params(self, request: ChatRequest, budget: TurnBudget) -> SamplingParams:
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens

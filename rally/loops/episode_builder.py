@@ -16,24 +16,29 @@ from rally.loops.base import LoopError, LoopSettings
 from rally.types import Generation, Message, Segment, StopReason, Task, ToolResult, Turn
 
 
-def cut_prompt(prompt: EncodedMessages, most: int | None, side: str) -> tuple[int, ...]:
-    """The prompt cut to `most` tokens on one side (data.truncation). Raises LoopError for `error`, and for images."""
+def cut_prompt(prompt: EncodedMessages, max_tokens: int | None, side: str) -> tuple[int, ...]:
+    """The prompt cut to `max_tokens` on one side (data.truncation). Raises LoopError for `error`, and for images."""
     ids = prompt.ids
-    if most is None or len(ids) <= most:
+    if max_tokens is None or len(ids) <= max_tokens:
         return ids
     if prompt.images and side != "error":
         raise LoopError(
-            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most} and contains images, which cannot be "
-            "cut; raise it, set data.filter_overlong_prompts=true, or lower max_pixels in data.mm_processor_kwargs"
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={max_tokens} and contains images, which "
+            "cannot be cut; raise it, set data.filter_overlong_prompts=true, or lower max_pixels in "
+            "data.mm_processor_kwargs"
         )
     if side == "error":
         raise LoopError(
-            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most}; raise it, set "
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={max_tokens}; raise it, set "
             "data.filter_overlong_prompts=true, or choose data.truncation=left, right or middle"
         )
     if side == "left":
-        return ids[-most:]
-    return ids[:most] if side == "right" else ids[: most // 2] + ids[len(ids) - (most - most // 2) :]
+        return ids[-max_tokens:]
+    return (
+        ids[:max_tokens]
+        if side == "right"
+        else ids[: max_tokens // 2] + ids[len(ids) - (max_tokens - max_tokens // 2) :]
+    )
 
 
 @dataclass

@@ -28,8 +28,8 @@ class ToolAgentLoop(AgentLoopBase):
     """Plays an episode with tools and a simulated user, under all stop conditions of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        most = self.server.engine.max_model_len
-        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
+        max_model_len = self.server.engine.max_model_len
+        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)
         self.user_info: list[dict[str, Any]] = []
@@ -102,14 +102,14 @@ class ToolAgentLoop(AgentLoopBase):
         return self._turn_limit(), parsed
 
     def _turn_limit(self) -> StopReason | None:
-        most = self.settings.max_assistant_turns
-        if most and self.exchange.count("assistant") >= most:
+        limit = self.settings.max_assistant_turns
+        if limit and self.exchange.count("assistant") >= limit:
             return StopReason.MAX_TURNS
         return StopReason.MAX_USER_TURNS if self._no_more_users() else None
 
     def _no_more_users(self) -> bool:
-        most = self.settings.max_user_turns
-        return bool(most and self.exchange.count("tool", "user") >= most)
+        limit = self.settings.max_user_turns
+        return bool(limit and self.exchange.count("tool", "user") >= limit)
 
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
@@ -161,13 +161,13 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply max_tool_response_tokens: the head is kept, with a note for the model."""
-        most = self.settings.max_tool_response_tokens
-        if not most:
+        limit = self.settings.max_tool_response_tokens
+        if not limit:
             return result
         ids = self.tokenizer(result.response.text or "", add_special_tokens=False)["input_ids"]
-        if len(ids) <= most:
+        if len(ids) <= limit:
             return result
-        kept = self.codec.decode(ids[:most]) + "...(truncated)"
+        kept = self.codec.decode(ids[:limit]) + "...(truncated)"
         return replace(result, response=replace(result.response, text=kept), truncated=True)
 
     def _after_tools(self, results: Sequence[ToolResult]) -> StopReason | None:

@@ -183,8 +183,8 @@ class MessageServer:
 
     async def _turn(self, history: list[Message], sampling_params: Mapping[str, Any]) -> str:
         exchange, started = self.exchange, time.perf_counter()
-        most = self._loop.settings.max_assistant_turns
-        if most and exchange.count("assistant") >= most:
+        max_turns = self._loop.settings.max_assistant_turns
+        if max_turns and exchange.count("assistant") >= max_turns:
             self._end(StopReason.MAX_TURNS)
         self._take(history, started)
         if exchange.tokens_left <= 0:
@@ -255,8 +255,8 @@ class MessageLoop(VerlAgentLoop):
         `kwargs` are the sampling parameters to pass to `llm_server.generate`."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        most = self.server.engine.max_model_len
-        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
+        max_model_len = self.server.engine.max_model_len
+        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         server = MessageServer(self, exchange)
         data = DataProto(
             batch={"prompt": [[dict(message) for message in self.task.prompt]]},

@@ -113,7 +113,7 @@ def test_the_images_of_messages_in_their_order() -> None:
 @pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"image_url": {"url": "file:///x.png"}}])
 def test_a_message_cannot_name_a_file(part: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": [{"type": "image", **part}]}]
-    with pytest.raises(ImageError, match="read it first"):
+    with pytest.raises(ImageError, match="load it first"):
         image_parts(messages)
     assert loaded_images(messages) == [] and has_images(messages)
 

@@ -1,5 +1,7 @@
-"""A user's module is found where users expect it: a file, which may import its neighbours, or an installed module; or
-`ImportFailed` says in a few words why it cannot be had. What it imports from verl is there (`verl_names.py`)."""
+"""Imports a user's module from a file, which may import modules of its folder, or from the import path.
+
+Any failure raises `ImportFailed` with the reason. Imports from verl are resolved by `rally.compat.verl.import_names`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from rally.types import RallyError
 
 
 class ImportFailed(RallyError):
-    """The text is the reason alone; who wanted the module says in a sentence what for, and what to do."""
+    """A module cannot be imported. The text is only the reason; the caller adds which module, and what to do."""
 
 
 def import_path(path: str, kind: str) -> ModuleType:
-    """`my_reward.py` or `folder/my_reward.py`, `my_package.reward`, or `pkg://my_package.reward`."""
+    """Import `my_reward.py`, `folder/my_reward.py`, `my_package.reward` or `pkg://my_package.reward`."""
     dotted = path.removeprefix("pkg://")
     if dotted == path and (path.endswith(".py") or "/" in path):
         return import_file(Path(path), kind)
@@ -26,15 +28,16 @@ def import_path(path: str, kind: str) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
+    """Import a module by its dotted name."""
     offer_verl_names()
     try:
         return importlib.import_module(name)
-    except Exception as error:  # foreign code: whatever its import raises is the user's to read
+    except Exception as error:  # user code may raise anything
         raise ImportFailed(reason_of(error)) from error
 
 
 def import_file(path: Path, kind: str) -> ModuleType:
-    """The file as a module of its own; `kind` keeps a tool and a reward of the same name apart."""
+    """Import a file. `kind` is part of the module name, so that a tool and a reward file may have the same name."""
     offer_verl_names()
     path = path.resolve()
     look_in(path.parent)
@@ -43,17 +46,17 @@ def import_file(path: Path, kind: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportFailed("its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and typing look their module up there
+    sys.modules[name] = module  # dataclasses and typing look up the module there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # foreign code: whatever its import raises is the user's to read
+    except Exception as error:  # user code may raise anything
         del sys.modules[name]
         raise ImportFailed(reason_of(error)) from error
     return module
 
 
 def look_in(folder: Path) -> None:
-    """Last on the import path, so that a user's file cannot hide an installed package."""
+    """Append the folder to the import path. It is last, so that a user's file cannot hide an installed package."""
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
 
@@ -63,13 +66,13 @@ def reason_of(error: Exception) -> str:
 
 
 def offer_verl_names() -> None:
-    """Let files written for verl find the names they import. Found by name: that package stands above this one."""
+    """Make verl's import names available. Imported by name, because that package is in a higher layer."""
     importlib.import_module("rally.compat.verl.import_names").offer_verl_names()
 
 
 def of_installed_verl(cls: Any) -> bool:
-    """Whether a class derives from one of a verl that is installed here, which Rally knows nothing of."""
+    """Whether a class derives from a class of an installed verl, which Rally cannot use."""
     return isinstance(cls, type) and any(base.__module__.split(".")[0] == "verl" for base in cls.__mro__)
 
 
-INSTALLED = "derives from the verl that is installed here; use an environment without it, where its names are Rally's"
+INSTALLED = "derives from the installed verl; use an environment without verl, where Rally provides its names"

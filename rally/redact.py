@@ -1,10 +1,10 @@
-"""Guarantees: a secret that Rally was told of, by configuration or environment, is in no text that `redact` returned.
+"""Redacts secrets: no secret from the configuration or environment is in a text that `redact` returns.
 
-Known secrets are the values of configuration keys and environment variables whose names say so (token, api_key, secret,
-password, authorization, ...), users and passwords in addresses that a configuration holds (http://user:password@host),
-and what `${oc.env:NAME}` put into it. A value from the environment becomes the `${oc.env:NAME}` it came from, so that a
-saved configuration can still be loaded; any other becomes `***`. Values of fewer than `SHORTEST` characters are hidden
-under their keys only, for they also occur by chance; a path that exists is no secret.
+Secrets are the values of configuration keys and environment variables with names like token, api_key, secret, password
+or authorization; credentials in URLs of a configuration (http://user:password@host); and values interpolated with
+`${oc.env:NAME}`. A value from the environment is replaced by `${oc.env:NAME}`, so that a saved configuration can still
+be loaded; any other by `***`. Values shorter than `SHORTEST` are hidden only under their keys, because they also occur
+by chance. An existing path is not a secret.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 6
-_NOBODY = f"//{HIDDEN}@"
+_HIDDEN_CREDENTIALS = f"//{HIDDEN}@"
 
-# A variable OPENAI_KEY is a secret; a configuration's prompt_key names a column.
+# An environment variable OPENAI_KEY is a secret; the configuration key prompt_key names a column.
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(?i:token|(api|access|secret|private|auth)[_-]?key|secret|passw(or)?d|authorization|credentials?)$"
     r"|^(?i:key)$|_KEY$|-(?i:key)$"
@@ -32,7 +32,7 @@ _known: dict[str, str] = {}
 
 
 def says_secret(name: str) -> bool:
-    """Whether a key or variable of this name holds a secret."""
+    """Whether the name of a key or variable says that its value is a secret."""
     return bool(_SECRET_NAME.search(name))
 
 
@@ -44,8 +44,8 @@ def redact(text: str) -> str:
 
 
 def redact_tree(value: Any) -> Any:
-    """Mappings and lists, with the values of keys that say so and all users and passwords in addresses hidden, and
-    every text redacted."""
+    """A tree of mappings and lists with every text redacted. Values of secret keys and all credentials in URLs are
+    hidden, known or not."""
     if isinstance(value, Mapping):
         return {key: _under(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,7 +54,7 @@ def redact_tree(value: Any) -> Any:
 
 
 def redact_texts(value: Any) -> Any:
-    """Mappings and lists with every text redacted; a number or a name that a secret happens to be stays as it is."""
+    """A tree of mappings and lists with every text redacted. Keys and numbers stay as they are."""
     if isinstance(value, Mapping):
         return {key: redact_texts(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -63,14 +63,14 @@ def redact_texts(value: Any) -> Any:
 
 
 def redacted_json(value: Any) -> str:
-    """The value as JSON in ASCII, without any known secret in its texts."""
+    """The value as ASCII JSON, with every text redacted."""
     text = json.dumps(value, allow_nan=False)
-    # The walk is slow, and nearly always there is nothing to hide.
+    # Walking the tree is slow, and there is rarely anything to hide.
     return text if redact(text) == text else json.dumps(redact_texts(value), allow_nan=False)
 
 
 def learn_tree(written: Any) -> None:
-    """Learn the secrets of a configuration as it was written, its interpolations not yet resolved."""
+    """Register the secrets of a configuration as written, before its interpolations are resolved."""
     if isinstance(written, Mapping):
         for key, item in written.items():
             if isinstance(item, str) and "${" not in item and says_secret(str(key)):
@@ -82,14 +82,14 @@ def learn_tree(written: Any) -> None:
             learn_tree(item)
     elif isinstance(written, str):
         learn_environment(_FROM_ENVIRONMENT.findall(written))
-        for found in _IN_ADDRESS.finditer(written):
-            if "${" not in found[0]:
-                _learn(found[0], _NOBODY)
-                _learn(found[1], HIDDEN)
+        for credentials in _IN_ADDRESS.finditer(written):
+            if "${" not in credentials[0]:
+                _learn(credentials[0], _HIDDEN_CREDENTIALS)
+                _learn(credentials[1], HIDDEN)
 
 
 def learn_environment(names: Iterable[str] | None = None) -> None:
-    """Learn the values of these environment variables; without names, of all whose names say that they are secret."""
+    """Register the values of these environment variables; without `names`, of all with the name of a secret."""
     for name in filter(says_secret, os.environ) if names is None else names:
         _learn(os.environ.get(name, ""), f"${{oc.env:{name}}}")
 
@@ -99,15 +99,15 @@ def _learn(value: str, shown: str) -> None:
         return
     for spelling in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
         _known.setdefault(spelling, shown)
-    # Longest first: of two secrets of which one begins the other, the rest of the longer one must not stay behind.
+    # Longest first: if one secret begins another, the rest of the longer one must not remain.
     ordered = sorted(_known.items(), key=lambda item: -len(item[0]))
     _known.clear()
     _known.update(ordered)
 
 
 def _unless_named(credentials: re.Match[str]) -> str:
-    """What hides a user and password; where they come from the environment, it is named already."""
-    return credentials[0] if "${" in credentials[0] else _NOBODY
+    """The replacement of credentials. Those that are already `${oc.env:NAME}` stay."""
+    return credentials[0] if "${" in credentials[0] else _HIDDEN_CREDENTIALS
 
 
 def _under(key: str, item: Any) -> Any:

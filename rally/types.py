@@ -1,7 +1,7 @@
-"""The whole data model of Rally: frozen values, checked at the door.
+"""The data model of Rally: frozen dataclasses that check their invariants when they are made.
 
-Guarantees: a Segment's ids, mask, logprobs and images grow together or not at all, and its mask is 1 exactly on tokens
-the policy sampled; an Episode ends for exactly one named reason. Nothing here imports anything of ours.
+The ids, mask, logprobs and images of a Segment grow together or not at all. Its mask is 1 exactly on tokens that the
+policy sampled. An Episode has exactly one stop reason. This module imports nothing else from Rally.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from pathlib import Path
 from typing import Any, Literal
 
 Message = dict[str, Any]
-"""One chat message in the OpenAI shape: role, content, and where they apply tool_calls, name."""
+"""One chat message in OpenAI form: role, content, and optionally tool_calls, name and tool_call_id."""
 
 
 class RallyError(ValueError):
-    """Something the user can mend. The text is one sentence that says what to do; the command line exits with 2."""
+    """A mistake that the user can fix. The text says what is wrong and what to do. The command line exits with 2."""
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. Closed: every episode carries exactly one, and each is a metric `stop/<reason>`."""
+    """Why an episode ended. Every episode has exactly one reason, and each is a metric `stop/<reason>`."""
 
-    STOP = "stop"  # the policy, or its simulated user, had nothing more to ask for
+    STOP = "stop"  # the policy ended its turn without a call, or the simulated user ended the episode
     LENGTH = "length"  # the response budget (data.max_response_length) is used up
     MAX_TURNS = "max_turns"  # the assistant-turn limit
     MAX_USER_TURNS = "max_user_turns"  # the limit of user and tool turns
-    CONTEXT = "context"  # what comes next does not fit the model's context window
+    CONTEXT = "context"  # the next turn does not fit into the model's context window
     TOOL_SUCCESS = "tool_success"  # stop_on_tool_success or stop_on_correct was met
     REPETITION = "repetition"  # the same tool calls, several turns in a row
     TOOL_FAILURES = "tool_failures"  # too many failed tool turns in a row
     DEADLINE = "deadline"  # a turn, the episode or the step ran out of time
-    CANCELLED = "cancelled"  # somebody asked for it
+    CANCELLED = "cancelled"  # the engine aborted the request
     ERROR = "error"  # the loop itself failed; Episode.error says how
 
 
 class ToolStatus(StrEnum):
-    """How a tool call ended. Everything but OK is told to the model as text and counted."""
+    """How a tool call ended. All but OK are reported to the model as text and counted."""
 
     OK = "ok"
-    ERROR = "error"  # the tool raised, or said itself that it failed
+    ERROR = "error"  # the tool raised or reported a failure
     TIMEOUT = "timeout"
     REJECTED = "rejected"  # too many calls of the tool were waiting already
-    BAD_ARGUMENTS = "bad_arguments"  # arguments do not fit the tool's schema
+    BAD_ARGUMENTS = "bad_arguments"  # the arguments do not fit the tool's schema
     UNKNOWN_TOOL = "unknown_tool"
     MALFORMED = "malformed"  # the text of the call could not be parsed
 
 
 TOOL_TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
-"""What an episode counts beside its answered calls: those cut off by a deadline of the turn, episode or step; threads
-and creations that were given up; methods that failed."""
+"""Counters of problems besides the statuses of calls: calls cancelled by a deadline of the turn, episode or step;
+abandoned threads and creations; methods that failed."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -83,12 +83,12 @@ class SamplingParams:
             raise RallyError(f"max_tokens must be at least 1, not {self.max_tokens}")
 
     def greedy(self) -> SamplingParams:
-        """The likeliest token each time; everything else as it is."""
+        """These parameters with greedy sampling."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | SamplingParams) -> SamplingParams:
-        """The same from a dictionary, as a user's agent loop writes it; an unknown name is an error."""
+        """Parameters from a dictionary, as agent loops write it. An unknown name is an error."""
         if isinstance(values, SamplingParams):
             return values
         alias = {"max_new_tokens": "max_tokens", "stop_token_ids": "stop_ids"}
@@ -113,9 +113,9 @@ class WeightSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What an engine sampled. `logprobs` are under softmax(logits / temperature), unfiltered: the policy the
-    trainer trains (temperature 1 when greedy). `sampling_logprobs` are after top-p/top-k/min-p as well. All seconds are
-    from the request on: `queued_seconds` until the engine began with it, 0 where an engine does not say."""
+    """The result of one request to an engine. `logprobs` are under softmax(logits / temperature), unfiltered: the
+    policy that is trained (temperature 1 when greedy). `sampling_logprobs` are after top-p, top-k and min-p. All times
+    are seconds from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -134,13 +134,13 @@ class Generation:
 
 
 class ImageGone(RallyError):
-    """The file of an image is no longer what it was when the image was first read."""
+    """The file of an image was removed or changed since the image was loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """A picture, known by its content: two are equal exactly if their bytes are. The bytes are here or in a file that
-    must still hold them when somebody looks; `rally.images.loading` makes and checks them."""
+    """An image, identified by its content: two are equal if their bytes are. The bytes are in `data` or in a file that
+    must not change. `rally.images.loading` makes and checks images."""
 
     hash: str
     format: Literal["png", "jpeg", "webp", "gif", "bmp"]
@@ -150,7 +150,7 @@ class Image:
     path: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        assert (self.data is None) != (self.path is None), "an image has its bytes or says where they are"
+        assert (self.data is None) != (self.path is None), "an image has either data or a path"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Image) and self.hash == other.hash
@@ -163,25 +163,23 @@ class Image:
         return hashlib.sha256(data).hexdigest()[:32]
 
     def read(self) -> bytes:
-        """The encoded bytes, and no others."""
+        """The encoded bytes. Raises ImageGone if the file has changed."""
         if self.data is not None:
             return self.data
         assert self.path is not None
         try:
             data = Path(self.path).read_bytes()
         except OSError as problem:
-            raise ImageGone(
-                f"the image {self.path} cannot be read any more ({problem.strerror}); put it back"
-            ) from None
+            raise ImageGone(f"the image {self.path} cannot be read any more ({problem.strerror}); restore it") from None
         if self.hash_of(data) != self.hash:
-            raise ImageGone(f"the image {self.path} has changed since the run began; begin again, or put it back")
+            raise ImageGone(f"the image {self.path} has changed since the run began; restore it, or start a new run")
         return data
 
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image stands at `start` of a history, `rows` x `columns` tokens of it, one row after the other. That there is
-    an image is said by this alone: a placeholder token that the policy sampled shows nothing."""
+    """The position of an image in a history: `rows` x `columns` tokens from `start` on, row by row. Only spans mark
+    images: a placeholder token that the policy sampled is an ordinary token."""
 
     start: int
     rows: int
@@ -198,10 +196,10 @@ class ImageSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One unbroken token history: a prompt, then what was sampled (mask 1) and observed (mask 0) in order. `images`
-    say which of its tokens are pictures, counted from the beginning of the prompt.
+    """One contiguous token history: a prompt, then sampled (mask 1) and observed (mask 0) tokens in order. `images` are
+    the spans of its images, counted from the start of the prompt.
 
-    Only `append_sampled` and `append_observed` make a longer one, so ids, mask, logprobs and images cannot drift apart.
+    Only `append_sampled` and `append_observed` extend a segment, so ids, mask, logprobs and images stay consistent.
     """
 
     prompt_ids: tuple[int, ...]
@@ -216,19 +214,19 @@ class Segment:
         assert len(self.response_mask) == n and len(self.response_logprobs) == n, "ids, mask, logprobs drifted apart"
         end = 0
         for span in self.images:
-            assert end <= span.start < span.end <= len(self.prompt_ids) + n, "images stand in order, inside the history"
+            assert end <= span.start < span.end <= len(self.prompt_ids) + n, "images are in order, inside the history"
             end = span.end
-            seen = slice(max(0, span.start - len(self.prompt_ids)), max(0, end - len(self.prompt_ids)))
-            assert not any(self.response_mask[seen]), "nobody samples an image"
+            tokens = slice(max(0, span.start - len(self.prompt_ids)), max(0, end - len(self.prompt_ids)))
+            assert not any(self.response_mask[tokens]), "image tokens are not sampled"
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The whole history: exactly what the engine is given at the next turn."""
+        """The whole history, which is the engine's prompt for the next turn."""
         return self.prompt_ids + self.response_ids
 
     @property
     def sampled(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of sampled tokens."""
         return sum(self.response_mask)
 
     def append_sampled(self, generation: Generation) -> Segment:
@@ -243,7 +241,7 @@ class Segment:
         )
 
     def append_observed(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Segment:
-        """With what somebody else wrote; its images are counted from its own beginning."""
+        """The segment with tokens of a template, tool or user appended. `images` are relative to `ids`."""
         n, start = len(ids), len(self.prompt_ids) + len(self.response_ids)
         return Segment(
             prompt_ids=self.prompt_ids,
@@ -257,7 +255,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """One call the policy wrote. `error` is set, and `arguments` empty, when its text could not be understood."""
+    """One tool call of the policy. For a malformed call, `error` is set and `arguments` is empty."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -268,7 +266,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResponse:
-    """What a tool hands back to the model: text, images, or both."""
+    """The response of a tool to the model: text, images, or both."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -282,8 +280,8 @@ class ToolResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """A finished tool call: what the model is told, how it ended, what it earned and how long it took: `queued` seconds
-    until it was let through, then `seconds`. `cached`: it was answered from memory."""
+    """A finished tool call: its response, status and reward. It waited `queued` seconds, then ran for `seconds`.
+    `cached`: it was answered from the cache."""
 
     call: ToolCall
     status: ToolStatus
@@ -302,12 +300,12 @@ class ToolResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of the exchange. Assistant turns own response tokens [start, end) of a segment; so do tool and
-    user turns, as observed tokens.
+    """One turn of an episode. It covers the response tokens [start, end) of a segment: sampled tokens of an assistant
+    turn, observed tokens of a tool or user turn.
 
-    It took `seconds`, from `started` seconds after the episode began (`Episode.timings["started"]`, Unix time). Of
-    these, counted from its beginning, the engine began after `queued` and the first token was there after
-    `first_token`; 0 where the engine does not say."""
+    The turn began `started` seconds after the episode (`Episode.timings["started"]`, Unix time) and took `seconds`.
+    Counted from its start, the engine began after `queued` and returned the first token after `first_token` seconds; 0
+    if the engine does not report it."""
 
     role: Literal["assistant", "tool", "user"]
     text: str
@@ -327,7 +325,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row: what the agent is asked, how its answer is judged, and what its tools are given."""
+    """One row of the data: the prompt, the ground truth for the reward, and the keywords for tools and users."""
 
     id: str
     data_source: str
@@ -345,8 +343,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One whole exchange. `group` ties together the episodes sampled for one prompt in one step. A `baseline` is the
-    greedy one that they are compared with: it is recorded and never trained on."""
+    """One complete episode. `group` identifies the episodes sampled for one prompt in one step. A `baseline` is the
+    greedy episode that the others are compared with; it is recorded and not trained on."""
 
     id: str
     task: Task
@@ -365,12 +363,12 @@ class Episode:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert (self.error is not None) == (self.stop_reason is StopReason.ERROR), "an error has a reason, and only it"
-        assert self.segments or self.error, "an episode without tokens must say why"
+        assert (self.error is not None) == (self.stop_reason is StopReason.ERROR), "error and stop reason must agree"
+        assert self.segments or self.error, "an episode without tokens must have an error"
 
     @property
     def num_turns(self) -> int:
-        """Messages exchanged, the first prompt counted as one: what users of this field call num_turns."""
+        """The number of messages, with the whole prompt counted as one, as in verl."""
         return len(self.turns) + 1
 
     @property

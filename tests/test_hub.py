@@ -32,10 +32,10 @@ def point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Point]:
         there = f"http://127.0.0.1:{port}"
         monkeypatch.setattr(constants, "ENDPOINT", there)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{there}/{{repo_id}}/resolve/main/{{filename}}")
-        hub._asked.cache_clear()
+        hub._tried.cache_clear()
 
     yield to
-    hub._asked.cache_clear()
+    hub._tried.cache_clear()
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ def test_folders_to_merge_are_named_once() -> None:
 def test_classes_of_an_installed_verl_are_told_apart(here: Path) -> None:
     base = 'Base = type("BaseTool", (), {"__module__": "verl.tools.base_tool"})'
     write(here / "theirs.py", f"{base}\nclass Tool(Base):\n    pass\n")
-    with pytest.raises(RallyError, match=r"theirs.Tool derives from the verl that is installed here"):
+    with pytest.raises(RallyError, match=r"theirs.Tool derives from the installed verl"):
         load_tools({"tools": [{"class_name": "theirs.Tool"}]})
-    with pytest.raises(RallyError, match=r"theirs.Tool derives from the verl that is installed here"):
+    with pytest.raises(RallyError, match=r"theirs.Tool derives from the installed verl"):
         import_loop("theirs.Tool")

@@ -1,7 +1,7 @@
-"""Group-relative advantages: a sample's reward becomes how much better it was than its peers. Pure tensor functions.
+"""Advantage estimators: group-relative ones (GRPO, RLOO, OPO, GPG, ...) and GAE. Pure tensor functions.
 
-A sample is an episode or, where turns have rewards of their own, a turn; `credit.py` decides which. All arithmetic is
-in float64, so that a group whose rewards are all equal gets exactly 0 from each of them.
+A sample is an episode or, if turns have rewards, a turn; `credit_assignment.py` decides which. All arithmetic is in
+float64, so that a group whose rewards are all equal gets advantages of exactly 0.
 
 Shapes: N samples, M sampled tokens.
 """
@@ -17,17 +17,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Gae(NamedTuple):
-    """Advantages, and the returns that a critic is trained towards."""
+    """Advantages, and the returns that a critic is trained on."""
 
     advantages_M: Tensor
     returns_M: Tensor
 
 
 def discounted(values_M: Tensor, lengths_N: Tensor, gamma: float) -> Tensor:
-    """Each value plus gamma times what the rest of its episode gives; `lengths_N` says where episodes end."""
+    """The discounted sum from each value to the end of its episode. `lengths_N` are the lengths of the episodes."""
     if not values_M.numel():
         return values_M.double()
-    # Padding behind an episode is 0 and so adds nothing, whatever gamma is.
+    # Padding after an episode is 0 and adds nothing.
     sums_NL = pad_sequence(list(values_M.double().split(lengths_N.tolist())), batch_first=True)
     for at in range(sums_NL.shape[1] - 2, -1, -1):
         sums_NL[:, at] += gamma * sums_NL[:, at + 1]
@@ -35,12 +35,12 @@ def discounted(values_M: Tensor, lengths_N: Tensor, gamma: float) -> Tensor:
 
 
 def gae(rewards_M: Tensor, values_M: Tensor, lengths_N: Tensor, *, gamma: float, lam: float) -> Gae:
-    """Generalised advantage estimation; beyond the last sampled token of an episode the value is 0."""
+    """Generalized advantage estimation. After the last sampled token of an episode the value is 0."""
     ends = torch.cumsum(lengths_N, 0)[lengths_N > 0] - 1
     following = torch.cat([values_M.double()[1:], torch.zeros(1, dtype=torch.float64)])[: values_M.numel()]
     following[ends] = 0.0
-    surprise = rewards_M.double() + gamma * following - values_M.double()
-    advantages = discounted(surprise, lengths_N, gamma * lam)
+    deltas = rewards_M.double() + gamma * following - values_M.double()
+    advantages = discounted(deltas, lengths_N, gamma * lam)
     return Gae(advantages.float(), (advantages + values_M.double()).float())
 
 
@@ -66,7 +66,7 @@ def group_extreme(values_N: Tensor, groups_N: Tensor, which: str) -> Tensor:
 
 
 def group_statistics(rewards_N: Tensor, groups_N: Tensor) -> GroupStatistics:
-    """Statistics of each sample's group, in float64: all-equal rewards have a standard deviation of exactly 0."""
+    """The statistics of each sample's group, in float64. Equal rewards have a standard deviation of exactly 0."""
     size = group_sum(torch.ones_like(rewards_N), groups_N)
     low = group_extreme(rewards_N, groups_N, "amin")
     shifted = rewards_N.double() - low  # exact zeros for equal rewards, where summing the rewards would round
@@ -76,10 +76,9 @@ def group_statistics(rewards_N: Tensor, groups_N: Tensor) -> GroupStatistics:
 
 
 def grpo(rewards_N: Tensor, groups_N: Tensor, *, by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Group-relative advantage: (reward - group mean) / (group std + epsilon); without the division it is Dr. GRPO.
+    """GRPO: (reward - group mean) / (group std + epsilon); without the division, Dr. GRPO.
 
-    A group whose rewards are all equal carries no signal and gets exactly 0. A group of one is its own baseline of 0,
-    as users of this field expect: mean 0, std 1.
+    A group whose rewards are all equal gets exactly 0. A group of one has mean 0 and std 1, as in verl.
     """
     statistics = group_statistics(rewards_N, groups_N)
     alone = statistics.size_N == 1
@@ -89,20 +88,20 @@ def grpo(rewards_N: Tensor, groups_N: Tensor, *, by_std: bool = True, epsilon: f
 
 
 def centred(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Reward less the mean of its group."""
+    """The reward minus the mean of its group."""
     return _centred(rewards_N, group_statistics(rewards_N, groups_N)).float()
 
 
 def rloo(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Reward less the mean of the others of its group; a group of one has no others and gets 0."""
+    """RLOO: the reward minus the mean of the others in its group; 0 for a group of one."""
     statistics = group_statistics(rewards_N, groups_N)
     size = statistics.size_N
     return (_centred(rewards_N, statistics) * size / (size - 1).clamp(min=1)).float()
 
 
 def opo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """Reward less the mean of its group weighted by sampled tokens, the baseline of least variance if the gradient of
-    a sample grows with its length."""
+    """OPO: the reward minus the mean of its group weighted by sampled tokens, which minimizes the variance if the
+    gradient of a sample grows with its length."""
     low = group_extreme(rewards_N, groups_N, "amin")
     shifted = rewards_N.double() - low
     weights = tokens_N.double()
@@ -111,14 +110,14 @@ def opo(rewards_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def gpg(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Reward less the mean of its group, scaled up by the share of samples whose group carries a signal."""
+    """GPG: the reward minus the mean of its group, divided by the share of samples in groups with differing rewards."""
     statistics = group_statistics(rewards_N, groups_N)
-    live = int((statistics.std_N > 0).sum())
-    return (_centred(rewards_N, statistics) * (rewards_N.numel() / max(1, live))).float()
+    nonzero = int((statistics.std_N > 0).sum())
+    return (_centred(rewards_N, statistics) * (rewards_N.numel() / max(1, nonzero))).float()
 
 
 def grpo_passk(rewards_N: Tensor, groups_N: Tensor, *, by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Only the best of a group learns: by how much it beats the second best. A tie for the best teaches nothing."""
+    """Pass@k GRPO: the best of a group gets its margin over the second best, all others 0. A tie gives 0 to all."""
     best = group_extreme(rewards_N, groups_N, "amax")
     leads = rewards_N.double() == best
     others = torch.where(leads, torch.full_like(best, -torch.inf), rewards_N.double())
@@ -129,10 +128,10 @@ def grpo_passk(rewards_N: Tensor, groups_N: Tensor, *, by_std: bool = True, epsi
 
 
 def whiten(advantages_M: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Mean 0 and variance 1 over all sampled tokens of the batch; what does not vary becomes 0."""
+    """Normalize to mean 0 and variance 1 over all sampled tokens of the batch; constant values become 0."""
     if advantages_M.numel() < 2:
         return torch.zeros_like(advantages_M)
-    shifted = advantages_M.double() - advantages_M.double()[0]  # exact zeros where nothing varies
+    shifted = advantages_M.double() - advantages_M.double()[0]  # exact zeros for constant values
     off = shifted - shifted.mean()
     return (off * (off.square().sum() / (off.numel() - 1) + epsilon).rsqrt()).float()
 

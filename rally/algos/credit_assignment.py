@@ -1,7 +1,7 @@
-"""Credit: the rewards of a batch of episodes become one advantage per sampled token. Pure tensor functions.
+"""Credit assignment: turns the rewards of a batch of episodes into one advantage per sampled token.
 
-What is compared with what is chosen apart from how: whole episodes, turns, turns of one number or turns in one state
-are the samples, and any group-relative estimator turns their rewards into advantages.
+Pure tensor functions. The samples to compare and the estimator are chosen independently: the samples may be episodes,
+all turns of a group, turns with the same number, or turns in the same state, and any group-relative estimator applies.
 
 Shapes: N episodes, K assistant turns of all of them in order, M sampled tokens in the same order, C components.
 """
@@ -21,15 +21,15 @@ TurnRewards = Literal["trajectory", "returns", "turn_baseline"]
 
 @dataclass(frozen=True, kw_only=True)
 class CreditSettings:
-    """Which estimator, and whether turns are judged by rewards of their own."""
+    """The estimator, and whether turns have their own rewards."""
 
     estimator: str = "grpo"
     by_std: bool = True
     turn_rewards: TurnRewards = "trajectory"
     gamma: float = 1.0
     lam: float = 1.0
-    step_weight: float = 1.0  # of GiGPO's step advantage beside that of the episode
-    components: tuple[str, ...] = ()  # of the reward, which GDPO compares one by one
+    step_weight: float = 1.0  # weight of GiGPO's step advantage, added to that of the episode
+    components: tuple[str, ...] = ()  # of the reward, which GDPO normalizes separately
 
     @property
     def needs_greedy(self) -> bool:
@@ -41,7 +41,7 @@ class CreditSettings:
 
 
 class Turns(NamedTuple):
-    """Every assistant turn: whose it is, its sampled tokens, what it earned, and a number for what it answered."""
+    """Every assistant turn: its episode, number of sampled tokens, reward, and a number for the state it answered."""
 
     episode_K: Tensor
     tokens_K: Tensor
@@ -56,8 +56,8 @@ class Turns(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Episodes in numbers: the reward of each whole episode, and rewards of single tokens (a KL penalty) beside it;
-    what a greedy episode earned on the same prompt, and the components of the reward, for those that compare them."""
+    """A batch of scored episodes: the reward of each episode, rewards of tokens (a KL penalty), the reward of a greedy
+    episode on the same prompt (ReMax), and the components of the reward (GDPO)."""
 
     rewards_N: Tensor
     groups_N: Tensor
@@ -79,16 +79,16 @@ def token_advantages(scored: Scored, settings: CreditSettings) -> Tensor:
     if settings.estimator == "gdpo":
         return _gdpo(scored, settings)
     if settings.turn_rewards == "trajectory":
-        found_N = _estimate(settings, _episode_rewards(scored), scored.groups_N, scored.tokens_N)
-        found_M = found_N.repeat_interleave(scored.tokens_N)
+        advantages_N = _estimate(settings, _episode_rewards(scored), scored.groups_N, scored.tokens_N)
+        advantages_M = advantages_N.repeat_interleave(scored.tokens_N)
     else:
-        found_M = _by_turn(scored, settings)
-    return whiten(found_M) if settings.estimator == "reinforce_plus_plus_baseline" else found_M
+        advantages_M = _by_turn(scored, settings)
+    return whiten(advantages_M) if settings.estimator == "reinforce_plus_plus_baseline" else advantages_M
 
 
 def turn_returns(scored: Scored, settings: CreditSettings) -> Tensor:
-    """Discounted over turns: what a turn earned, and gamma times the return of the next; the last turn of an episode
-    also earns the episode's reward."""
+    """The return of each turn: its reward plus gamma times the return of the next turn. The last turn of an episode
+    also gets the reward of the episode."""
     turns = _turns(scored)
     rewards_K = torch.zeros(turns.episode_K.numel(), dtype=torch.float64)
     if settings.turn_rewards != "trajectory":
@@ -97,8 +97,8 @@ def turn_returns(scored: Scored, settings: CreditSettings) -> Tensor:
         turn_M = torch.arange(turns.tokens_K.numel()).repeat_interleave(turns.tokens_K)
         rewards_K.index_add_(0, turn_M, scored.token_rewards_M.double())
     counts_N = torch.bincount(turns.episode_K, minlength=scored.rewards_N.numel())
-    spoke = counts_N > 0
-    rewards_K[(torch.cumsum(counts_N, 0) - 1)[spoke]] += scored.rewards_N.double()[spoke]
+    has_turns = counts_N > 0
+    rewards_K[(torch.cumsum(counts_N, 0) - 1)[has_turns]] += scored.rewards_N.double()[has_turns]
     return discounted(rewards_K, counts_N, settings.gamma)
 
 
@@ -107,32 +107,32 @@ def _by_turn(scored: Scored, settings: CreditSettings) -> Tensor:
     turns, returns_K = _turns(scored), turn_returns(scored, settings)
     groups_K = scored.groups_N[turns.episode_K]
     if settings.turn_rewards == "returns":
-        found_K = _estimate(settings, returns_K, groups_K, turns.tokens_K)
+        advantages_K = _estimate(settings, returns_K, groups_K, turns.tokens_K)
     else:
         peers_K = _joined(groups_K, turns.number_K)
-        found_K = _with_peers(_estimate(settings, returns_K, peers_K, turns.tokens_K), peers_K)
-    return found_K.repeat_interleave(turns.tokens_K)
+        advantages_K = _with_peers(_estimate(settings, returns_K, peers_K, turns.tokens_K), peers_K)
+    return advantages_K.repeat_interleave(turns.tokens_K)
 
 
 def _gigpo(scored: Scored, settings: CreditSettings) -> Tensor:
-    """The episode's advantage plus that of each turn among those of its group that answered the same observation."""
+    """GiGPO: the advantage of the episode plus that of each turn among the turns of its group in the same state."""
     turns = _turns(scored)
     whole_N = grpo(_episode_rewards(scored, settings), scored.groups_N, by_std=settings.by_std)
     peers_K = _joined(scored.groups_N[turns.episode_K], turns.states_K)
     step_K = _with_peers(grpo(turn_returns(scored, settings), peers_K, by_std=settings.by_std), peers_K)
-    found_K = whole_N[turns.episode_K] + settings.step_weight * step_K
-    return found_K.repeat_interleave(turns.tokens_K)
+    advantages_K = whole_N[turns.episode_K] + settings.step_weight * step_K
+    return advantages_K.repeat_interleave(turns.tokens_K)
 
 
 def _remax(scored: Scored, settings: CreditSettings) -> Tensor:
-    """What comes from the token on, less what the greedy episode of the same prompt earned in all."""
+    """ReMax: the return from the token on, minus the reward of the greedy episode on the same prompt."""
     assert scored.baselines_N is not None, "ReMax needs greedy episodes"
     returns_M = discounted(token_rewards(scored, settings), scored.tokens_N, settings.gamma)
     return (returns_M - scored.baselines_N.repeat_interleave(scored.tokens_N)).float()
 
 
 def _gdpo(scored: Scored, settings: CreditSettings) -> Tensor:
-    """The GRPO advantage of each component of the reward, added up and brought to one scale over the batch's tokens."""
+    """GDPO: the sum of the GRPO advantages of each component, whitened over the tokens of the batch."""
     assert scored.components_NC is not None, "GDPO needs components"
     columns = scored.components_NC.unbind(1)
     total_N = torch.stack([grpo(c_N, scored.groups_N, by_std=settings.by_std) for c_N in columns]).sum(0)
@@ -143,9 +143,11 @@ def _estimate(settings: CreditSettings, rewards_N: Tensor, groups_N: Tensor, tok
     return ESTIMATORS[settings.estimator](rewards_N, groups_N, tokens_N, settings.by_std)
 
 
-def _with_peers(found_K: Tensor, peers_K: Tensor) -> Tensor:
-    """A turn that no other can be compared with teaches nothing."""
-    return torch.where(group_sum(torch.ones_like(found_K), peers_K) > 1, found_K, torch.zeros_like(found_K))
+def _with_peers(advantages_K: Tensor, peers_K: Tensor) -> Tensor:
+    """The advantages, set to 0 for turns without peers."""
+    return torch.where(
+        group_sum(torch.ones_like(advantages_K), peers_K) > 1, advantages_K, torch.zeros_like(advantages_K)
+    )
 
 
 def _joined(groups_K: Tensor, kinds_K: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def _joined(groups_K: Tensor, kinds_K: Tensor) -> Tensor:
 
 
 def _episode_rewards(scored: Scored, settings: CreditSettings | None = None) -> Tensor:
-    """What an episode earned in all; its turns' own rewards count where the settings say so."""
+    """The total reward of each episode, with the rewards of its turns if the settings use them."""
     total_N = scored.rewards_N.double().clone()
     if scored.token_rewards_M is not None:
         episode_M = torch.arange(total_N.numel()).repeat_interleave(scored.tokens_N)
@@ -168,7 +170,7 @@ def _episode_rewards(scored: Scored, settings: CreditSettings | None = None) -> 
 
 
 def token_rewards(scored: Scored, settings: CreditSettings) -> Tensor:
-    """Rewards at the tokens that end an episode or, where turns count, a turn."""
+    """Per-token rewards: at the last token of an episode and, if the settings use them, of a turn."""
     rewards_M = torch.zeros(int(scored.tokens_N.sum()), dtype=torch.float64)
     if scored.token_rewards_M is not None:
         rewards_M += scored.token_rewards_M

@@ -1,7 +1,8 @@
-"""Every policy objective by its name: each turns log-probabilities and advantages into one loss per sampled token.
+"""Policy losses by name, KL estimates and loss aggregation. Pure tensor functions.
 
-A sequence is one row: a segment of an episode, of which only the sampled tokens are here. So no objective depends on
-how rows were gathered into micro-batches. A researcher adds an objective as a function and a line in `SURROGATES`.
+Each objective maps log-probabilities and advantages to one loss per sampled token. A sequence is one row: the sampled
+tokens of one segment. No objective depends on how rows are grouped into micro-batches. To add an objective, write a
+function and add it to `SURROGATES`.
 
 Shapes: M sampled tokens of R rows.
 """
@@ -19,7 +20,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class PolicyLoss(NamedTuple):
-    """Loss of each token, and which tokens the clip held back."""
+    """The loss of each token, and which tokens are clipped."""
 
     loss_M: Tensor
     clipped_M: Tensor
@@ -41,7 +42,7 @@ def clipped_policy_loss(
 
 
 def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, kind: str = "low_var_kl") -> Tensor:
-    """Per-token estimate of KL(policy || reference); `kind` in k1, k2, k3 and the names users know them by."""
+    """A per-token estimate of KL(policy || reference). `kind` is k1, k2, k3 or one of verl's names for them."""
     if kind.endswith("+"):  # the value of the estimator with the unbiased gradient of k2
         value, smooth = (kl_estimate(logp_M, reference_logp_M, k) for k in (kind[:-1], "k2"))
         return smooth + (value - smooth).detach()
@@ -59,9 +60,9 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, kind: str = "low_var_k
 
 
 def token_weights(tokens_E: Tensor, mode: Aggregation, scale: float | None = None) -> Tensor:
-    """The weight one token of each episode has in the batch's loss, so that loss = sum(weight * token loss).
+    """The weight of a token of each episode, such that the loss of the batch is sum(weight * token loss).
 
-    Computed once for a whole mini-batch, from sampled tokens alone: splitting it into micro-batches changes nothing.
+    The weights are computed once for a mini-batch, so splitting it into micro-batches does not change the loss.
     """
     episodes = tokens_E.numel()
     tokens = tokens_E.double()
@@ -72,7 +73,7 @@ def token_weights(tokens_E: Tensor, mode: Aggregation, scale: float | None = Non
     elif mode == "seq-mean-token-mean":
         weights = 1.0 / (episodes * tokens.clamp(min=1))
     elif mode == "seq-mean-token-sum-norm":
-        assert scale, "seq-mean-token-sum-norm divides by a constant"
+        assert scale, "seq-mean-token-sum-norm needs a scale"
         weights = torch.full_like(tokens, 1.0 / (episodes * scale))
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}")
@@ -81,7 +82,7 @@ def token_weights(tokens_E: Tensor, mode: Aggregation, scale: float | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class SurrogateSettings:
-    """Which objective, and the numbers it needs."""
+    """The objective and its parameters."""
 
     mode: str = "vanilla"
     low: float = 0.2
@@ -89,10 +90,10 @@ class SurrogateSettings:
     dual: float = 3.0
     tau_positive: float = 1.0  # sapo
     tau_negative: float = 1.05
-    marked_share: float = 2e-4  # clip_cov and kl_cov: share of tokens that are held
-    covariance_low: float = 1.0  # clip_cov: covariances between which they are drawn
+    marked_share: float = 2e-4  # clip_cov and kl_cov: the share of marked tokens
+    covariance_low: float = 1.0  # clip_cov: bounds of the covariance of marked tokens
     covariance_high: float = 5.0
-    marked_kl: float = 0.1  # kl_cov: weight of the KL on them
+    marked_kl: float = 0.1  # kl_cov: weight of the KL on marked tokens
 
     @property
     def marks_tokens(self) -> bool:
@@ -100,7 +101,7 @@ class SurrogateSettings:
 
 
 class Sampled(NamedTuple):
-    """The sampled tokens of a micro-batch. `marked_M` are those that `mark_tokens` chose in the mini-batch."""
+    """The sampled tokens of a micro-batch. `marked_M` are those that `mark_tokens` selected in the mini-batch."""
 
     logp_M: Tensor
     old_logp_M: Tensor
@@ -134,7 +135,7 @@ def vanilla(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def gspo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """The ratio of a token is the geometric mean over its row; its gradient is that of its own log-probability."""
+    """GSPO: the ratio of a token is the geometric mean over its row; its gradient is that of its own log-prob."""
     sequence_M = row_mean(tokens.log_ratio_M.detach(), tokens.row_M, tokens.rows)
     ratio = torch.exp(sequence_M + tokens.logp_M - tokens.logp_M.detach())
     free = -tokens.advantages_M * ratio
@@ -143,7 +144,7 @@ def gspo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def geo_mean(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """GMPO: one ratio per row, the geometric mean of token ratios that are clipped each, at exp(-low) and exp(high)."""
+    """GMPO: one ratio per row, the geometric mean of the token ratios, each clipped to [exp(-low), exp(high)]."""
     sign = tokens.advantages_M.sign()
     free = tokens.log_ratio_M
     held = free.clamp(-settings.low, settings.high)
@@ -154,7 +155,7 @@ def geo_mean(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def cispo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """REINFORCE weighted by a clipped ratio: no token's gradient is ever dropped, only bounded."""
+    """CISPO: REINFORCE weighted by a clipped ratio. Gradients are bounded and never dropped."""
     ratio = torch.exp(tokens.log_ratio_M.detach())
     held = ratio.clamp(1 - settings.low, 1 + settings.high)
     loss = -held * tokens.advantages_M * tokens.logp_M
@@ -162,7 +163,7 @@ def cispo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def sapo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """A soft gate in place of the clip: 4/tau * sigmoid(tau * (ratio - 1)), with a tau for each sign of advantage."""
+    """SAPO: a soft gate instead of the clip, 4/tau * sigmoid(tau * (ratio - 1)), with a tau for each sign."""
     advantages = tokens.advantages_M
     tau = torch.full_like(advantages, settings.tau_negative).masked_fill(advantages > 0, settings.tau_positive)
     gate = torch.sigmoid(tau * (torch.exp(tokens.log_ratio_M) - 1)) * 4 / tau
@@ -171,13 +172,13 @@ def sapo(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def gpg(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """The plain policy gradient, without a ratio."""
+    """GPG: the plain policy gradient, without a ratio."""
     nothing = torch.zeros_like(tokens.logp_M, dtype=torch.bool)
     return PolicyLoss(-tokens.advantages_M * tokens.logp_M, nothing, nothing)
 
 
 def clip_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """Vanilla, but marked tokens have no gradient: they are those whose training would cost most entropy."""
+    """Clip-Cov: vanilla, but marked tokens, whose training would reduce entropy most, get no gradient."""
     assert tokens.marked_M is not None
     loss = vanilla(tokens, settings)
     return loss._replace(
@@ -186,7 +187,7 @@ def clip_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def kl_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """No clip; marked tokens pay for moving away from the old policy, in either direction."""
+    """KL-Cov: no clip; marked tokens get a penalty on the distance from the old policy."""
     assert tokens.marked_M is not None
     moved = tokens.log_ratio_M
     loss = -tokens.advantages_M * torch.exp(moved) + settings.marked_kl * moved.abs() * tokens.marked_M
@@ -194,9 +195,9 @@ def kl_cov(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
 
 
 def mark_tokens(logp_M: Tensor, advantages_M: Tensor, settings: SurrogateSettings) -> Tensor:
-    """Which tokens of a whole mini-batch clip_cov or kl_cov holds: by the covariance of advantage and log-probability.
+    """The tokens of a mini-batch that clip_cov or kl_cov marks, by the covariance of advantage and log-probability.
 
-    kl_cov takes the largest; clip_cov draws among those between its bounds, by torch's own generator.
+    kl_cov takes the largest; clip_cov draws among those within its bounds, with torch's global generator.
     """
     covariance = (advantages_M - advantages_M.mean()) * (logp_M - logp_M.mean())
     count = min(covariance.numel(), max(1, int(settings.marked_share * covariance.numel())))
@@ -224,5 +225,5 @@ SURROGATES: dict[str, Callable[[Sampled, SurrogateSettings], PolicyLoss]] = {
 
 
 def policy_loss(tokens: Sampled, settings: SurrogateSettings) -> PolicyLoss:
-    """The loss of each token under the objective that `settings.mode` names."""
+    """The loss of each token under the objective `settings.mode`."""
     return SURROGATES[settings.mode](tokens, settings)

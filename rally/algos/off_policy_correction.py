@@ -1,4 +1,4 @@
-"""Off-policy correction: how much a token counts whose sampler was not quite the policy that is trained.
+"""Off-policy correction: importance weights and rejection tests for tokens sampled by a slightly different policy.
 
 Shapes: M sampled tokens of R rows; a row is what "sequence" means here.
 """
@@ -21,8 +21,8 @@ REJECTIONS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """`level`: weights of importance, cut off at `threshold` and then, if `normalize`, of mean 1. `rejections`: tests
-    with (lowest, highest) that tokens must pass to count at all."""
+    """`level`: importance weights, truncated at `threshold` and, if `normalize`, scaled to mean 1. `rejections`: tests
+    with (lowest, highest) that tokens must pass to be trained on."""
 
     level: Literal["token", "sequence"] | None = None
     threshold: float = 2.0
@@ -37,7 +37,7 @@ class CorrectionSettings:
 def truncated_weights(
     logp_M: Tensor, rollout_logp_M: Tensor, row_M: Tensor, level: Literal["token", "sequence"], threshold: float
 ) -> Tensor:
-    """min(policy / sampler, threshold), of each token or of its whole row."""
+    """min(policy / sampler, threshold), for each token or for its whole row."""
     difference = logp_M - rollout_logp_M
     if level == "sequence":
         difference = _over_rows(difference, row_M, "sum")
@@ -45,7 +45,7 @@ def truncated_weights(
 
 
 def of_mean_one(weights_M: Tensor, row_M: Tensor, level: Literal["token", "sequence"]) -> Tensor:
-    """Weights divided by their mean over the tokens of the batch or, where a row has one weight, over its rows."""
+    """The weights divided by their mean over the tokens of the batch or, for sequence weights, over its rows."""
     if not weights_M.numel():
         return weights_M
     counts_M = torch.ones_like(weights_M)
@@ -57,21 +57,21 @@ def of_mean_one(weights_M: Tensor, row_M: Tensor, level: Literal["token", "seque
 def kept_tokens(
     logp_M: Tensor, rollout_logp_M: Tensor, row_M: Tensor, test: str, lowest: float, highest: float
 ) -> Tensor:
-    """Tokens whose divergence from the sampler passes the test, such as seq_mean_k3.
+    """The tokens whose divergence from the sampler passes the test, such as seq_mean_k3.
 
-    For k1 the bounds are those of the ratio policy / sampler (its product for seq_sum, its geometric mean for
-    seq_mean); for k2 and k3, which are never negative, only `highest` counts and bounds the estimate itself.
+    For k1, the bounds apply to the ratio policy / sampler (its product for seq_sum, its geometric mean for seq_mean).
+    For k2 and k3, which are never negative, only `highest` applies, to the estimate itself.
     """
     level, _, kind = test.rpartition("_")
     if kind == "k1":
-        found = logp_M - rollout_logp_M
+        divergence_M = logp_M - rollout_logp_M
         low, high = torch.tensor([lowest, highest], dtype=torch.float64).log().tolist()
     else:
-        found = kl_estimate(rollout_logp_M, logp_M, kind)
+        divergence_M = kl_estimate(rollout_logp_M, logp_M, kind)
         low, high = -torch.inf, highest
     if level != "token":
-        found = _over_rows(found, row_M, level.removeprefix("seq_"))
-    return torch.logical_and(found >= low, found <= high)
+        divergence_M = _over_rows(divergence_M, row_M, level.removeprefix("seq_"))
+    return torch.logical_and(divergence_M >= low, divergence_M <= high)
 
 
 def _over_rows(values_M: Tensor, row_M: Tensor, how: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Messages become ids and back; what follows a sampled turn is what the template puts there; no tool call is lost."""
+"""Encodes chat messages as token ids by the model's chat template, and parses sampled turns into tool calls."""
 
 from rally.chat.codec import ChatCodec, EncodedConversation, Parsed
 from rally.chat.formats import FORMATS, ToolFormat, get_format

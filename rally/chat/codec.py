@@ -1,8 +1,8 @@
-"""Messages become ids and back: what is appended after a sampled turn is exactly what the template would have put
-there, and every tool call the policy wrote is kept.
+"""`ChatCodec`: encodes messages as token ids and parses sampled ids into text and tool calls.
 
-Sampled ids are never encoded again. A history is prompt ids + sampled ids + delta ids, and the full rendering of all
-messages (`render`) is the slow spec that this is compared with.
+The ids appended after a sampled turn are exactly those that the chat template puts there. Every tool call that the
+policy wrote is kept, malformed ones with an error. Sampled ids are never encoded again: a history is prompt ids +
+sampled ids + delta ids. The full rendering of all messages (`render`) is the specification that it is compared with.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rally.chat.templates import Escaped, Template, TemplateError, content_of, o
 from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
-MAX_FAMILY = 256  # tool lists whose codecs are kept
+MAX_TOOL_LISTS = 256  # codecs to keep, one per tool list
 
 
 class EncodedConversation(NamedTuple):
-    """A whole conversation; mask is 1 exactly on what the policy would have sampled."""
+    """A whole conversation. `mask` is 1 exactly on the tokens that the policy would have sampled."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -36,8 +36,8 @@ class EncodedConversation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """One sampled turn, read. `text` is all of it without its stop token, `content` what stands outside the calls;
-    `closed` says whether it ended with the template's own end-of-turn token."""
+    """One parsed turn. `text` is all of it without the stop token, `content` the part outside of the calls. `closed`:
+    it ended with the template's end-of-turn token."""
 
     text: str
     content: str
@@ -61,13 +61,13 @@ class ChatCodec:
         max_cached: int = 4096,
     ) -> None:
         self.tokenizer = tokenizer
-        self.patches = patches  # None: the policy sees no images
-        self._pictures = ImageTokens(tokenizer, patches)
+        self.patches = patches  # None for a text model
+        self._image_tokens = ImageTokens(tokenizer, patches)
         self.format = get_format(tool_format)
-        self._template = Template(tokenizer, tools, chat_template, template_kwargs or {}, self._pictures.token)
+        self._template = Template(tokenizer, tools, chat_template, template_kwargs or {}, self._image_tokens.token)
         self._max_cached = max_cached
         self._turns = TurnTexts(self._template)
-        self._family: dict[str, ChatCodec] = {_key(self._template.tools): self}
+        self._by_tools: dict[str, ChatCodec] = {_key(self._template.tools): self}
         self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
         self._delta_ids = lru_cache(maxsize=max_cached // 4)(self._encode_delta_text)
         self.end_of_turn: int = self._turns.end.id
@@ -77,15 +77,15 @@ class ChatCodec:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tool list in the OpenAI shape, as the template is given it."""
+        """The tool list in OpenAI form, as passed to the template."""
         return self._template.tools
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatCodec:
-        """The same codec with another tool list; made once per list."""
+        """This codec with another tool list. It is cached by the list."""
         key = _key(openai_shape(tools))
-        if key not in self._family:
-            if len(self._family) >= MAX_FAMILY:  # an agent may make up a list for each request
-                del self._family[next(iter(self._family))]
+        if key not in self._by_tools:
+            if len(self._by_tools) >= MAX_TOOL_LISTS:  # an agent may send a different list with each request
+                del self._by_tools[next(iter(self._by_tools))]
             codec = ChatCodec(
                 self.tokenizer,
                 self.format.name,
@@ -95,51 +95,49 @@ class ChatCodec:
                 patches=self.patches,
                 max_cached=self._max_cached,
             )
-            codec._family = self._family
-            self._family[key] = codec
-        return self._family[key]
+            codec._by_tools = self._by_tools
+            self._by_tools[key] = codec
+        return self._by_tools[key]
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The first messages, tool list and generation prompt included; kept by content."""
+        """The ids of the first messages, with tool list and generation prompt. Cached by content."""
         return self.prompt(messages).ids
 
     def encode_delta(self, messages: Sequence[Message], closed: bool = True) -> tuple[int, ...]:
-        """What is appended after a sampled turn when tool or user messages follow it, generation prompt included.
+        """The ids to append after a sampled turn when tool or user messages follow, with generation prompt.
 
-        With `closed` False the turn ended without its end-of-turn token, and the delta begins with it.
+        With `closed` False the turn ended without its end-of-turn token, and the delta begins with that token.
         """
         return self.delta(messages, closed).ids
 
     def prompt(self, messages: Sequence[Message]) -> EncodedMessages:
-        """`encode_prompt`, and where its images stand."""
-        return self._pictures.expand(self._prompt_ids(_key([_without_pixels(m) for m in messages])), messages)
+        """`encode_prompt` with image spans."""
+        return self._image_tokens.expand(self._prompt_ids(_key([_without_images(m) for m in messages])), messages)
 
     def delta(self, messages: Sequence[Message], closed: bool = True) -> EncodedMessages:
-        """`encode_delta`, and where its images stand."""
+        """`encode_delta` with image spans."""
         if any(m["role"] == "assistant" for m in messages):
-            raise RallyError("a delta holds tool and user messages; what the assistant said is already in the history")
+            raise RallyError("a delta may only have tool and user messages; assistant turns are in the history already")
         ids = self._delta_ids(self._turns.delta(messages))
-        return self._pictures.expand(ids[1:] if closed else ids, messages)
+        return self._image_tokens.expand(ids[1:] if closed else ids, messages)
 
     def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Where images stand in a history whose ids are known; `mask` is 1 on what was sampled."""
-        return self._pictures.locate(ids, images, mask)
+        """The spans of the images in a history. `mask` is 1 on sampled tokens."""
+        return self._image_tokens.locate(ids, images, mask)
 
     def encode_assistant(self, message: Message) -> tuple[int, ...]:
-        """The canonical reply: what the policy would have sampled for this message, end-of-turn token included."""
+        """The ids that the policy would have sampled for this message, with the end-of-turn token."""
         text, opening = self._turns.reply(message), self._opening_ids
         joined = self._template.tokens(self._turns.opening + text)
-        # A reply that begins with a newline merges with the generation prompt's; a sampled one cannot.
+        # A leading newline may merge with that of the generation prompt into one token; a sampled one cannot.
         merged = joined[: len(opening)] != opening
         return tuple(self._template.tokens(text) if merged else joined[len(opening) :])
 
     def encode_conversation(self, messages: Sequence[Message]) -> EncodedConversation:
-        """For supervised fine-tuning: exactly the ids, and on the replies exactly the mask, of an episode."""
+        """The conversation for supervised fine-tuning, with the ids and mask that an episode would have."""
         replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not replies or replies[0] == 0 or replies[-1] != len(messages) - 1:
-            raise RallyError(
-                "a conversation to learn from must begin with a question and end with an assistant message"
-            )
+            raise RallyError("a training conversation must not begin with an assistant message, and must end with one")
         prompt = self.prompt(messages[: replies[0]])
         ids, images = list(prompt.ids), list(prompt.images)
         mask = [0] * len(ids)
@@ -152,16 +150,16 @@ class ChatCodec:
         return EncodedConversation(tuple(ids), tuple(mask), tuple(images))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> tuple[int, ...]:
-        """The template's own rendering of the whole conversation: the slow spec of everything above."""
+        """The template's rendering of the whole conversation: the specification of the methods above."""
         return self._rendered(messages, generation_prompt).ids
 
     def rerender(self, messages: Sequence[Message]) -> EncodedMessages:
-        """The history as the inference template would give it anew (multi_turn.history=rerender)."""
+        """The history as the template renders it from scratch (multi_turn.history=rerender)."""
         return self._rendered(messages, generation_prompt=True)
 
     def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> EncodedMessages:
         ids = self._template.tokens(self._template.text(messages, generation_prompt))
-        return self._pictures.expand(tuple(ids), messages)
+        return self._image_tokens.expand(tuple(ids), messages)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
@@ -169,10 +167,10 @@ class ChatCodec:
         return text
 
     def parse(self, ids: Sequence[int]) -> Parsed:
-        """What a sampled turn says and asks for. Never raises: what cannot be understood is a call with an error."""
+        """Parse a sampled turn. Never raises: a malformed call becomes a ToolCall with an error."""
         stopped = bool(ids) and ids[-1] in self.stop_ids
         text = self.decode(ids[:-1] if stopped else ids)
-        content, calls = self.format.parse(text, self.tools, start=self._after_thinking(text))
+        content, calls = self.format.parse(text, self.tools, start=self._calls_start(text))
         return Parsed(
             text=text,
             content=content,
@@ -182,8 +180,8 @@ class ChatCodec:
         )
 
     def message(self, parsed: Parsed) -> Message:
-        """The parsed turn as an assistant message. Arguments are objects, as templates want them; the text of a call
-        that could not be understood stays in the content, so that the history still shows it."""
+        """The parsed turn as an assistant message. Arguments are objects, as templates expect. The text of a malformed
+        call stays in the content, so that it remains in the history."""
         good = [call for call in parsed.tool_calls if call.error is None]
         if not good:
             return {"role": "assistant", "content": parsed.text}
@@ -194,17 +192,17 @@ class ChatCodec:
         return {"role": "assistant", "content": content, "tool_calls": calls}
 
     def escape(self, text: str) -> Escaped:
-        """Tool text with its control tokens neutralised, and how many there were."""
+        """Tool text with its control tokens escaped, and their number."""
         return self._template.escaper.tool(text)
 
     def probe(self) -> TemplateReport:
-        """What the template does to earlier turns, in words."""
+        """Test how the template treats earlier turns."""
         return probe(self._turns)
 
     def sanity(self, segment_ids: Sequence[int], messages: Sequence[Message], mode: SanityMode) -> str | None:
-        """Whether a history that grew turn by turn reads like the full rendering of its messages: None, or a diff.
+        """Compare a history that grew turn by turn with the full rendering of its messages. Returns None or a diff.
 
-        Texts are compared, not ids: the policy may sample another tokenization of the same words.
+        Texts are compared, not ids: the policy may sample another tokenization of the same text.
         """
         ends_in_reply = messages[-1]["role"] == "assistant"
         end = self._turns.end.text
@@ -213,11 +211,11 @@ class ChatCodec:
             return text.rpartition(end)[0] if ends_in_reply else text
 
         rendered = self._template.text(messages, generation_prompt=not ends_in_reply)
-        rendered = self._pictures.expand_text(rendered, messages)
+        rendered = self._image_tokens.expand_text(rendered, messages)
         got = self.decode(segment_ids)
         got = got.removesuffix(end) if ends_in_reply else got
         expected = without_end(rendered)
-        if expected != got:  # a tokenizer may change a text on its way there and back, as it has changed the history
+        if expected != got:  # encoding and decoding may change a text, as it may have changed the history
             expected = without_end(self.decode(self._template.tokens(rendered)))
         return compare(expected, got, mode)
 
@@ -225,27 +223,27 @@ class ChatCodec:
         return tuple(self._template.tokens(self._turns.prompt(json.loads(key))))
 
     def _encode_delta_text(self, delta: str) -> tuple[int, ...]:
-        """End-of-turn token and delta; kept by content, because the tools of a group say the same again and again."""
-        # Encoded behind the token that it follows, so that no tokenizer can treat it as the beginning of a text.
+        """End-of-turn token and delta. Cached by content, because the tools of a group often return the same text."""
+        # Encoded after the token that it follows, so that the tokenizer does not treat it as the start of a text.
         ids = tuple(self._template.tokens(self._turns.end.text + delta))
         if ids[0] != self.end_of_turn:
             raise TemplateError(f"the tokenizer does not keep the end-of-turn token {self._turns.end.text} whole")
         return ids
 
-    def _after_thinking(self, text: str) -> int:
-        """Where calls may begin: a call inside the closed thinking block a turn begins with is only a thought."""
+    def _calls_start(self, text: str) -> int:
+        """Where calls may begin: calls inside a closed thinking block at the start of a turn are ignored."""
         if self._turns.opening.rstrip().endswith("<think>") or text.lstrip().startswith("<think>"):
             end = text.find("</think>")
             return end + len("</think>") if end >= 0 else 0
         return 0
 
 
-def _without_pixels(message: Message) -> Message:
-    """For a key: of an image, which may be megabytes of a data: address, its place alone matters."""
+def _without_images(message: Message) -> Message:
+    """The message with bare image parts: in a key, only the positions of images matter, not their (large) data."""
     content = message.get("content")
     return {**message, "content": content_of(content)} if isinstance(content, list) else message
 
 
 def _key(value: Any) -> str:
-    """Messages or tools as a text to look them up by."""
+    """A cache key for messages or tools."""
     return json.dumps(value, ensure_ascii=False, default=repr)

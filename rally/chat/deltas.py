@@ -1,8 +1,8 @@
-"""What stands between two sampled turns is exactly what the template would have put there.
+"""Computes the text between two sampled turns, exactly as the chat template renders it.
 
-The text after a turn is found by rendering a stand-in turn with the new messages behind it and taking what follows
-its end-of-turn token; where the template copies message text as it is, that rendering is kept as a frame, and later
-messages of the same shape are spliced into it.
+The text after a turn is found by rendering a placeholder turn followed by the new messages and taking what comes after
+its end-of-turn token. If the template copies message text unchanged, that rendering is cached as a frame, and the
+contents of later messages of the same shape are inserted into it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rally.chat.templates import QUESTION, SENTINEL, Template, TemplateError
 from rally.types import Message
 
-# A template that trims, quotes or escapes what it copies would change something in this text, and get no frame.
+# Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
 WITNESS = " \n\t\"<b>'&amp;\\n {{%d}} é\u2028 %% \n "
 MAX_FRAMES = 1024
 _FRAMED = {"role", "content", "name", "tool_call_id"}
@@ -29,7 +29,7 @@ class EndOfTurn(NamedTuple):
 
 
 class TurnTexts:
-    """The pieces of a conversation as text: the prompt, a reply, and what follows a reply."""
+    """The parts of a conversation as text: the prompt, a reply, and the delta after a reply."""
 
     def __init__(self, template: Template) -> None:
         self.template = template
@@ -40,17 +40,17 @@ class TurnTexts:
         text = self.template.text([QUESTION, {"role": "assistant", "content": SENTINEL}], False)
         _, found, tail = text.rpartition(SENTINEL)
         if not found:
-            raise TemplateError("the chat template does not print what the assistant said; use another template")
+            raise TemplateError("the chat template does not render assistant messages; use another template")
         tokenizer = self.template.tokenizer
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         for token_id in self.template.tokens(tail):
             if token_id in special or token_id in tokenizer.all_special_ids:
                 return EndOfTurn(token_id, str(tokenizer.convert_ids_to_tokens(token_id)))
-        raise TemplateError("the chat template ends an assistant turn with no special token; use one that does")
+        raise TemplateError("the chat template does not end assistant turns with a special token; use one that does")
 
     @cached_property
     def opening(self) -> str:
-        """The generation prompt: what the template puts before an assistant turn."""
+        """The generation prompt, which the template puts before an assistant turn."""
         before, after = self.template.text([QUESTION], False), self._asked
         if not after.startswith(before):
             raise TemplateError(
@@ -66,19 +66,19 @@ class TurnTexts:
         return self.template.text(messages, True)
 
     def reply(self, message: Message) -> str:
-        """The turn as the policy would have sampled it, end-of-turn token included."""
+        """The turn as the policy would have sampled it, with the end-of-turn token."""
         start = self._asked
         whole = self.template.text([QUESTION, message], False)
         body, end, _ = whole[len(start) :].rpartition(self.end.text)
         if not whole.startswith(start) or not end:
             raise TemplateError(
-                f"the chat template opens a reply with {self.opening!r} but renders a finished one differently, "
-                "so no reply can be taught; use a template that keeps it"
+                f"the chat template's generation prompt is {self.opening!r}, but it renders a finished reply without "
+                "it, so replies cannot be trained on; use a template that keeps it"
             )
         return body + end
 
     def delta(self, messages: Sequence[Message]) -> str:
-        """What follows an end-of-turn token when `messages` come next, generation prompt included."""
+        """The text after an end-of-turn token when `messages` follow, with the generation prompt."""
         normal = [self.template.normal(m) for m in messages]
         shape = _shape(normal)
         if shape is None:
@@ -94,11 +94,11 @@ class TurnTexts:
         return "".join(spliced) + frame[-1]
 
     def slow_delta(self, messages: Sequence[Message]) -> str:
-        """The same by a full rendering: the spec that `delta` is tested against."""
+        """The same by a full rendering. `delta` is tested against it."""
         return self._rendered([self.template.normal(m) for m in messages])
 
     def _frame(self, normal: Sequence[Message]) -> tuple[str, ...] | None:
-        """The text around the messages' contents, or None where the template does not copy them untouched."""
+        """The text around the contents of the messages; None if the template does not copy contents unchanged."""
         marks = [WITNESS % i for i in range(len(normal))]
         rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
         pieces = []
@@ -117,7 +117,7 @@ class TurnTexts:
                 if "tool_calls" not in stand_in:
                     raise
                 continue
-            # The first sentinel is the stand-in's own, whatever a tool may have printed.
+            # The first sentinel is the placeholder's, whatever a tool may have printed.
             _, found, tail = text.partition(SENTINEL)
             _, end, delta = tail.partition(self.end.text)
             if found and end:
@@ -130,19 +130,19 @@ class TurnTexts:
 
 
 def _stand_ins(normal: Sequence[Message]) -> list[Message]:
-    """Turns to render before the messages: before a tool's answer a call, unless the template knows no calls."""
-    said: Message = {"role": "assistant", "content": SENTINEL}
+    """The placeholder turns to try: before a tool message a call, then, for templates without calls, plain text."""
+    text: Message = {"role": "assistant", "content": SENTINEL}
     if not normal or normal[0]["role"] != "tool":
-        return [said]
+        return [text]
     function = {"name": normal[0].get("name", "tool"), "arguments": {"value": SENTINEL}}
     call = {"id": normal[0].get("tool_call_id", "call_0"), "type": "function", "function": function}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, said]
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, text]
 
 
 def _shape(normal: Sequence[Message]) -> Shape | None:
-    """What a frame depends on; None where a message must be rendered for itself."""
+    """The key of a frame; None if a message must be rendered individually."""
     for m in normal:
-        # A template may treat "nothing" in its own way.
+        # A template may treat empty content specially.
         if not isinstance(m["content"], str) or not m["content"].strip() or m.keys() - _FRAMED:
             return None
     return tuple((m["role"], m.get("name", ""), m.get("tool_call_id", "")) for m in normal)

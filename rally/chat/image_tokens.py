@@ -1,7 +1,7 @@
-"""Where a template marks an image, the history gets as many tokens as the model sees in it, and says which they are.
+"""Expands the image placeholders of a chat template to the tokens that each image takes, and records their spans.
 
-A template prints one placeholder for each image. Each is widened to the image's own count, in order; a template that
-prints more or fewer of them than there are images is refused.
+A template prints one placeholder token for each image. Each is repeated as often as its image has tokens, in order. A
+template that prints more or fewer placeholders than there are images is an error.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rally.types import Image, ImageSpan, Message
 
 
 class EncodedMessages(NamedTuple):
-    """Ids, and which of them are images, counted from the first of these ids."""
+    """Ids and image spans, relative to the first id."""
 
     ids: tuple[int, ...]
     images: tuple[ImageSpan, ...] = ()
 
 
 class ImageTokens:
-    """One tokenizer's placeholder, and how many tokens an image takes; without `patches`, no image is taken at all."""
+    """The image placeholder of a tokenizer. Without `patches` (a text model), images are an error."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, patches: Patches | None) -> None:
         self.patches = patches
@@ -35,12 +35,12 @@ class ImageTokens:
             known = tokenizer.convert_ids_to_tokens(patches.token) if patches.token < len(tokenizer) else None
             if not known:
                 raise TemplateError(
-                    f"the tokenizer has no token {patches.token}, which stands for images; use the model's own"
+                    f"the tokenizer has no token {patches.token}, the image placeholder; use the model's own tokenizer"
                 )
             self.token = str(known)
 
     def expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> EncodedMessages:
-        """`ids` of a rendering of `messages`, with every image as wide as it is."""
+        """The `ids` of a rendering of `messages`, with the placeholder of each image repeated to its token count."""
         images = self._images(messages)
         if not images:
             return EncodedMessages(ids)
@@ -56,10 +56,10 @@ class ImageTokens:
         return EncodedMessages((*wide, *ids[done:]), tuple(spans))
 
     def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
-        """Where images stand in a whole history, in their order; what was sampled (mask 1) is none of their places."""
+        """The spans of the images in a whole history, in order. Sampled placeholder tokens (mask 1) are not images."""
         if self.patches is None:
             if images:
-                raise TemplateError("the history holds images, but the model is for text alone; use one that sees them")
+                raise TemplateError("the history contains images, but this is a text model; use a vision model")
             return ()
         observed = (i for i, sampled in enumerate(mask) if not sampled)
         places = [i for i in observed if ids[i] == self.pad]
@@ -68,14 +68,14 @@ class ImageTokens:
             spans.append(self._span(places[done] if done < len(places) else len(ids), image))
             done += spans[-1].end - spans[-1].start
         if places != [i for span in spans for i in range(span.start, span.end)]:
-            told = (
-                f"the history has {len(places)} placeholder tokens, its {len(images)} images take {done}, each in a row"
+            raise TemplateError(
+                f"the history has {len(places)} placeholder tokens, but its {len(images)} images take {done}, each "
+                "contiguous; pass the images in order, and encode them with this codec"
             )
-            raise TemplateError(f"{told}; give the images in their order, and encode them with this codec")
         return tuple(spans)
 
     def expand_text(self, text: str, messages: Sequence[Message]) -> str:
-        """The same of a rendering's text."""
+        """`expand` for the text of a rendering."""
         images = self._images(messages)
         if not images or self.token is None:
             return text
@@ -87,14 +87,14 @@ class ImageTokens:
 
     def _images(self, messages: Sequence[Message]) -> list[Image]:
         if self.patches is None and has_images(messages):
-            raise TemplateError("the messages hold images, but the model is for text alone; use one that sees images")
+            raise TemplateError("the messages contain images, but this is a text model; use a vision model")
         return image_parts(messages)
 
-    def _check(self, found: int, wanted: int) -> None:
-        if found != wanted:
+    def _check(self, placeholders: int, images: int) -> None:
+        if placeholders != images:
             raise TemplateError(
-                f"the chat template shows {found} of {wanted} images; give one that prints each of them "
-                "(custom_chat_template)"
+                f"the chat template prints {placeholders} placeholders for {images} images; use one that prints one "
+                "for each (custom_chat_template)"
             )
 
     def _span(self, start: int, image: Image) -> ImageSpan:

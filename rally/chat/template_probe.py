@@ -1,7 +1,7 @@
-"""What a chat template does to old turns is known before training, and said in words with the place where it differs.
+"""Tests before training whether a chat template is append-only, and reports differences with a small diff.
 
-A template is append-only when the prompt, the replies as sampled and the deltas, put one after the other, are its own
-rendering of the whole conversation.
+A template is append-only if the concatenation of prompt, sampled replies and deltas equals its rendering of the whole
+conversation. The probe also finds templates that omit the tool list, tool calls, or earlier thinking.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rally.types import Message, RallyError
 
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 THOUGHT = "a first thought"
-_CALLED = "lookup"
+_TOOL_NAME = "lookup"
 _CONTEXT, _SHOWN = 30, 120
 _DOUBLED = re.compile(r'\{\{\s*"name"')
 _PIECE = re.compile(r"<[^<>\s]+>|\w+|\W")
 
 
 def _assistant(content: str, call: bool = False) -> Message:
-    function = {"name": _CALLED, "arguments": {"query": "x"}}
+    function = {"name": _TOOL_NAME, "arguments": {"query": "x"}}
     calls: dict[str, Any] = {"tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
     return {"role": "assistant", "content": content, **(calls if call else {})}
 
 
 _NEXT: Message = {"role": "user", "content": "next question"}
-_TOOL: Message = {"role": "tool", "name": _CALLED, "tool_call_id": "call_0", "content": "42"}
+_TOOL: Message = {"role": "tool", "name": _TOOL_NAME, "tool_call_id": "call_0", "content": "42"}
 _THINKING = f"<think>\n{THOUGHT}\n</think>\n\n"
 
 CASES: dict[str, list[Message]] = {
@@ -45,7 +45,7 @@ CASES: dict[str, list[Message]] = {
 
 
 class TemplateDifference(NamedTuple):
-    """One conversation that the template renders otherwise than it was sampled."""
+    """A conversation whose rendering differs from the sampled history."""
 
     case: str
     expected_text: str
@@ -54,7 +54,7 @@ class TemplateDifference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateReport:
-    """What probing a chat template found."""
+    """The result of probing a chat template."""
 
     append_only: bool
     thinking_kept: bool
@@ -67,38 +67,39 @@ class TemplateReport:
 
     @property
     def hidden(self) -> str:
-        """What the template leaves out without a word, as a sentence; empty if nothing."""
-        left_out = [] if self.tools_shown else ["the list of tools, so the policy is never told of them"]
-        left_out += [] if self.calls_shown else ["the assistant's tool calls, so they cannot be taught"]
-        if not left_out:
+        """What the template silently omits, as a sentence; empty if nothing."""
+        omitted = [] if self.tools_shown else ["the list of tools, so the policy does not know them"]
+        omitted += [] if self.calls_shown else ["the assistant's tool calls, so they cannot be trained"]
+        if not omitted:
             return ""
-        return (
-            f"The chat template leaves out {' and '.join(left_out)}; give one that knows tools (custom_chat_template)."
-        )
+        return f"The chat template omits {' and '.join(omitted)}; use one that supports tools (custom_chat_template)."
 
     @property
-    def troubles(self) -> str:
-        """All that keeps a policy from calling tools, in sentences; empty if nothing does."""
+    def problems(self) -> str:
+        """What prevents the policy from calling tools, in sentences; empty if nothing does."""
         doubled = (
             'The chat template shows calls with doubled braces, {{"name": ...}}; a policy that copies them writes '
-            "calls that cannot be read, so give a template with single ones (custom_chat_template)."
+            "malformed calls, so use a template with single braces (custom_chat_template)."
         )
         return " ".join(filter(None, (self.hidden, doubled if self.braces_doubled else "")))
 
     @property
     def words(self) -> str:
-        """The whole report as text, one small diff per difference."""
+        """The report as text, with a small diff for each difference."""
         answers = (
             ("is" if self.append_only else "is not", "append-only"),
             ("keeps" if self.thinking_kept else "drops", "the thinking of earlier turns"),
             ("renders" if self.tool_delta_exact else "does not render", "tool answers as they are appended"),
         )
         head = "The chat template " + ", ".join(" ".join(a) for a in answers) + f"; turns end with {self.end_of_turn}."
-        heads = [head, self.troubles] if self.troubles else [head]
-        return "\n".join([*heads, *(f"{d.case}:\n{diff_words(d.expected_text, d.got_text)}" for d in self.differences)])
+        heads = [head, self.problems] if self.problems else [head]
+        return "\n".join(
+            [*heads, *(f"{d.case}:\n{first_difference(d.expected_text, d.got_text)}" for d in self.differences)]
+        )
 
 
 def probe(turns: TurnTexts) -> TemplateReport:
+    """Render each case as a whole and turn by turn, and compare."""
     differences, kept, exact = [], True, True
     for case, messages in CASES.items():
         try:
@@ -117,7 +118,7 @@ def probe(turns: TurnTexts) -> TemplateReport:
         thinking_kept=kept,
         tool_delta_exact=exact,
         tools_shown=not turns.template.tools or turns.template.knows_tools,
-        calls_shown=_CALLED in turns.template.text([QUESTION, _assistant("", call=True)], False),
+        calls_shown=_TOOL_NAME in turns.template.text([QUESTION, _assistant("", call=True)], False),
         braces_doubled=_DOUBLED.search(turns.prompt([QUESTION])) is not None,
         end_of_turn=turns.end.text,
         differences=tuple(differences),
@@ -130,7 +131,7 @@ class _Sampled(NamedTuple):
 
 
 def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
-    """The conversation as it would have grown turn by turn."""
+    """The conversation as it grows turn by turn."""
     text, delta = turns.prompt(messages[:1]), ""
     for is_reply, group in groupby(messages[1:], key=lambda m: m["role"] == "assistant"):
         members = list(group)
@@ -140,18 +141,18 @@ def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
 
 
 def compare(expected: str, got: str, mode: SanityMode) -> str | None:
-    """None when the texts agree under the mode, else a small diff."""
+    """None if the texts are equal under the mode, otherwise a small diff."""
     if mode not in get_args(SanityMode):
         known = ", ".join(get_args(SanityMode))
         raise RallyError(f"unknown tokenization_sanity_check_mode {mode!r}; choose one of {known}")
     same = mode == "disable" or expected == got
     if mode == "ignore_strippable":
         same = "".join(expected.split()) == "".join(got.split())
-    return None if same else diff_words(expected, got)
+    return None if same else first_difference(expected, got)
 
 
-def diff_words(expected: str, got: str) -> str:
-    """The stretch where two texts differ, with a little of what stands around it."""
+def first_difference(expected: str, got: str) -> str:
+    """The part where two texts differ, with some context."""
     a, b = (_PIECE.findall(text) for text in (expected, got))
     start = _shared(a, b)
     end = _shared(a[start:][::-1], b[start:][::-1])
@@ -165,5 +166,5 @@ def diff_words(expected: str, got: str) -> str:
 
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many pieces two texts begin with in common."""
+    """The length of the common prefix, in pieces."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

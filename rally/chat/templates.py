@@ -1,7 +1,8 @@
-"""Messages become the text that the model's own chat template gives them, the same text all day.
+"""Renders messages with the model's chat template, after normalizing and escaping them.
 
-Whatever shape messages arrive in (content None, arguments as JSON text, empty tool_calls, the null fields of a parquet
-row), the template sees the one shape that templates agree on.
+Messages may have content None, arguments as JSON text, empty tool_calls, or the null fields of a Parquet row; the
+template always gets the same form. Control tokens in tool and user text are escaped. The date is fixed at the start,
+so that equal messages give equal text for the whole run.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from rally.types import Message, RallyError
 
 
 class TemplateError(RallyError):
-    """The chat template cannot do what is asked of it."""
+    """The chat template cannot render the messages, or lacks a property that Rally needs."""
 
 
 @dataclass(frozen=True)
 class Escaped:
-    """The text that is safe to render, and how many tokens were neutralised in it."""
+    """Text that is safe to render, and the number of tokens escaped in it."""
 
     text: str
     count: int
 
 
 class Escaper:
-    """Knows one tokenizer's control tokens."""
+    """Escapes the control tokens of a tokenizer by inserting a space into them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, placeholder: str | None = None) -> None:
         shown = {placeholder} if placeholder else set()
@@ -52,20 +53,20 @@ class Escaper:
         return _escape(text, self._special)
 
     def trusted(self, text: str) -> Escaped:
-        """Text of the system or the policy, whose control tokens are meant."""
+        """Escape only image placeholders. For text of the system or the policy, whose control tokens are intended."""
         return _escape(text, self._placeholder)
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
-    # A token of one character has no inside to put a space into; it is a letter, not a control token.
-    words = sorted((t for t in tokens if len(t) > 1 and not t.isspace()), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+    # A token of one character is a letter, not a control token, and cannot be split by a space.
+    longest_first = sorted((t for t in tokens if len(t) > 1 and not t.isspace()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _escape(text: str, tokens: re.Pattern[str]) -> Escaped:
     total = 0
     while True:
-        # Once more until nothing is left: breaking one token may leave another inside it.
+        # Repeated until none is left: splitting one token may leave another inside it.
         text, count = tokens.subn(lambda match: match[0][0] + " " + match[0][1:], text)
         if not count:
             return Escaped(text, total)
@@ -77,7 +78,7 @@ QUESTION: Message = {"role": "user", "content": "question"}
 
 
 class Template:
-    """One tokenizer's chat template with one tool list; `text` and `tokens` are all there is to it."""
+    """The chat template of a tokenizer with one tool list."""
 
     def __init__(
         self,
@@ -88,25 +89,25 @@ class Template:
         placeholder: str | None = None,
     ) -> None:
         if chat_template is None and not tokenizer.chat_template:
-            raise TemplateError("the tokenizer has no chat template; give one with chat_template=")
+            raise TemplateError("the tokenizer has no chat template; pass one with chat_template=")
         self.tokenizer = tokenizer
         self.tools = openai_shape(tools)
         self.source = chat_template
-        # A run over midnight must not change the date in its prompts: templates that print it ask for this name.
+        # Templates that print the date read this name. It must not change during a run.
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
-        self.placeholder = placeholder  # of images, where the policy sees them
+        self.placeholder = placeholder  # of images, for a vision model
         self.escaper = Escaper(tokenizer, placeholder)
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template can show a list of tools at all; it may still be told not to."""
+        """Whether the template mentions tools at all."""
         return "tools" in str(self.source or self.tokenizer.chat_template)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         return self.raw_text([self.normal(m) for m in messages], generation_prompt)
 
     def raw_text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """The rendering of messages that are in normal form already."""
+        """Render messages that are already normalized."""
         if not messages:
             raise TemplateError("there is no message to render; a conversation needs at least one")
         try:
@@ -125,13 +126,13 @@ class Template:
         return rendered
 
     def tokens(self, text: str) -> list[int]:
-        # Half a surrogate pair, which a tool may well print, is text that no tokenizer accepts.
+        # A tool may print a lone surrogate, which no tokenizer accepts.
         clean = text.encode("utf-8", "replace").decode("utf-8")
         ids: list[int] = self.tokenizer.encode(clean, add_special_tokens=False)
         return ids
 
     def normal(self, message: Message) -> Message:
-        """The message as templates want it, observed text escaped."""
+        """The message in the form that templates expect, with tool and user text escaped."""
         result = {key: value for key, value in message.items() if value is not None}
         result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
@@ -141,14 +142,14 @@ class Template:
         return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
 
     def observed(self, role: str, content: Any) -> Any:
-        """Content with its control tokens neutralised where a tool or a user wrote it."""
+        """The content, with its control tokens escaped if a tool or a user wrote it."""
         escape = {"tool": self.escaper.tool, "user": self.escaper.user}.get(role, self.escaper.trusted)
         if isinstance(content, str):
             return escape(content).text
         return [{**p, "text": escape(p["text"]).text} if isinstance(p.get("text"), str) else p for p in content]
 
     def _without_placeholder(self, value: Any) -> Any:
-        """Names, arguments, thoughts and whatever else a template may print: none of it shows an image."""
+        """Escape image placeholders in names, arguments, thinking and any other field that a template may print."""
         if isinstance(value, str):
             return self.escaper.trusted(value).text
         if isinstance(value, Mapping):
@@ -158,13 +159,13 @@ class Template:
 
 
 def openai_shape(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in their {"type": "function"} wrapper, which templates expect; a bare function is given one."""
+    """The tools in the {"type": "function"} wrapper that templates expect."""
     return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]
 
 
 def content_of(content: Any) -> Any:
-    """Text stays text, no content is empty text, and a list of only text parts is joined. An image becomes a bare part:
-    templates print its place, and what it shows is not their business."""
+    """The content as text, or as a list of parts if it has images. None becomes empty text, and a list of text parts is
+    joined. An image becomes a bare part, because templates only print a placeholder."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -178,7 +179,7 @@ def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or call
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        # What is not JSON is printed by the template as the text it is.
+        # Arguments that are not JSON are rendered as text.
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
     named = {"name": function.get("name", ""), "arguments": arguments}

@@ -1,8 +1,8 @@
-"""A tokenizer made on the spot, small enough for a model that trains in a minute, and lossless for ASCII text.
+"""Builds a tiny tokenizer for models that train in a minute. It is lossless for ASCII text.
 
-Its pieces are the words of Hermes tool calls and single characters, so a number is always single digits. A character
-outside ASCII becomes `<unk>`. Its ChatML template has no system prompt of its own and is append-only; it leaves the
-tool list out of the prompt unless the template argument `show_tools` is true.
+Its tokens are the words of Hermes tool calls and single characters, so numbers are split into digits. Other characters
+become `<unk>`. Its ChatML template has no default system prompt and is append-only. It omits the tool list unless the
+template argument `show_tools` is true.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CHAT_TEMPLATE = """\
 
 
 def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """`words` become pieces too; where several fit, the longest is taken."""
+    """The tokenizer, with `words` as additional tokens. The longest matching token is taken."""
     words = sorted((*WORDS, *words), key=len, reverse=True)
     pieces = [PAD, START, END, *TAGS, UNKNOWN, *words, *CHARACTERS]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}

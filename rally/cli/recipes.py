@@ -18,7 +18,7 @@ def recipes() -> None:
     from rally.recipes import list_recipes
 
     for recipe in list_recipes():
-        typer.echo("\n".join(recipe.told()))  # not the console, which would break commands at its width
+        typer.echo("\n".join(recipe.summary_lines()))  # not the console, which would break commands at its width
 
 
 @app.command("toy-model")

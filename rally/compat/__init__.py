@@ -1,1 +1,1 @@
-"""Compatibility with other frameworks."""
+"""Compatibility layers for code written for other frameworks."""

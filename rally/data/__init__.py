@@ -1,4 +1,4 @@
-"""Rows become Tasks, recipes write rows, and samplers are pure functions of (seed, step) and a state that is saved."""
+"""Data: reads rows as Tasks or Conversations, writes rows, and samples the rows of each step."""
 
 from rally.data.conversations import Conversation, QuestionAnswer, load_conversations
 from rally.data.curriculum import EasyToHard, EasyToHardOptions, SolvedSometimes, SolvedSometimesOptions

@@ -1,4 +1,4 @@
-"""Rows become conversations to imitate, and a row that cannot become one is named before training starts."""
+"""Loads the conversations of supervised fine-tuning. All rows are validated before training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rally.types import Message
 
 @dataclass(frozen=True)
 class Conversation:
-    """One exchange whose assistant turns are learned. None for `tools` or `enable_thinking`: the row says nothing."""
+    """A conversation whose assistant turns are trained on. `tools` and `enable_thinking` may be absent (None)."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     enable_thinking: bool | None = None
-    where: str = field(default="", compare=False)  # its file and row, for what is said about it
+    where: str = field(default="", compare=False)  # its file and row, for error messages
 
 
 class QuestionAnswer(NamedTuple):
-    """Where a row without messages holds a question and its answer: a column, and the keys to follow inside it."""
+    """Where a row without messages has its question and answer: for each a column and the keys inside it."""
 
     question: tuple[str, ...]
     answer: tuple[str, ...]
@@ -37,9 +37,9 @@ def load_conversations(
     *,
     pair: QuestionAnswer | None = None,
 ) -> RowSet[Conversation]:
-    """The conversations of Parquet, JSONL or JSON files, in the order of the files, every one of them validated.
+    """The validated conversations of Parquet, JSONL or JSON files, in the order of the files.
 
-    With `pair` rows hold one question and one answer instead of messages.
+    With `pair`, rows have one question and one answer instead of messages.
     """
     read = partial(_pair, pair=pair) if pair else partial(_messages, field=messages_key)
 
@@ -62,19 +62,19 @@ def _messages(row: Row, field: str) -> list[Message]:
         raise DataError(f"{field} is missing (the row has {', '.join(row)}); it must be a list of messages")
     messages = check_messages(row[field], field)
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{field} has no message from the assistant; there must be one to learn from")
+        raise DataError(f"{field} has no assistant message; there must be one to train on")
     return messages
 
 
 def _pair(row: Row, pair: QuestionAnswer) -> list[Message]:
-    """A question in words, or as the messages before the answer; the answer is always words."""
+    """The messages of a row with a question, as text or messages, and an answer, as text."""
     question, answer = _inside(row, pair.question), _inside(row, pair.answer)
     if not isinstance(answer, str):
-        raise DataError(f"{'.'.join(pair.answer)} is {shown(answer)}; it must be a string, the answer to learn")
-    told: list[Message] = [{"role": "user", "content": question}]
+        raise DataError(f"{'.'.join(pair.answer)} is {shown(answer)}; it must be a string, the answer to train on")
+    prompt: list[Message] = [{"role": "user", "content": question}]
     if not isinstance(question, str):
-        told = check_messages(question, ".".join(pair.question))
-    return [*told, {"role": "assistant", "content": answer}]
+        prompt = check_messages(question, ".".join(pair.question))
+    return [*prompt, {"role": "assistant", "content": answer}]
 
 
 def _inside(row: Row, path: tuple[str, ...]) -> Any:

@@ -1,7 +1,8 @@
-"""Curricula choose the rows of a step by how hard they are, and never by anything but (seed, step) and their state.
+"""Curricula: samplers that choose the rows of a step by difficulty, as a pure function of (seed, step) and their state.
 
-`EasyToHard` opens the rows from the easiest on, by a number in the row. `SolvedSometimes` measures success itself and
-keeps to rows that are solved now and then, because a group that all solve, or none, teaches nothing.
+`EasyToHard` starts with the easiest rows, by a number in the row, and adds harder ones. `SolvedSometimes` measures
+success rates and prefers rows that are solved sometimes, because a group in which all or no episodes succeed has no
+advantage to learn from.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from rally.data.tasks import TaskSet
 from rally.types import Episode, Task
 
 _NEWEST = 0.5
-"""How much the newest measurement of a row counts: the policy changes, so older ones fade."""
+"""The weight of the newest measurement of a row in its moving average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EasyToHardOptions:
-    """`field` is a dotted name in the row. The first step draws from the `start_share` of the rows that are easiest;
-    the share grows evenly and is everything after `grow_steps` steps."""
+    """`field` is a dotted name in the row. The first step draws from the easiest `start_share` of the rows; the share
+    grows linearly to 1 after `grow_steps` steps."""
 
     field: str
     start_share: float
@@ -35,7 +36,7 @@ class EasyToHardOptions:
 
 
 class EasyToHard(RowSampler):
-    """Draws from the easiest rows, ever more of them; once all are open, evenly and epoch after epoch."""
+    """Draws from a growing share of the easiest rows; once all rows are open, uniformly in epochs."""
 
     def __init__(self, tasks: TaskSet, settings: SamplerSettings, options: EasyToHardOptions) -> None:
         super().__init__(tasks, settings)
@@ -52,14 +53,14 @@ class EasyToHard(RowSampler):
         return rows
 
     def further(self, step: int) -> Sequence[int]:
-        """The other open rows by chance, then the easiest of those that are not open yet."""
+        """The other open rows in random order, then the rows that are not open yet, easiest first."""
         count = self.open_rows(step)
         harder: list[int] = self.order[count:].tolist()
         opened = set(self.order[:count].tolist())
         return [row for row in super().further(step) if row in opened] + harder
 
     def open_rows(self, step: int) -> int:
-        """How many rows a step draws from; enough for a batch in any case."""
+        """How many rows a step draws from, at least a batch."""
         start = self.options.start_share
         share = min(1.0, start + (1.0 - start) * (step - 1) / self.options.grow_steps)
         return min(len(self.order), max(self.settings.batch_size, round(share * len(self.order))))
@@ -72,8 +73,8 @@ class EasyToHard(RowSampler):
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedSometimesOptions:
-    """Rows that are solved with a rate from `low` to `high` fill the batch but for the share `explore`. An episode is
-    solved from `solved_at` on, by the `acc` of its reward function or else by its reward."""
+    """Rows with a success rate from `low` to `high` fill the batch except for the share `explore`. An episode is solved
+    if its `acc`, or its reward if it has none, is at least `solved_at`."""
 
     low: float
     high: float
@@ -82,8 +83,8 @@ class SolvedSometimesOptions:
 
 
 class SolvedSometimes(RowSampler):
-    """Targets rows that are solved now and then, and explores the others: those never tried first, then those that
-    were not tried for longest, since a policy that learns will solve them differently."""
+    """Prefers rows that are solved sometimes and explores the others: first those never tried, then those tried longest
+    ago, whose success rate may have changed since."""
 
     def __init__(self, tasks: TaskSet, settings: SamplerSettings, options: SolvedSometimesOptions) -> None:
         super().__init__(tasks, settings)
@@ -101,13 +102,13 @@ class SolvedSometimes(RowSampler):
         return self._ranked(step)[: self.settings.batch_size]
 
     def further(self, step: int) -> Sequence[int]:
-        """What is left of the target, then of the others."""
+        """The remaining target rows, then the remaining others."""
         return self._ranked(step)[self.settings.batch_size :]
 
     def _ranked(self, step: int) -> list[int]:
-        """All rows: those of the batch, then those to try after it."""
+        """All rows: first those of the batch, then those to try after it."""
         order = generator(self.settings.seed, step).permutation(len(self.rate))
-        order = order[np.argsort(self.last[order], kind="stable")]  # longest ago first, by chance among equals
+        order = order[np.argsort(self.last[order], kind="stable")]  # longest ago first, ties in random order
         target = self._in_band()[order]
         wanted, others = order[target], order[~target]
         size = self.settings.batch_size
@@ -134,7 +135,7 @@ class SolvedSometimes(RowSampler):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for task, (rate, last) in state.items():
-            if (place := self.places.get(task)) is not None:  # a row may have been taken out of the file
+            if (place := self.places.get(task)) is not None:  # a row may have been removed from the file
                 self.rate[place], self.last[place] = rate, last
 
     def _in_band(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

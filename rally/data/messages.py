@@ -1,7 +1,8 @@
-"""Every image of a row stands where its messages show it, loaded and checked; none is left over and none is missing.
+"""Validates the messages of a row and puts its images into them.
 
-A message holds images as parts of its content, or as `<image>` in its text (or a bare {"type": "image"}), each of which
-takes the next entry of the row's image column. Relative paths count from the folder of the rows' file.
+Messages, tool calls and mappings may be stored as JSON text. A message has images as parts of its content, or as
+`<image>` in its text (or a bare {"type": "image"}); each of the latter takes the next entry of the row's image column,
+and their numbers must agree. Images are loaded and checked. Relative paths start from the folder of the data file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rally.data.row_files import DataError, Row, plain
-from rally.images.loading import SAID_BY, ImageError, is_image, read_image
+from rally.images.loading import IMAGE_KEYS, ImageError, is_image, read_image
 from rally.types import Image, Message
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -21,7 +22,7 @@ _SHOWN = 60
 
 
 def decoded(value: Any) -> Any:
-    """The value, or what it encodes when it is JSON text of a list or mapping: some Parquet writers store that."""
+    """The value, decoded if it is the JSON text of a list or mapping, as some Parquet writers store it."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return plain(json.loads(value))
@@ -31,13 +32,13 @@ def decoded(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The value as an error shows it, cut where it gets long."""
+    """The value for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_mapping(value: Any, field: str) -> dict[str, Any]:
-    """The mapping in `value`; nothing at all counts as an empty one."""
+    """The mapping in `value`; None counts as an empty one."""
     value = {} if value is None else decoded(value)
     if not isinstance(value, dict):
         raise DataError(f"{field} is {shown(value)}; it must be a mapping")
@@ -68,14 +69,14 @@ def _check_message(message: Any, field: str) -> Message:
         return {**rest, "content": _check_content(message.get("content"), f"{field}.content", role)}
     if role != "assistant" or not isinstance(calls, list):
         raise DataError(f"{field}.tool_calls is {shown(calls)}; it must be a list, and only the assistant may have one")
-    # Templates disagree about a missing content next to tool calls; the empty string suits all of them.
+    # Templates treat missing content next to tool calls differently; all of them accept the empty string.
     content = _check_content(message.get("content", ""), f"{field}.content", role)
     checked = [_check_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**message, "content": content, "tool_calls": checked}
 
 
 def _check_content(content: Any, field: str, role: str) -> str | list[dict[str, Any]]:
-    """Text, or a list of text and image parts; a list of nothing but text is one text."""
+    """Text, or a list of text and image parts. A list of text parts is joined."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -86,7 +87,7 @@ def _check_content(content: Any, field: str, role: str) -> str | list[dict[str, 
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     if role == "assistant":
-        raise DataError(f"{field} holds an image; the assistant writes text, so move it to another message")
+        raise DataError(f"{field} has an image; the assistant writes text, so move it to another message")
     return parts
 
 
@@ -99,7 +100,7 @@ def _check_part(part: Any, field: str) -> dict[str, Any]:
 
 
 def _check_call(call: Any, field: str) -> dict[str, Any]:
-    """A call in the OpenAI shape; the flat {name, arguments} that some data sets hold is brought into it."""
+    """The call in OpenAI form. The flat {name, arguments} of some data sets is converted."""
     if not isinstance(call, dict):
         raise DataError(f"{field} is {shown(call)}; it must be a mapping with function.name and function.arguments")
     nested = "function" in call
@@ -119,26 +120,26 @@ def _check_call(call: Any, field: str) -> dict[str, Any]:
 
 
 PLACEHOLDER = "<image>"
-_NOT_BUILT = ("videos", "audios")
+_UNSUPPORTED = ("videos", "audios")
 
 
 def load_images(row: Row, key: str, folder: Path) -> list[Image]:
-    """The images of the column, which need not be there."""
-    for media in _NOT_BUILT:
+    """The images of the column, if the row has it."""
+    for media in _UNSUPPORTED:
         if media != key and row.get(media):
-            raise DataError(f"{media} is not empty; only images are built, so leave the column out")
+            raise DataError(f"{media} is not empty; only images are supported, so remove the column")
     column = row.get(key)
     listed = column if isinstance(column, list) else [] if column is None else [column]
     return [_image(entry, f"{key}[{i}]", folder) for i, entry in enumerate(listed)]
 
 
 def place_images(messages: list[Message], column: list[Image], folder: Path, field: str, key: str) -> list[Message]:
-    """The messages with every image in its place, those of the column too."""
+    """The messages with all images, including those of the column, as parts of their content."""
     parts = [list(_parts(message, bool(column))) for message in messages]
     wanted = sum(_is_bare(part) for content in parts for part in content)
     if wanted != len(column):
         raise DataError(
-            f"{field} has {wanted} {PLACEHOLDER} places but {key} holds {len(column)} images; write one place for each"
+            f"{field} has {wanted} {PLACEHOLDER} placeholders but {key} has {len(column)} images; write one for each"
         )
     left, placed = iter(column), []
     for number, (message, content) in enumerate(zip(messages, parts, strict=True)):
@@ -149,7 +150,7 @@ def place_images(messages: list[Message], column: list[Image], folder: Path, fie
 
 
 def _parts(message: Message, has_column: bool) -> Iterator[dict[str, Any]]:
-    """The content, cut at placeholders if there are images to take their places; the assistant shows none."""
+    """The content, split at placeholders if the row has an image column. Assistant messages are not split."""
     content = message["content"]
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if is_image(part) or not has_column or message["role"] == "assistant":
@@ -161,7 +162,7 @@ def _parts(message: Message, has_column: bool) -> Iterator[dict[str, Any]]:
 
 
 def _is_bare(part: dict[str, Any]) -> bool:
-    return is_image(part) and not any(part.get(key) is not None for key in SAID_BY)
+    return is_image(part) and not any(part.get(key) is not None for key in IMAGE_KEYS)
 
 
 def _placed(part: dict[str, Any], left: Iterator[Image], folder: Path, field: str) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""A public data set comes from the hub by its name, or one sentence says what to install or where else to look."""
+"""Reads and writes rows in Parquet, JSONL and JSON files, and downloads data sets from the hub.
+
+Files stay compact in memory; a row is converted to Python when it is accessed (`RowSet`). Nested values survive a
+Parquet file unchanged: a column without a common Parquet type is stored as marked JSON text. Files are written
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +29,18 @@ Files = str | Path | Sequence[str | Path]
 T = TypeVar("T")
 
 JSON_MARK = {b"rally": b"json"}
-"""Metadata of a Parquet column whose cells are JSON text, because its values have no common Parquet type."""
+"""The metadata of a Parquet column whose cells are JSON text."""
 
 _SHOWN_PROBLEMS = 5
 _BATCH = 1024
 
 
 class DataError(RallyError):
-    """A data file, a row or one of its fields is not what it must be; the text says which, and what was expected."""
+    """A data file, a row or a field is invalid. The text names it and says what is expected."""
 
 
 class RowLocation(NamedTuple):
-    """Where a row comes from: `name` is its file, short but unique in the set, in `folder`; `number` counts from 0."""
+    """Where a row comes from: `name` is a short unique name of its file in `folder`, `number` counts from 0."""
 
     name: str
     number: int
@@ -43,7 +48,7 @@ class RowLocation(NamedTuple):
 
 
 class RowFile(Protocol):
-    """The rows of one file, kept compact and turned into Python one at a time."""
+    """The rows of one file, kept compact and converted to Python one at a time."""
 
     def __len__(self) -> int: ...
 
@@ -55,7 +60,7 @@ class RowFile(Protocol):
 
 
 def plain(value: Any) -> Any:
-    """The same value in plain Python (no NumPy), without the mapping entries that are None."""
+    """The value in plain Python (no NumPy), without mapping entries that are None."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
@@ -67,7 +72,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ParquetRows:
-    """Rows of a Parquet file; the Arrow table is what stays in memory."""
+    """The rows of a Parquet file, kept in memory as an Arrow table."""
 
     table: pa.Table
 
@@ -96,7 +101,7 @@ class ParquetRows:
 
 
 def _cells(array: pa.Array) -> list[Any]:
-    """An Arrow column as `plain` values: several times faster than to_pylist, which makes an object per cell."""
+    """An Arrow column as `plain` values, several times faster than `to_pylist`, which makes an object per cell."""
     if pa.types.is_struct(array.type) and array.type.num_fields:
         names = [field.name for field in array.type]
         children = zip(*map(_cells, array.flatten()), strict=True)
@@ -114,7 +119,7 @@ def _cells(array: pa.Array) -> list[Any]:
 
 @dataclass(frozen=True)
 class JsonRows:
-    """Rows of a JSON file: one object a line, or one list of objects; the text is what stays in memory."""
+    """The rows of a JSON file, one object per line or one list of objects, kept in memory as text."""
 
     lines: list[bytes]
 
@@ -167,16 +172,16 @@ def read_rows(path: Path) -> RowFile:
 
 
 class RowSet(Sequence[T]):
-    """Rows of several files as `T`s, each built when it is asked for, so that only compact data stays in memory.
+    """The rows of several files as `T`s. Each is built on access, so that only compact data stays in memory.
 
-    `build` raises DataError for a row it cannot use; `validate` finds all of those at once. `rows`, if given, are what
-    a user's class made of the files.
+    `build` raises DataError for an invalid row; `validate` reports all of them in one error. `rows`, if given, are the
+    rows that a user's class made from the files.
     """
 
     def __init__(self, files: Files, build: Callable[[RowLocation, Row], T], rows: RowFile | None = None) -> None:
         listed = [files] if isinstance(files, str | Path) else list(files)
         if not listed:
-            raise DataError("no data file is named; name at least one")
+            raise DataError("there is no data file; name at least one")
         self.files = tuple(Path(file) for file in listed)
         self._rows = [read_rows(file) for file in self.files] if rows is None else [rows]
         self._names = _short_names(self.files)[: len(self._rows)]
@@ -205,13 +210,13 @@ class RowSet(Sequence[T]):
         return super().__iter__()
 
     def select(self, indices: Iterable[int]) -> RowSet[T]:
-        """The set of these members, in this order; nothing is copied."""
+        """The set of these rows, in this order, without copying data."""
         chosen = copy.copy(self)
         chosen._order = [self._order[i] for i in indices]
         return chosen
 
     def validate(self) -> None:
-        """Builds every row once; raises one DataError that names the first bad ones and says how many there are."""
+        """Build every row once. Raises one DataError with the number of invalid rows and the first of them."""
         if not self:
             raise DataError(f"there are no rows in {', '.join(map(str, self.files))}; write at least one")
         wanted, problems = set(self._order), []
@@ -223,11 +228,11 @@ class RowSet(Sequence[T]):
                     problems.append(f"{file}, row {place.number}: {error}")
         if problems:
             more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] * (len(problems) > _SHOWN_PROBLEMS)
-            head = f"{len(problems)} of {len(self)} rows cannot be used (rows are counted from 0):"
+            head = f"{len(problems)} of {len(self)} rows are invalid (rows are counted from 0):"
             raise DataError("\n  ".join([head, *problems[:_SHOWN_PROBLEMS], *more]))
 
     def _scan(self) -> Iterator[tuple[Path, RowLocation, Row]]:
-        # rows of a user's class are not told apart by file
+        # The rows of a user's class are not assigned to files.
         for at, (file, name, rows) in enumerate(zip(self.files, self._names, self._rows, strict=False)):
             folder = self._folder(at)
             for number, row in enumerate(rows):
@@ -238,7 +243,7 @@ class RowSet(Sequence[T]):
 
 
 def _short_names(files: Sequence[Path]) -> list[str]:
-    """The shortest unique name for each file: stem, folder/stem, or the whole path."""
+    """The shortest unique name of each file: stem, folder/stem, or the whole path."""
     for shorten in (lambda f: f.stem, lambda f: f"{f.parent.name}/{f.stem}", str):
         names = [shorten(file) for file in files]
         if len(set(names)) == len(names):
@@ -247,14 +252,14 @@ def _short_names(files: Sequence[Path]) -> list[str]:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path) -> int:
-    """Writes .parquet or .jsonl by the suffix, making folders as needed; says how many rows there are."""
+    """Write .parquet or .jsonl, by the suffix. Folders are created. Returns the number of rows."""
     path = Path(path).expanduser()
     if path.suffix not in (".parquet", ".jsonl"):
         raise DataError(f"rows cannot be written to {path}; its name must end in .parquet or .jsonl")
     written: list[Row] = [plain(dict(row)) for row in rows]
     if not written:
         raise DataError(f"there are no rows to write to {path}; give at least one")
-    with _whole(path) as part:
+    with _atomic(path) as part:
         if path.suffix == ".jsonl":
             part.write_text("".join(f"{_json(row, f'row {i}')}\n" for i, row in enumerate(written)), "utf-8")
         else:
@@ -263,8 +268,8 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path) -> int:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that takes its place when the block ends well."""
+def _atomic(path: Path) -> Iterator[Path]:
+    """A temporary path that is renamed to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -282,7 +287,7 @@ def _table(rows: list[Row]) -> pa.Table:
 
 
 def _native(name: str, values: list[Any]) -> pa.Table:
-    """One column as Parquet types if it survives the trip there and back, else as marked JSON text."""
+    """One column in Parquet types if the values read back unchanged, otherwise as marked JSON text."""
     try:
         table = pa.table({name: pa.array(values)})
         sink = pa.BufferOutputStream()
@@ -290,7 +295,7 @@ def _native(name: str, values: list[Any]) -> pa.Table:
         back = ParquetRows(pq.read_table(sink.getvalue()))
     except (pa.ArrowException, OverflowError):
         return _as_json(name, values)
-    # repr tells 1 from 1.0 and from True, and one order of keys from another; == does not.
+    # Unlike ==, repr distinguishes 1, 1.0 and True, and the order of keys.
     same = all(repr(row.get(name)) == repr(value) for row, value in zip(back, values, strict=True))
     return table if same else _as_json(name, values)
 
@@ -308,7 +313,7 @@ def _json(value: Any, where: str) -> str:
 
 
 def download(title: str, name: str, config: str, split: str, folder_holds: str) -> Iterable[dict[str, Any]]:
-    """The rows of one split. `folder_holds` says what a folder must have that is named instead."""
+    """The rows of one split from the hub. `folder_holds`: what a local source folder would have to contain."""
     try:
         import datasets
     except ImportError as error:
@@ -318,9 +323,9 @@ def download(title: str, name: str, config: str, split: str, folder_holds: str) 
         ) from error
     try:
         rows: Iterable[dict[str, Any]] = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # The download stack raises many unrelated types; the way out is always the same.
+    except Exception as error:  # the download stack raises many unrelated types
         raise DataError(
             f"{title} could not be downloaded ({type(error).__name__}: {error}); "
-            f"check the network, or name a source folder that holds {folder_holds}"
+            f"check the network, or name a source folder with {folder_holds}"
         ) from error
     return rows

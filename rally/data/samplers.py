@@ -1,6 +1,6 @@
-"""A sampler chooses the rows of each step, as a pure function of (seed, step) and of a state that checkpoints carry.
+"""Samplers choose the rows of each step, as a pure function of (seed, step) and a state that checkpoints save.
 
-`RowSampler` draws evenly and learns nothing. What a user's own class must be is a subclass of it.
+`RowSampler` draws uniformly and has no state. A user's sampler is a subclass of it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def batch_indices(num_rows: int, batch_size: int, *, seed: int, step: int, shuff
 
 
 def total_steps(num_rows: int, batch_size: int, epochs: int) -> int:
-    """How many whole batches lie in `epochs` epochs, at least 1: only what is left at the very end is not used."""
+    """The number of whole batches in `epochs` epochs, at least 1. Only the rest at the very end is not used."""
     _check(num_rows, batch_size)
     return max(1, num_rows * epochs // batch_size)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
-    """How many whole batches lie in one epoch, at least 1."""
+    """The number of whole batches in one epoch, at least 1."""
     return total_steps(num_rows, batch_size, 1)
 
 
@@ -50,7 +50,7 @@ def episode_seed(seed: int, step: int, row_index: int, sample_index: int) -> int
 
 
 def generator(seed: int, *numbers: int) -> np.random.Generator:
-    """Random numbers for an epoch or step of a run, or for one purpose in it: the same on every machine."""
+    """A random generator for an epoch or step of a run, the same on every machine."""
     if seed < 0:
         raise DataError(f"the data seed is {seed}; it must be 0 or more")
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))
@@ -69,12 +69,12 @@ def _check(num_rows: int, batch_size: int) -> None:
         raise DataError(f"the batch size is {batch_size}; it must be at least 1")
 
 
-_FURTHER = 1  # apart from the random numbers of batches
+_FURTHER = 1  # separates the random numbers of `further` from those of `batch`
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """What every sampler is told of its run."""
+    """The settings of a run that every sampler gets."""
 
     batch_size: int
     total_steps: int
@@ -83,22 +83,22 @@ class SamplerSettings:
 
 
 class RowSampler:
-    """Draws rows evenly, epoch after epoch. A subclass overrides what it does otherwise."""
+    """Draws rows uniformly, in epochs. Subclasses override its methods."""
 
     def __init__(self, tasks: TaskSet, settings: SamplerSettings) -> None:
         self.tasks = tasks
         self.settings = settings
 
     def batch(self, step: int) -> Sequence[int]:
-        """The `batch_size` rows of a step, which counts from 1. Asked twice, it answers the same."""
+        """The `batch_size` rows of a step, counted from 1. Repeated calls return the same rows."""
         settings = self.settings
         return batch_indices(
             len(self.tasks), settings.batch_size, seed=settings.seed, step=step, shuffle=settings.shuffle
         )
 
     def further(self, step: int) -> Sequence[int]:
-        """The rows to try after `batch(step)`, in this order, while groups of it teach nothing (filter_groups): all
-        others, in random order or, without shuffling, from the end of the batch on. Asked twice, it answers the same.
+        """The rows to try after `batch(step)`, in order, while groups are filtered out (filter_groups). By default all
+        others, in random order or, without shuffling, from the end of the batch on. Repeated calls return the same.
         """
         batch, settings = self.batch(step), self.settings
         if settings.shuffle:
@@ -109,32 +109,32 @@ class RowSampler:
         return left
 
     def update(self, step: int, episodes: Sequence[Episode]) -> Mapping[str, float] | None:
-        """Learn from the scored episodes of a step; what is returned is logged as `curriculum/<name>`."""
+        """Learn from the scored episodes of a step. The returned numbers are logged as `curriculum/<name>`."""
         return None
 
     def state(self) -> dict[str, Any]:
-        """All that was learned, as JSON can hold it; checkpoints carry it."""
+        """The state of the sampler as a JSON value, saved in checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned when the checkpoint was written; not called if that was empty."""
+        """Restore what `state` returned when the checkpoint was written. Not called if that was empty."""
 
 
 def draw(sampler: RowSampler, step: int, batch_size: int, num_rows: int) -> list[int]:
-    """The rows of a step, checked: a user's class may answer anything."""
+    """The rows of a step, validated, since a user's class may return anything."""
     rows = [int(row) for row in sampler.batch(step)]
     bad = _outside(rows, num_rows)
     if len(rows) != batch_size or bad:
-        found = f"the row {shown(bad[0])}" if bad else f"{len(rows)} rows"
+        problem = f"the row {shown(bad[0])}" if bad else f"{len(rows)} rows"
         raise DataError(
-            f"{type(sampler).__name__}.batch({step}) returned {found}; it must return {batch_size} row numbers from "
+            f"{type(sampler).__name__}.batch({step}) returned {problem}; it must return {batch_size} row numbers from "
             f"0 to {num_rows - 1}"
         )
     return rows
 
 
 def draw_further(sampler: RowSampler, step: int, num_rows: int) -> list[int]:
-    """The rows to try after those of the step, checked in the same way."""
+    """The rows to try after those of the step, validated in the same way."""
     rows = [int(row) for row in sampler.further(step)]
     if bad := _outside(rows, num_rows):
         raise DataError(
@@ -149,18 +149,18 @@ def _outside(rows: Sequence[int], num_rows: int) -> list[int]:
 
 
 def learned(sampler: RowSampler) -> dict[str, Any]:
-    """What a checkpoint keeps of a sampler: nothing, where it learned nothing."""
+    """The state of a sampler for a checkpoint; empty if it has none."""
     state = sampler.state()
     return {"class": type(sampler).__name__, "state": state} if state else {}
 
 
 def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
-    """Give a sampler back what `learned` told; if another kind of sampler had learned it, say so in words instead."""
+    """Restore what `learned` returned. If it was of another class, nothing is restored and a warning is returned."""
     if not saved:
         return None
     name = type(sampler).__name__
     if saved["class"] != name:
-        return f"the checkpoint's rows were chosen by {saved['class']}; {name} chooses now and begins anew"
+        return f"the checkpoint has the state of the sampler {saved['class']}; {name} starts without a state"
     sampler.load_state(saved["state"])
     return None
 

@@ -1,8 +1,8 @@
-"""Rows may come from a class of the user's; each is checked as a row of a file is.
+"""Loads the tasks of a run, from data files or from a user's dataset class, and validates every row.
 
-Its objects have `len()` and `[number]`, which gives a row as a mapping; the rows of a data set of verl are its
-`dataframe`, unless it has a `[number]` of its own. The class is given what it takes of `data_files`, `tokenizer`,
-`config` (the keys of `data.*`), `processor` and `max_samples`.
+The objects of a user's class have `len()` and `[number]`, which returns a row as a mapping. A subclass of verl's
+RLHFDataset (`FileRows`) has its rows in `dataframe`, unless it defines `[number]`. The constructor gets those of
+`data_files`, `tokenizer`, `config` (the keys of `data.*`), `processor` and `max_samples` that it takes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def load_tasks(
     seed: int = 0,
     rows: RowFile | None = None,
 ) -> TaskSet:
-    """The tasks of Parquet, JSONL or JSON files, in the order of the files, every one of them validated; or of `rows`,
-    which a user's class made of the files.
+    """The validated tasks of Parquet, JSONL or JSON files, in the order of the files, or of `rows`, which a user's
+    class made from the files.
 
-    `max_samples` (-1: all) takes the first rows, or with `shuffle` a random choice by `seed`. The order of
-    training is not decided here: that is the sampler's.
+    `max_samples` (-1: all) takes the first rows, or with `shuffle` a random choice by `seed`. The sampler, not this
+    function, determines the order of training.
     """
     if max_samples < 1 and max_samples != -1:
         raise DataError(f"max_samples is {max_samples}; it must be -1 (all rows) or at least 1")
@@ -61,7 +61,7 @@ def _sample(total: int, count: int, shuffle: bool, seed: int) -> list[int]:
 def _task(place: RowLocation, row: Row, *, prompt_key: str, reward_fn_key: str, image_key: str) -> Task:
     data_source = row.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
-        raise DataError(f"{_found(row, reward_fn_key)}; it must be a string that names the reward, such as 'math'")
+        raise DataError(f"{_described(row, reward_fn_key)}; it must be a string that names the reward, such as 'math'")
     agent_name = row.get("agent_name")
     if not isinstance(agent_name, str | None):
         raise DataError(f"agent_name is {shown(agent_name)}; it must be a string, or absent")
@@ -94,7 +94,7 @@ def _task(place: RowLocation, row: Row, *, prompt_key: str, reward_fn_key: str, 
 
 def _prompt(row: Row, key: str) -> list[Message]:
     if key not in row:
-        raise DataError(f"{_found(row, key)}; it must be a list of messages (prompt_key names the column)")
+        raise DataError(f"{_described(row, key)}; it must be a list of messages (prompt_key names the column)")
     prompt = check_messages(row[key], key)
     if prompt[-1]["role"] == "assistant":
         raise DataError(f"{key} ends with the assistant; its last message must be from user, tool or system")
@@ -105,8 +105,8 @@ def _reward_model(row: Row) -> dict[str, Any]:
     reward_model = check_mapping(row.get("reward_model"), "reward_model")
     if "ground_truth" not in reward_model and reward_model.get("style") != "model":
         raise DataError(
-            "reward_model.ground_truth is missing; it must be there (any JSON value but null) "
-            "unless reward_model.style is 'model'"
+            "reward_model.ground_truth is missing; add it (any JSON value but null), or set reward_model.style to "
+            "'model'"
         )
     return reward_model
 
@@ -120,7 +120,7 @@ def _tools_kwargs(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _with_selection(extra: dict[str, Any], tools: Any) -> dict[str, Any]:
-    """A column `tools` of names is a second place for extra_info.tool_selection."""
+    """A column `tools` of names is another spelling of extra_info.tool_selection."""
     if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
         return extra
     selection = extra.get("tool_selection", tools)
@@ -131,13 +131,13 @@ def _with_selection(extra: dict[str, Any], tools: Any) -> dict[str, Any]:
     return {**extra, "tool_selection": tools}
 
 
-def _found(row: Row, key: str) -> str:
+def _described(row: Row, key: str) -> str:
     return f"{key} is {shown(row[key])}" if key in row else f"{key} is missing (the row has {', '.join(row)})"
 
 
 @dataclass(frozen=True)
 class CustomRows:
-    """The rows of a user's object."""
+    """The rows of a user's dataset object."""
 
     source: Any
 
@@ -148,10 +148,10 @@ class CustomRows:
         try:
             row = self.source[number]
         except Exception as error:  # a user's class may fail in any way
-            told = f"{type(error).__name__}: {error}"
-            raise DataError(f"data.custom_cls fails at row {number} (counted from 0; {told}); mend it") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(f"data.custom_cls fails at row {number} (counted from 0; {problem}); fix it") from error
         if not isinstance(row, Mapping):
-            raise DataError(f"data.custom_cls gives a row of type {type(row).__name__}; it must be a mapping")
+            raise DataError(f"data.custom_cls returned a row of type {type(row).__name__}; it must be a mapping")
         return {str(key): plain(value) for key, value in row.items() if value is not None}
 
     def __iter__(self) -> Iterator[Row]:
@@ -159,8 +159,8 @@ class CustomRows:
 
 
 class FileRows:
-    """What a data set of verl derives from: the rows of its files, in `dataframe`. A subclass may read them anew in
-    `_read_files_and_tokenize`, from `data_files`."""
+    """Rally's counterpart of verl's RLHFDataset: the rows of its files are in `dataframe`. A subclass may override
+    `_read_files_and_tokenize`, which reads `data_files`."""
 
     def __init__(
         self, data_files: str | Sequence[str], tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
@@ -184,7 +184,7 @@ class FileRows:
 
 
 def load_custom_rows(path: str, name: str, offered: Mapping[str, Callable[[], Any]]) -> CustomRows:
-    """The rows of an object of the class `name` in `path`, made with what it takes of `offered`."""
+    """The rows of an object of the class `name` in `path`. Its constructor gets the keywords of `offered` it takes."""
     try:
         cls = getattr(import_path(path, "rows"), name, None)
     except ImportFailed as failed:
@@ -194,12 +194,11 @@ def load_custom_rows(path: str, name: str, offered: Mapping[str, Callable[[], An
     taken = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     try:
-        made = cls(**{key: make() for key, make in offered.items() if takes_any or key in taken})
-        rows = CustomRows(made)
+        rows = CustomRows(cls(**{key: make() for key, make in offered.items() if takes_any or key in taken}))
         len(rows)
     except DataError:
         raise
     except Exception as error:  # a user's class may fail in any way
-        told = f"{type(error).__name__}: {error}"
-        raise DataError(f"the class {name} of {path} cannot give rows ({told}); mend it") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise DataError(f"the class {name} of {path} cannot be used ({problem}); fix it") from error
     return rows

@@ -32,11 +32,11 @@ def tokenizer(case: DoctorCase) -> Iterator[Finding]:
 def template(case: DoctorCase) -> Iterator[Finding]:
     report = case.codec.probe()
     head, *rest = report.words.splitlines()
-    diff = [line for line in rest if line != report.troubles]
+    diff = [line for line in rest if line != report.problems]
     shown = (ReportText("note", "\n".join(diff)),) if diff else ()
     strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
-    if case.toolbox.names and report.troubles:
-        yield Finding("template", "warning", report.troubles)
+    if case.toolbox.names and report.problems:
+        yield Finding("template", "warning", report.problems)
     if report.append_only:
         yield Finding("template", "ok", head)
         return

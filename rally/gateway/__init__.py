@@ -1,4 +1,4 @@
-"""An agent that asks OpenAI's chat endpoint, however it is written, becomes episodes that are exact to the token."""
+"""Trains agents that use OpenAI's chat API: an HTTP gateway records their completions as token-exact episodes."""
 
 from rally.gateway.agent_runner import AgentClient
 from rally.gateway.black_box import BlackBoxAgentLoop

@@ -1,4 +1,4 @@
-"""The loop of an agent that Rally knows nothing about: it runs, asks for completions, returns, and is an episode."""
+"""The agent loop `black_box`: runs a user's agent function and makes an episode of its chat completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rally.gateway.agent_runner import RunningAgent, find_agent, held
+from rally.gateway.agent_runner import RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
 from rally.tools.invoke import CallEnd
 from rally.types import Segment, StopReason
@@ -19,11 +19,11 @@ from rally.types import Segment, StopReason
 if TYPE_CHECKING:
     from rally.gateway.session import GatewaySession
 
-LET_GO = 1.0  # seconds that an agent has to end after it was cancelled
+CANCEL_SECONDS = 1.0  # seconds for an agent to end after it was cancelled
 
 
 class AgentReturn(NamedTuple):
-    """What an agent's return value says: a reward of its own, an answer for the reward function, more to record."""
+    """The parts of an agent's return value: a reward, an answer for the reward function, and fields to record."""
 
     reward: float | None = None
     answer: str | None = None
@@ -31,15 +31,15 @@ class AgentReturn(NamedTuple):
 
 
 class AgentOutcome(NamedTuple):
-    """How the agent ended, None if its time was up first, and whether a thread of it runs on."""
+    """How the agent ended (None: it ran out of time), and whether a thread of it is still running."""
 
     ended: CallEnd | None
     abandoned: bool = False
 
 
 class BlackBoxAgentLoop(AgentLoopBase):
-    """Calls the function that `agent` names as `agent(row, client)`. The gateway listens at `host`, an address of this
-    machine, and at `port`, 0 for any that is free."""
+    """Calls the function named by `agent` as `agent(row, client)`. The gateway listens at `host`, an address of this
+    machine, and `port` (0: any free port)."""
 
     def __init__(self, agent: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self._agent, self._host, self._port = agent, host, port
@@ -54,40 +54,40 @@ class BlackBoxAgentLoop(AgentLoopBase):
         server = _server()
         limit = asyncio.timeout(self.context.turn_seconds(time.perf_counter()))
         session = server.GatewaySession(self.context, sampling_params, limit)
-        outcome = await self._held(server.gateway_at(self._host, self._port), session, limit, row_fields)
+        outcome = await self._run_agent(server.gateway_at(self._host, self._port), session, limit, row_fields)
         return self._output(session, outcome)
 
-    async def _held(
+    async def _run_agent(
         self, gateway: Any, session: GatewaySession, limit: asyncio.Timeout, row: dict[str, Any]
     ) -> AgentOutcome:
         function, agents = find_agent(self._agent), gateway.agents
         client = gateway.open(session, self.context.episode_id)
-        running = RunningAgent(agents, partial(held, function, fresh(row), client))
+        running = RunningAgent(agents, partial(run_agent, function, copied(row), client))
         try:
             async with limit:
                 return AgentOutcome(await asyncio.shield(running.ended))
         except TimeoutError:
-            assert limit.expired(), "an agent's own timeout is an outcome"
+            assert limit.expired(), "a TimeoutError of the agent is captured as its outcome"
         finally:
             gateway.close_session(client)
             if not running.ended.done():
                 running.cancel()
-                await asyncio.wait({running.ended}, timeout=LET_GO)
+                await asyncio.wait({running.ended}, timeout=CANCEL_SECONDS)
             if not running.ended.done():
                 gateway.leave(agents)
         return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
 
     def _output(self, session: GatewaySession, outcome: AgentOutcome) -> AgentLoopOutput:
         reason, returned = self._meaning(session, outcome.ended)
-        segments, turns = session.transcript.told()
+        segments, turns = session.transcript.parts()
         if not segments and reason is StopReason.STOP:
             raise LoopError(
-                f"the agent {self._agent} returned without a completion; let it ask client.base_url with client.api_key"
-                + (f" (its last request was refused: {session.refused})" if session.refused else "")
+                f"the agent {self._agent} returned without a completion; it must send requests to client.base_url with "
+                "client.api_key" + (f" (its last request was refused: {session.refused})" if session.refused else "")
             )
         first = segments[0] if segments else Segment(prompt_ids=self.codec.encode_prompt(self.task.prompt))
         counts = {**session.counts, "segments": len(segments), "abandoned": int(outcome.abandoned)}
-        said = {"agent_answer": returned.answer, "returned": returned.rest}
+        fields = {"agent_answer": returned.answer, "returned": returned.rest}
         return AgentLoopOutput(
             prompt_ids=first.prompt_ids,
             response_ids=first.response_ids,
@@ -96,12 +96,12 @@ class BlackBoxAgentLoop(AgentLoopBase):
             turns=turns,
             stop_reason=reason,
             reward_score=returned.reward,
-            extra_fields={"agent": counts, **{key: value for key, value in said.items() if value is not None}},
+            extra_fields={"agent": counts, **{key: value for key, value in fields.items() if value is not None}},
         )
 
     def _meaning(self, session: GatewaySession, ended: CallEnd | None) -> tuple[StopReason, AgentReturn]:
-        """Why the episode ended, and what the agent made of it. An agent that stumbles over a limit has met the limit;
-        any other failure of it, and every one of the engine, is an error."""
+        """The stop reason of the episode and the agent's return value. If the agent raises after it hit a limit, the
+        reason is that limit. Any other exception of the agent, and every failure of the engine, is raised."""
         if session.failure is not None:
             raise session.failure
         if ended is None:
@@ -109,20 +109,21 @@ class BlackBoxAgentLoop(AgentLoopBase):
         if ended.error is None:
             return session.reason, returned_by(str(self._agent), ended.value)
         if session.reason is StopReason.STOP:
-            told = f"{type(ended.error).__name__}: {ended.error}"
-            raise LoopError(f"the agent {self._agent} failed: {told}") from ended.error
+            problem = f"{type(ended.error).__name__}: {ended.error}"
+            raise LoopError(f"the agent {self._agent} failed: {problem}") from ended.error
         return session.reason, AgentReturn()
 
 
-def fresh(value: Any) -> Any:
-    """The value in containers of its own: all episodes of a task have one row, and agents write into theirs."""
+def copied(value: Any) -> Any:
+    """A copy with new containers: the episodes of a task share one row, and an agent may change its own."""
     if isinstance(value, dict):
-        return {key: fresh(item) for key, item in value.items()}
-    return [fresh(item) for item in value] if isinstance(value, list) else value
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 def returned_by(agent: str, value: Any) -> AgentReturn:
-    """A number is the reward, a text the answer; a dictionary may hold `reward`, `answer` and what else to record."""
+    """Read an agent's return value: a number is the reward, a text the answer. A dictionary may have `reward`, `answer`
+    and further fields to record."""
     if value is None:
         return AgentReturn()
     if isinstance(value, str):
@@ -140,18 +141,17 @@ def _number(agent: str, value: Any) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     raise LoopError(
-        f"the agent {agent} returned {value!r}, which is no reward; return a number, a text, None, or a dictionary "
+        f"the agent {agent} returned {value!r}, which is not a reward; return a number, a text, None, or a dictionary "
         "with reward and answer"
     )
 
 
 def _server() -> ModuleType:
-    """The part that needs the packages of a web server."""
+    """The module that needs the packages of a web server, imported only when an agent loop is used."""
     try:
         from rally.gateway import server
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("rally"):
             raise
-        told = f"the gateway needs the package {error.name}; run: pip install 'rally-rl[services]'"
-        raise LoopError(told) from None
+        raise LoopError(f"the gateway needs the package {error.name}; run: pip install 'rally-rl[services]'") from None
     return server

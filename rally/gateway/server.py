@@ -1,9 +1,9 @@
-"""OpenAI's chat endpoint for the agents of this process: the key of an episode reaches that episode and no other.
+"""The HTTP server with OpenAI's chat endpoint for the agents of this process.
 
-    POST /v1/chat/completions, GET /v1/models     as OpenAI's
+    POST /v1/chat/completions, GET /v1/models     as in OpenAI's API
 
-A key that was never given out is answered 401, one whose episode has ended 410. One server, in a thread of its own,
-serves all episodes of the process.
+The API key of an episode gives access to that episode only. An unknown key is answered with 401, the key of an ended
+episode with 410. One server, in its own thread, serves all episodes of the process.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rally.services.openai_requests import ChatRequest
 from rally.services.openai_responses import Json
 
 PREFIX = "rally-"
-KEEP_ALIVE = 600  # seconds; a connection closed under an agent whose tool is slow would be an error of its next request
+KEEP_ALIVE = 600  # seconds; a connection closed during a slow tool call would fail the agent's next request
 
 
 class EpisodeKeys:
-    """Keys that only this process can make, so that one of an episode long gone is still known for what it is."""
+    """Signed API keys. The key of an ended episode is still recognized without being stored."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -47,7 +47,7 @@ class EpisodeKeys:
         name = secrets.token_hex(8)
         return f"{PREFIX}{name}-{self._sign(name)}"
 
-    def made(self, key: str) -> bool:
+    def is_valid(self, key: str) -> bool:
         name, _, signature = key.removeprefix(PREFIX).partition("-")
         return key.isascii() and hmac.compare_digest(self._sign(name), signature)
 
@@ -56,7 +56,7 @@ class EpisodeKeys:
 
 
 class Gateway:
-    """Sessions by key, behind one socket, and the thread that their agents share."""
+    """The sessions by API key, the server in front of them, and the thread that their agents share."""
 
     def __init__(self, host: str, port: int) -> None:
         self._keys, self._sessions = EpisodeKeys(), dict[str, GatewaySession]()
@@ -82,12 +82,12 @@ class Gateway:
         return self._agents
 
     def leave(self, agents: AgentThread) -> None:
-        """An agent there does not let go; those that begin from now on have another thread."""
+        """Stop using a thread that an agent blocks. Agents started from now on get a new one."""
         if self._agents is agents:
             self._agents = None
 
     def open(self, session: GatewaySession, episode_id: str) -> AgentClient:
-        """An address and a key that reach the session."""
+        """A client with an address and key for the session."""
         key = self._keys.make()
         self._sessions[key] = session
         return AgentClient(base_url=self.base_url, api_key=key, episode_id=episode_id)
@@ -101,11 +101,11 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         session = self._session(request)
-        asked = ChatRequest.model_validate_json(await request.body())
-        answer = await unless_gone(request, session.ask(asked))
-        if not asked.stream:
+        chat = ChatRequest.model_validate_json(await request.body())
+        answer = await unless_gone(request, session.ask(chat))
+        if not chat.stream:
             return JSONResponse(answer)
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        usage = chat.stream_options is not None and chat.stream_options.include_usage
         return StreamingResponse(_events(answer, usage), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
@@ -117,20 +117,20 @@ class Gateway:
         session = self._sessions.get(key)
         if session is not None:
             return session
-        if self._keys.made(key):
+        if self._keys.is_valid(key):
             raise ended()
-        told = "this API key is of no episode; use the api_key of the client that the agent was called with"
-        raise Refused(401, told, code="invalid_api_key")
+        problem = "this API key belongs to no episode; use the api_key of the client that the agent was called with"
+        raise Refused(401, problem, code="invalid_api_key")
 
 
 @lru_cache
 def gateway_at(host: str, port: int) -> Gateway:
-    """The one gateway of this process at an address, made when it is first asked for."""
+    """The gateway of this process at an address, started on first use."""
     return Gateway(host, port)
 
 
 async def _events(answer: Json, usage: bool) -> AsyncIterator[bytes]:
-    """A whole answer in the pieces that a streaming client puts together again."""
+    """A complete answer as the events of a stream."""
     head = {**{key: answer[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
     (choice,) = answer["choices"]
     calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
@@ -147,10 +147,10 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         address = ip_address(host)
     except ValueError:
-        raise LoopError(f"agent_loop_config.host={host} is no IP address; give one of this machine's") from None
+        raise LoopError(f"agent_loop_config.host={host} is not an IP address; give one of this machine's") from None
     if address.is_unspecified:
-        told = f"agents cannot ask at {host}; set agent_loop_config.host to an address that they reach this machine by"
-        raise LoopError(told)
+        problem = f"agents cannot connect to {host}; set agent_loop_config.host to an address of this machine"
+        raise LoopError(problem)
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)

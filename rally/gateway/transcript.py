@@ -1,9 +1,9 @@
-"""Every token that an episode sampled stands in exactly one segment, with mask 1, behind what it was sampled after.
+"""Records the conversations of an agent as segments. Every sampled token is in exactly one segment, with mask 1.
 
-An agent may go on from any turn, as often as it likes. What is said after a turn that ends its segment makes the
-segment longer; what is said after an earlier turn, or while somebody else is answering, begins a segment whose prompt
-is the history up to that turn. So a tree of conversations is a list of segments, one for each leaf, in the order they
-ended.
+An agent may continue from any turn, any number of times. A continuation of the last turn of a segment extends the
+segment. A continuation of an earlier turn, or of a turn that is being continued already, starts a segment whose prompt
+is the history up to that turn. A tree of conversations thus becomes a list of segments, one per leaf, in the order in
+which they ended.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rally.types import Generation, Message, RallyError, Segment, ToolCall, Turn
 
 
 class MessageError(RallyError):
-    """A message that is none, in one sentence."""
+    """A message in a request is invalid."""
 
 
 @dataclass(frozen=True)
 class ChatHistory:
-    """What an agent sent: its messages in their canonical form, and the tools it offered with them."""
+    """The messages of a request in canonical form, and its tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    call_ids: tuple[str, ...] = field(default=(), compare=False)  # as the client has them, of all calls in the messages
+    call_ids: tuple[str, ...] = field(default=(), compare=False)  # the client's ids of all calls in the messages
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> ChatHistory:
@@ -41,25 +41,25 @@ class ChatHistory:
 
     @cached_property
     def keys(self) -> tuple[bytes, ...]:
-        """One for the beginning, and one for each message: equal where all said up to it, and offered, is equal."""
+        """One hash for the tools and one for each message, which covers the tools and all messages up to it."""
         keys = [_digest(b"", self.tools)]
         for message in self.messages:
-            keys.append(_digest(keys[-1], _said(message)))
+            keys.append(_digest(keys[-1], _compared(message)))
         return tuple(keys)
 
     @property
     def answered(self) -> int:
-        """How many messages there are up to the assistant's last, that one included."""
+        """The number of messages up to and including the assistant's last."""
         return max((i for i, m in enumerate(self.messages, 1) if m["role"] == "assistant"), default=0)
 
     def followed_by(self, message: Mapping[str, Any]) -> ChatHistory:
-        said = ChatHistory.of([message])
-        return ChatHistory(self.messages + said.messages, self.tools, self.call_ids + said.call_ids)
+        added = ChatHistory.of([message])
+        return ChatHistory(self.messages + added.messages, self.tools, self.call_ids + added.call_ids)
 
 
 def canonical(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """The messages as templates want them. A call is known by its place among those of its turn, as the tool loop knows
-    it, and the tool that answers it by its name: clients leave the name out, and some templates print it."""
+    """The messages in the form that templates expect. Calls are numbered within their turn, as in the tool loop. Tool
+    messages get the name of their tool, which clients leave out and some templates print."""
     result: list[Message] = []
     calls: dict[str, tuple[str, str]] = {}
     for at, message in enumerate(messages):
@@ -87,7 +87,7 @@ def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _content(message: Mapping[str, Any], at: int) -> str:
-    """Text where there is nothing but text."""
+    """The text of a message. Other parts are an error."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -95,26 +95,24 @@ def _content(message: Mapping[str, Any], at: int) -> str:
         raise MessageError(f"messages.{at}.content must be a text or a list of parts")
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise MessageError(f"messages.{at}.content has a part of type {part.get('type')}; send text alone")
+            raise MessageError(f"messages.{at}.content has a part of type {part.get('type')}; send only text")
     return "".join(part["text"] for part in content)
 
 
 def _call(call: Mapping[str, Any], number: int, at: int) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(
-            f"messages.{at}.tool_calls.{number} names no function; only calls of functions are known here"
-        )
+        raise MessageError(f"messages.{at}.tool_calls.{number} names no function; only function calls are supported")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with suppress(ValueError):  # what is not JSON is the text it is
+        with suppress(ValueError):  # arguments that are not JSON stay text
             arguments = json.loads(arguments)
     return {"id": f"call_{number}", "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _said(message: Message) -> Message:
-    """What a message says. The assistant's name and the space around its words are not compared: some clients add the
-    one and cut off the other, and what was sampled is what counts."""
+def _compared(message: Message) -> Message:
+    """The parts of a message that are compared. The assistant's name and surrounding whitespace are ignored, because
+    some clients add a name and strip the text."""
     if message["role"] != "assistant":
         return message
     content = message["content"]
@@ -128,7 +126,7 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def _numbers(value: Any) -> Any:
-    """1.0 is 1: JSON knows one kind of number, and some clients write the one for the other."""
+    """Integral floats as integers: some clients write 1 as 1.0."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, Mapping):
@@ -138,37 +136,37 @@ def _numbers(value: Any) -> Any:
 
 @dataclass(eq=False)
 class Branch:
-    """A segment that may still grow, and its turns."""
+    """A segment that may be extended, and its turns."""
 
     segment: Segment
     turns: list[Turn] = field(default_factory=list)
-    asked: bool = False  # somebody waits for its next turn
+    sampling: bool = False  # a request for its next turn is running
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTurn:
-    """A turn that was sampled, and where: `end` tokens into the response of its branch."""
+    """A sampled turn. It ends `end` tokens into the response of its branch."""
 
     branch: Branch
     end: int
     closed: bool
     call_ids: tuple[str, ...]
-    at: float  # when it was given out, by time.perf_counter
+    at: float  # when it was returned to the agent, by time.perf_counter
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The history up to the turn, which is included."""
+        """The history up to and including the turn."""
         segment = self.branch.segment
         return segment.prompt_ids + segment.response_ids[: self.end]
 
     @property
     def free(self) -> bool:
-        """Whether nothing has been said after it, and nobody is about to."""
-        return self.end == len(self.branch.segment.response_ids) and not self.branch.asked
+        """Whether the turn is the last of its branch and is not being continued."""
+        return self.end == len(self.branch.segment.response_ids) and not self.branch.sampling
 
 
 class Draft(NamedTuple):
-    """Where a turn will stand: in `branch`, after `observed`, which answers what was said `after`."""
+    """Where a new turn goes: in `branch`, after the tokens `observed`, which follow the turn `after`."""
 
     conversation: ChatHistory
     branch: Branch
@@ -177,25 +175,25 @@ class Draft(NamedTuple):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What the engine is given."""
+        """The prompt for the engine."""
         return self.branch.segment.ids + self.observed
 
 
 class EpisodeParts(NamedTuple):
-    """The segments and the turns of an episode; turns stand in the order of their tokens."""
+    """The segments and turns of an episode. Turns are in the order of their tokens."""
 
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
 
 
 class Transcript:
-    """The conversations of one episode. `began`, by time.perf_counter, is what its turns count from."""
+    """The conversations of one episode. `Turn.started` is relative to `began`, by time.perf_counter."""
 
     def __init__(self, codec: ChatCodec, history: Literal["append", "rerender"], began: float) -> None:
         self._codec, self._rerender, self._began = codec, history == "rerender", began
         self._branches: list[Branch] = []
-        self._held: list[Draft] = []  # turns that are being sampled
-        self._said: dict[bytes, list[SampledTurn]] = {}
+        self._drafts: list[Draft] = []  # turns that are being sampled
+        self._sampled: dict[bytes, list[SampledTurn]] = {}
         self.counts: Counter[str] = Counter()
 
     @property
@@ -205,13 +203,13 @@ class Transcript:
 
     @property
     def assistant_turns(self) -> int:
-        """Those that are being sampled count: agents may ask for several at once."""
-        return self._turns("assistant") + len(self._held)
+        """Includes the turns being sampled, since an agent may send requests concurrently."""
+        return self._turns("assistant") + len(self._drafts)
 
     @property
     def user_turns(self) -> int:
-        """Messages of tools and users that were answered, or are about to be."""
-        return self._turns("tool", "user") + sum(draft.after is not None for draft in self._held)
+        """Tool and user turns that were answered or are being answered."""
+        return self._turns("tool", "user") + sum(draft.after is not None for draft in self._drafts)
 
     def _turns(self, *roles: str) -> int:
         return sum(turn.role in roles for branch in self._branches for turn in branch.turns)
@@ -220,8 +218,8 @@ class Transcript:
         return self._codec.with_tools(conversation.tools)
 
     def draft(self, conversation: ChatHistory) -> Draft:
-        """Where the answer to a conversation will stand: after what it goes on from, or in a segment of its own."""
-        after, codec = self._last_said(conversation), self.codec_for(conversation)
+        """Where the answer to a conversation goes: after the turn that it continues, or in a new segment."""
+        after, codec = self._continued_turn(conversation), self.codec_for(conversation)
         if after is not None and (observed := self._observed(conversation, after)) is not None:
             branch = after.branch if after.free else Branch(Segment(prompt_ids=after.ids))
             return Draft(conversation, branch, observed, after)
@@ -229,19 +227,19 @@ class Transcript:
         return Draft(conversation, Branch(Segment(prompt_ids=encode(conversation.messages).ids)))
 
     @contextmanager
-    def held(self, draft: Draft) -> Iterator[None]:
-        """While the turn is sampled nobody else may write where it will stand."""
-        assert not draft.branch.asked, "one turn at a time"
-        draft.branch.asked = True
-        self._held.append(draft)
+    def reserved(self, draft: Draft) -> Iterator[None]:
+        """Reserve the branch of a draft while its turn is sampled."""
+        assert not draft.branch.sampling, "one turn at a time"
+        draft.branch.sampling = True
+        self._drafts.append(draft)
         try:
             yield
         finally:
-            draft.branch.asked = False
-            self._held.remove(draft)
+            draft.branch.sampling = False
+            self._drafts.remove(draft)
 
     def add(self, draft: Draft, generation: Generation, message: Mapping[str, Any], started: float) -> None:
-        """The turn was sampled, and `message` is what the agent is told of it."""
+        """Add the sampled turn. `message` is the message that the agent gets."""
         branch, conversation = draft.branch, draft.conversation.followed_by(message)
         if branch not in self._branches:
             self._branches.append(branch)
@@ -255,27 +253,27 @@ class Transcript:
         branch.turns.append(self._sampled_turn(generation, parsed.text, calls, start, started))
         self._count_calls(calls)
         end = len(branch.segment.response_ids)
-        said = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
-        self._said.setdefault(conversation.keys[-1], []).append(said)
+        turn = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
+        self._sampled.setdefault(conversation.keys[-1], []).append(turn)
 
-    def told(self) -> EpisodeParts:
-        """What there is. A segment that was written to last is last, so that the last words of an episode are."""
+    def parts(self) -> EpisodeParts:
+        """The segments and turns so far. The segment with the latest turn is last."""
         branches = sorted(self._branches, key=lambda branch: branch.turns[-1].started + branch.turns[-1].seconds)
         turns = (replace(turn, segment=number) for number, branch in enumerate(branches) for turn in branch.turns)
         return EpisodeParts(tuple(branch.segment for branch in branches), tuple(turns))
 
-    def _last_said(self, conversation: ChatHistory) -> SampledTurn | None:
-        """The turn of ours that a conversation goes on from, with messages that are not the assistant's."""
+    def _continued_turn(self, conversation: ChatHistory) -> SampledTurn | None:
+        """The sampled turn that a conversation continues with tool or user messages."""
         answered = conversation.answered
-        found = self._said.get(conversation.keys[answered], [])
-        if not found or answered == len(conversation.messages):
+        candidates = self._sampled.get(conversation.keys[answered], [])
+        if not candidates or answered == len(conversation.messages):
             return None
-        # The same words may have been sampled twice; then call ids tell the one from the other, or it makes no odds.
-        exact = [said for said in found if said.call_ids == conversation.call_ids] or found
-        return next((said for said in exact if said.free), exact[-1])
+        # The same text may have been sampled twice. The call ids tell the turns apart; without calls any one will do.
+        exact = [turn for turn in candidates if turn.call_ids == conversation.call_ids] or candidates
+        return next((turn for turn in exact if turn.free), exact[-1])
 
     def _observed(self, conversation: ChatHistory, after: SampledTurn) -> tuple[int, ...] | None:
-        """The ids of the messages behind the turn; None where the template has no place for them there."""
+        """The ids of the messages after the turn; None if the template cannot append them there."""
         codec = self.codec_for(conversation)
         if self._rerender:
             whole, known = codec.rerender(conversation.messages).ids, after.ids
@@ -317,7 +315,7 @@ class Transcript:
         )
 
     def _count_beginning(self, draft: Draft) -> None:
-        """A segment begins: as a branch of another, with a history that is not ours, or with a first question."""
+        """Count a new segment as a branch of another, or as a history that the agent rewrote."""
         branched = draft.after is not None
         self.counts["branches"] += branched
         self.counts["rewritten"] += not branched and draft.conversation.answered > 0

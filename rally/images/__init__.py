@@ -1,4 +1,4 @@
-"""Images of rows and tools: reading them, and cutting them into the patches that a model sees."""
+"""Images of rows and tools: loading them, and converting them to the patches of a vision model."""
 
 from rally.images.loading import ImageError, decoded, has_images, image_parts, is_image, loaded_images, read_image
 from rally.images.patches import Patches

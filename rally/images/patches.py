@@ -1,8 +1,8 @@
-"""An image becomes the patches that the model's own image processor makes of it, the same ones everywhere.
+"""Converts images to patches with the model's image processor, and caches them.
 
-How many tokens an image takes (the chat codec), what the engine computes and what is trained on all come from here, so
-they cannot disagree. Patches are kept by content, the latest of them, up to a bound of memory; how many tokens an image
-takes is remembered for longer, so that whoever only counts need not make them again.
+The chat codec (token counts), the engine and the trainer all use this module, so they cannot disagree. Patches are
+cached by content, least recently used first out, up to a bound of memory. Token counts are cached longer, so that
+counting does not need the patches again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rally.images.loading import MOST_REMEMBERED, ImageError, decoded
+from rally.images.loading import MAX_CACHED, ImageError, decoded
 from rally.types import Image
 
 KEPT_BYTES = 1 << 30
 
 
 class Patched(NamedTuple):
-    """`pixels` [patches, values] of an image whose tokens are `rows` x `columns`; `grid` counts its patches, as
+    """The patches of an image: `pixels` [patches, values], its tokens as `rows` x `columns`, and its patches as `grid`
     (1, high, wide)."""
 
     pixels: npt.NDArray[np.float32]
@@ -33,37 +33,38 @@ class Patched(NamedTuple):
 
 
 class GridSize(NamedTuple):
-    """Of an image, in tokens."""
+    """The size of an image in tokens."""
 
     rows: int
     columns: int
 
 
 class Patches:
-    """An image processor in the manner of Qwen-VL, the id of the token that stands for an image, and a memory."""
+    """An image processor like Qwen-VL's, the id of its image placeholder token, and a cache."""
 
     def __init__(self, processor: Any, token: int, kept_bytes: int = KEPT_BYTES) -> None:
         self.processor, self.token = processor, token
         self._kept: OrderedDict[str, Patched] = OrderedDict()
         self._sizes: dict[str, GridSize] = {}
         self._bytes, self._most = 0, kept_bytes
-        self._lock = threading.Lock()  # the engine's thread asks too
-        self._making = threading.Lock()  # a group asks for its image at once, and one of them makes it
+        self._lock = threading.Lock()  # the engine's thread uses the cache too
+        self._making = threading.Lock()  # the episodes of a group need an image at the same time; one of them makes it
 
     def __deepcopy__(self, memo: object) -> Patches:
-        """A copy of a module looks through the same eyes."""
+        """Copies of a module share one object."""
         return self
 
     def of(self, image: Image) -> Patched:
-        found = self._known(image)
-        if found is not None:
-            return found
+        """The patches of an image, from the cache or newly made."""
+        patched = self._cached(image)
+        if patched is not None:
+            return patched
         with self._making:
-            found = self._known(image)
-            if found is None:
-                found = self._make(image)
-                self._keep(image, found)
-            return found
+            patched = self._cached(image)
+            if patched is None:
+                patched = self._make(image)
+                self._keep(image, patched)
+            return patched
 
     def size(self, image: Image) -> GridSize:
         known = self._sizes.get(image.hash)
@@ -74,16 +75,16 @@ class Patches:
 
     @property
     def most(self) -> int:
-        """Patches of the largest image; whatever is larger is made smaller."""
+        """The number of patches of the largest image. Larger images are scaled down."""
         return int(self.processor.size["longest_edge"]) // int(self.processor.patch_size) ** 2
 
     async def prepare(self, images: Sequence[Image]) -> None:
-        """Make what is missing beside the event loop, which others need meanwhile."""
-        missing = [image for image in images if self._known(image) is None]
+        """Make missing patches in a thread, without blocking the event loop."""
+        missing = [image for image in images if self._cached(image) is None]
         if missing:
             await asyncio.to_thread(lambda: [self.of(image) for image in missing])
 
-    def _known(self, image: Image) -> Patched | None:
+    def _cached(self, image: Image) -> Patched | None:
         with self._lock:
             if image.hash in self._kept:
                 self._kept.move_to_end(image.hash)
@@ -91,7 +92,7 @@ class Patches:
 
     def _keep(self, image: Image, made: Patched) -> None:
         with self._lock:
-            if len(self._sizes) >= MOST_REMEMBERED:
+            if len(self._sizes) >= MAX_CACHED:
                 self._sizes.clear()
             self._sizes[image.hash] = GridSize(made.rows, made.columns)
             self._kept[image.hash] = made
@@ -102,11 +103,11 @@ class Patches:
     def _make(self, image: Image) -> Patched:
         try:
             made = self.processor(images=[decoded(image)], return_tensors="np")
-        except (TypeError, ValueError) as problem:  # such as a picture two hundred times as wide as high
+        except (TypeError, ValueError) as problem:  # such as an image two hundred times as wide as high
             if isinstance(problem, ImageError):
                 raise
-            told = f"the image processor does not take an image of {image.width} x {image.height} pixels ({problem})"
-            raise ImageError(f"{told}; use another") from problem
+            size = f"{image.width} x {image.height} pixels"
+            raise ImageError(f"the image processor rejects an image of {size} ({problem}); use another") from problem
         frames, high, wide = (int(n) for n in made["image_grid_thw"][0])
         assert frames == 1, "an image is one frame"
         merge = int(self.processor.merge_size)

@@ -1,4 +1,4 @@
-"""Guarantees: a simulated user answers within its deadline or fails by name, and is always told that it is over."""
+"""Simulated users: how they are written, loaded from YAML, and called within their deadlines."""
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.interactions.gsm8k import Gsm8kInteraction

@@ -1,7 +1,7 @@
-"""Guarantees: the user of a GSM8K row says whether the last `#### n` is right, and ends the exchange when it is.
+"""The built-in simulated user `gsm8k`: checks the last `#### n` and ends the episode when it is correct.
 
-A wrong answer is sent back with a request to think again, at most `max_tries` times where the config sets it. The
-ground truth is the row's `interaction_kwargs.ground_truth`.
+After a wrong answer it asks the policy to try again, up to `max_tries` times if the config sets it. The ground truth is
+the row's `interaction_kwargs.ground_truth`.
 """
 
 from __future__ import annotations
@@ -22,54 +22,56 @@ ENOUGH = "No, that is not right. Let us leave it there."
 
 
 @dataclass
-class _Asked:
+class _EpisodeState:
     truth: Any
     tries: int = 0
     score: float = 0.0
 
 
 class Gsm8kInteraction(BaseInteraction):
+    """The simulated user. Its score is 1 when the last answer is correct."""
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__({"name": "gsm8k", **(config or {})})
         unknown = sorted(self.config.keys() - {"name", "max_tries"})
         if unknown:
-            raise InteractionError(f"the gsm8k interaction has no setting {unknown[0]!r}; it has max_tries")
+            raise InteractionError(f"the gsm8k interaction has no setting {unknown[0]!r}; its only one is max_tries")
         self.max_tries = self.config.get("max_tries")
         whole = isinstance(self.max_tries, int) and not isinstance(self.max_tries, bool)
         if self.max_tries is not None and not (whole and self.max_tries >= 1):
             raise InteractionError(f"max_tries must be a whole number of at least 1, not {self.max_tries!r}")
-        self._asked: dict[str, _Asked] = {}
+        self._episodes: dict[str, _EpisodeState] = {}
 
     async def start_interaction(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> str:
         if parse_number(ground_truth) is None:
             raise InteractionError(
-                f"interaction_kwargs.ground_truth of a gsm8k row must be a number, not {ground_truth!r}; mend the row"
+                f"interaction_kwargs.ground_truth of a gsm8k row must be a number, not {ground_truth!r}; fix the row"
             )
         instance_id = await super().start_interaction(instance_id)
-        self._asked[instance_id] = _Asked(ground_truth)
+        self._episodes[instance_id] = _EpisodeState(ground_truth)
         return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        asked = self._asked[instance_id]
-        said = next((str(m.get("content") or "") for m in reversed(messages) if m["role"] == "assistant"), "")
-        answer = gsm8k.extract(said)
-        asked.tries += 1
-        asked.score = gsm8k.score(said, asked.truth)
-        over, text = self._verdict(asked, answer)
-        return over, text, asked.score, {"answer": answer, "tries": asked.tries}
+        state = self._episodes[instance_id]
+        last_turn = next((str(m.get("content") or "") for m in reversed(messages) if m["role"] == "assistant"), "")
+        answer = gsm8k.extract(last_turn)
+        state.tries += 1
+        state.score = gsm8k.score(last_turn, state.truth)
+        over, text = self._verdict(state, answer)
+        return over, text, state.score, {"answer": answer, "tries": state.tries}
 
-    def _verdict(self, asked: _Asked, answer: str | None) -> tuple[bool, str]:
-        if asked.score == 1.0:
+    def _verdict(self, state: _EpisodeState, answer: str | None) -> tuple[bool, str]:
+        if state.score == 1.0:
             return True, RIGHT
-        if self.max_tries is not None and asked.tries >= self.max_tries:
+        if self.max_tries is not None and state.tries >= self.max_tries:
             return True, ENOUGH
         return False, MISSING if answer is None else WRONG
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """1 when the last answer was right."""
-        return self._asked[instance_id].score
+        return self._episodes[instance_id].score
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._asked.pop(instance_id, None)
+        self._episodes.pop(instance_id, None)

@@ -1,10 +1,10 @@
-"""Guarantees: an interaction YAML becomes simulated users, or one sentence says which entry is wrong and how.
+"""Loads the simulated users of an interaction YAML. A mistake raises one InteractionError that names the entry.
 
 interaction:
   - class_name: my_users.Teacher         # below the working folder, the YAML's folder, or installed
-    name: teacher                        # without it: the class name, less "Interaction", in small letters
+    name: teacher                        # default: the class name without "Interaction", in lower case
     config: {patience: 3}
-  - name: gsm8k                          # built in
+  - name: gsm8k                          # built-in
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENTRY_KEYS = {"name", "class_name", "config"}
 
 
 def load_interactions(source: str | Path | Mapping[str, Any]) -> list[BaseInteraction]:
-    """The simulated users of a YAML file, or of a mapping of the same shape."""
+    """The simulated users of a YAML file, or of a mapping of the same form."""
     if isinstance(source, Mapping):
         where, content, folder = "the interaction config", source, Path.cwd()
     else:
@@ -32,7 +32,7 @@ def load_interactions(source: str | Path | Mapping[str, Any]) -> list[BaseIntera
         where, content, folder = str(path), _read(path), path.resolve().parent
     entries = content.get("interaction") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise InteractionError(f"{where} must hold a list under the key `interaction`")
+        raise InteractionError(f"{where} must have a list under the key `interaction`")
     return [_interaction(entry, folder, f"{where}, entry {index + 1}") for index, entry in enumerate(entries)]
 
 
@@ -55,13 +55,13 @@ def _interaction(entry: Any, folder: Path, where: str) -> BaseInteraction:
     cls = _class(entry, folder, where)
     name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
     try:
-        made = cls({**config, "name": name})
+        interaction = cls({**config, "name": name})
     except RallyError as error:
         raise InteractionError(f"{where}: {error}") from None
     except Exception as error:  # a user's constructor may fail in any way
-        raise InteractionError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
-    made.name = name  # a constructor need not call super().__init__
-    return made
+        raise InteractionError(f"{where}: the constructor failed: {type(error).__name__}: {error}") from error
+    interaction.name = name  # a constructor need not call super().__init__
+    return interaction
 
 
 def _class(entry: Mapping[str, Any], folder: Path, where: str) -> type[BaseInteraction]:
@@ -69,7 +69,7 @@ def _class(entry: Mapping[str, Any], folder: Path, where: str) -> type[BaseInter
         name = entry.get("name")
         if name not in BUILT_IN:
             known = ", ".join(BUILT_IN)
-            raise InteractionError(f"{where}: {name!r} is not built in ({known} is); name its class by class_name")
+            raise InteractionError(f"{where}: {name!r} is not a built-in one ({known}); for your own, write class_name")
         return BUILT_IN[name]
     class_name = str(entry["class_name"])
     if class_name in SAME_AS_BUILT_IN:
@@ -81,5 +81,5 @@ def _class(entry: Mapping[str, Any], folder: Path, where: str) -> type[BaseInter
     if not (isinstance(cls, type) and issubclass(cls, BaseInteraction)):
         raise InteractionError(f"{where}: {class_name} must be a subclass of rally.interactions.BaseInteraction")
     if cls.generate_response is BaseInteraction.generate_response:
-        raise InteractionError(f"{where}: {class_name} has nothing to say; give it a method generate_response")
+        raise InteractionError(f"{where}: {class_name} has no method generate_response; define one")
     return cls

@@ -1,8 +1,8 @@
-"""Guarantees: what is started is finalized, once, whatever happened between; a user's failure is named, never silent.
+"""Calls the simulated user of an episode. What is started is finalized exactly once, whatever happens in between.
 
-`Interactions` holds the simulated users of a run, `InteractionSession` what one episode opened. A user that fails or
-is late while the exchange needs it raises InteractionError: its episode is void, for a policy that is not to blame
-must not be scored. What fails at the end is told in `Closing.failures`; the episode stands.
+`Interactions` holds the simulated users of a run, `InteractionSession` is that of one episode. A user that fails or
+misses its deadline during the episode raises InteractionError, so the episode is not scored: the policy is not to
+blame. A failure at the end is listed in `Closing.failures`, and the episode stays valid.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pydantic_core import to_jsonable_python
 
 from rally.interactions.base import BaseInteraction, InteractionError
 from rally.redact import redact
-from rally.tools.invoke import Keywords, call, within
+from rally.tools.invoke import Keywords, call, outcome_within
 from rally.tools.results import clean, read_reward
 from rally.tools.session import describe
 from rally.types import Message, RallyError, Task
 
 
 class UserReply(NamedTuple):
-    """What a simulated user said to the policy's last turn, and what that turn earned."""
+    """The answer of a simulated user to the policy's last turn, and the score of that turn."""
 
     text: str
     ends: bool
@@ -33,55 +33,55 @@ class UserReply(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Closing:
-    """How an exchange with a simulated user was closed."""
+    """The score of an episode by its simulated user, and what failed at its end."""
 
     score: float | None = None
     failures: list[str] = field(default_factory=list)
 
 
 class Interactions:
-    """The simulated users of a run, by name; `timeout` is in seconds, for each call of one of their methods."""
+    """The simulated users of a run, by name. `timeout` is in seconds, for each method call."""
 
     def __init__(self, users: Sequence[BaseInteraction] = (), timeout: float = 30.0) -> None:
         self.timeout = timeout
         self._users = {user.name: user for user in users}
         if len(self._users) < len(users):
-            told = ", ".join(user.name for user in users)
-            raise InteractionError(f"two interactions have the same name among {told}; give each its own")
+            names = ", ".join(user.name for user in users)
+            raise InteractionError(f"two interactions have the same name: {names}; rename one")
 
     @property
     def names(self) -> list[str]:
         return list(self._users)
 
     def find(self, task: Task) -> BaseInteraction | None:
-        """The user that a row asks for by interaction_kwargs.name; None where it asks for none."""
-        given = _given(task.interaction_kwargs)
-        name = given.get("name")
-        if not given or (name is None and not self._users):
+        """The user that a row names in interaction_kwargs.name; None if it names none."""
+        kwargs = _without_none(task.interaction_kwargs)
+        name = kwargs.get("name")
+        if not kwargs or (name is None and not self._users):
             return None
         known = ", ".join(self.names) or "none"
         if name is None:
             raise InteractionError(f"row {task.id} has interaction_kwargs without a name; write one of: {known}")
         if name not in self._users:
             raise InteractionError(
-                f"row {task.id} asks for the interaction {name!r}, but there is {known}; add it to the file that "
-                "actor_rollout_ref.rollout.multi_turn.interaction_config_path names"
+                f"row {task.id} names the interaction {name!r}, but the interactions are: {known}; add it to the file "
+                "in actor_rollout_ref.rollout.multi_turn.interaction_config_path"
             )
         return self._users[name]
 
     def open(self, task: Task, episode_id: str) -> InteractionSession | None:
-        """A session for one episode, or None when its row has no simulated user."""
+        """A session for one episode; None if its row has no simulated user."""
         user = self.find(task)
         return None if user is None else InteractionSession(user, self.timeout, task, episode_id)
 
 
 class InteractionSession:
-    """One episode's simulated user."""
+    """The simulated user of one episode."""
 
     def __init__(self, user: BaseInteraction, timeout: float, task: Task, episode_id: str) -> None:
         self.user = user
         self._timeout = timeout
-        self._kwargs = _given(task.interaction_kwargs)
+        self._kwargs = _without_none(task.interaction_kwargs)
         self._id = f"{episode_id}/{user.name}"
         self._begun = self._started = False
 
@@ -93,13 +93,13 @@ class InteractionSession:
         self._started = True
 
     async def reply(self, messages: Sequence[Message]) -> UserReply:
-        """What the user says to the last of `messages`; it may do with its copy of them what it likes."""
+        """The user's answer to the last of `messages`. The user gets its own copy of them."""
         answer = self.user.generate_response
         returned = await self._call(answer, self._id, copy.deepcopy(list(messages)), **self._row(answer))
         return _read_reply(returned, self._what(answer))
 
     async def close(self) -> Closing:
-        """Score and finalize; raises nothing but a cancellation, and even then finalizes. May be called twice."""
+        """Score and finalize. Raises only CancelledError, and finalizes even then. May be called twice."""
         if not self._begun:
             return Closing()
         self._begun = False
@@ -118,14 +118,14 @@ class InteractionSession:
         return Closing(score=score, failures=failures)
 
     async def _end(self, method: Callable[..., Any]) -> Any:
-        """Call a method that may or may not want to know which exchange it ends."""
+        """Call a method that may or may not take the instance id."""
         takes = Keywords.of(method)
         if takes.positional:
             return await self._call(method, self._id)
         return await self._call(method, **({"instance_id": self._id} if takes.takes("instance_id") else {}))
 
-    async def _call(self, method: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        ended = await within(call(method, *given, **keywords), self._timeout)
+    async def _call(self, method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        ended = await outcome_within(call(method, *args, **keywords), self._timeout)
         if ended.late:
             raise InteractionError(
                 f"{self._what(method)} did not end within {self._timeout:g} seconds; make it faster or raise "
@@ -136,17 +136,17 @@ class InteractionSession:
         return ended.value
 
     def _row(self, method: Callable[..., Any]) -> dict[str, Any]:
-        """The row's keywords for a method. The name has done its work by now, so nobody need take it."""
+        """The row's keywords for a method. `name` is passed only to a method that takes it."""
         takes = Keywords.of(method)
         wanted = {key: value for key, value in self._kwargs.items() if key != "name" or takes.takes(key)}
-        return takes.deliver(wanted, self._what(method))
+        return takes.check(wanted, self._what(method))
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{getattr(method, '__name__', 'a method')} of interaction {self.user.name!r}"
 
 
-def _given(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's keywords. Columns of a table share their keys, so None means that there is none."""
+def _without_none(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's keywords without None values: Parquet fills the keys of other rows with None."""
     return {key: value for key, value in kwargs.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Agent loops: a Task becomes exactly one Episode with exactly one StopReason."""
+"""Agent loops, which play episodes. Every Task becomes exactly one Episode with exactly one StopReason."""
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register

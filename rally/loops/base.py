@@ -1,7 +1,7 @@
-"""What a user subclasses: an agent loop turns one row into one exchange with the policy.
+"""Defines `AgentLoopBase`, the base class of agent loops, and what a loop works with.
 
-A loop never sees the engine; it asks `self.server.generate(prompt_ids, sampling_params)`, which fills in what the run
-decides (stop tokens, budget, seed) and keeps the time.
+A loop plays one episode for one row. It calls `self.server.generate(prompt_ids, sampling_params)` (`EpisodeServer`),
+which adds the stop tokens, token budget and seed of the run and measures the time. `AgentLoopOutput` is the result.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segme
 
 
 class LoopError(RallyError):
-    """An agent loop that cannot be used as asked, in one sentence."""
+    """An agent loop cannot be loaded or run, or returned an invalid result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The limits and stop conditions of an exchange; None and 0 mean no limit."""
+    """The limits and stop conditions of an episode. None and 0 mean no limit."""
 
     prompt_length: int | None = None
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -46,7 +46,7 @@ class LoopSettings:
     sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
 
     def turn_seconds(self, elapsed: float) -> float | None:
-        """How long the next turn may take, `elapsed` seconds into the episode."""
+        """The time limit of the next turn in seconds, `elapsed` seconds into the episode."""
         limits = [self.timeout_per_turn]
         if self.episode_timeout is not None:
             limits.append(max(0.0, self.episode_timeout - elapsed))
@@ -55,7 +55,7 @@ class LoopSettings:
 
 @dataclass(kw_only=True)
 class AgentLoopOutput:
-    """What a loop hands back. The first three are enough; the rest is there for loops that know more."""
+    """The result of a loop. Only the first three fields are required."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -68,22 +68,23 @@ class AgentLoopOutput:
     images: Sequence[ImageSpan] = ()
     extra_fields: dict[str, Any] = field(default_factory=dict)
     metrics: Any = None
-    """Seconds that a loop measured itself: a mapping or an object with `tool_calls`."""
+    """Seconds that the loop measured itself: a mapping or an object with `tool_calls`."""
     routed_experts: None = None
-    """Loops of verl pass on what the engine told of it, which is nothing."""
+    """Accepted for verl loops, which pass it through. Rally's engines return None."""
     segments: tuple[Segment, ...] = ()
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.STOP
 
-    def as_segments(self, codec: ChatCodec, said: Sequence[Generation] = ()) -> tuple[Segment, ...]:
-        """The token truth; built here for loops that returned plain lists, whose log-probs are those of `said` where
-        they tell none."""
+    def as_segments(self, codec: ChatCodec, generations: Sequence[Generation] = ()) -> tuple[Segment, ...]:
+        """The segments, built from the lists if the loop returned none. Missing log-probs come from `generations`."""
         if self.segments:
             return self.segments
         if set(self.response_mask) - {0, 1}:
-            raise LoopError("the agent loop returned a response_mask that holds more than 0 (observed) and 1 (sampled)")
+            raise LoopError(
+                "the agent loop returned a response_mask with values other than 0 (observed) and 1 (sampled)"
+            )
         self._check_length("response_mask", self.response_mask)
-        logprobs = self._remembered(said) if self.response_logprobs is None else self.response_logprobs
+        logprobs = self._engine_logprobs(generations) if self.response_logprobs is None else self.response_logprobs
         self._check_length("response_logprobs", logprobs)
         return (
             Segment(
@@ -104,34 +105,35 @@ class AgentLoopOutput:
             )
 
     def seconds(self) -> dict[str, float]:
-        """What `metrics` say of time that only the loop knows."""
-        told = self.metrics if isinstance(self.metrics, Mapping) else vars(self.metrics) if self.metrics else {}
-        return {"tools": float(told["tool_calls"])} if told.get("tool_calls") else {}
+        """The tool seconds in `metrics`, which only the loop can measure."""
+        metrics = self.metrics if isinstance(self.metrics, Mapping) else vars(self.metrics) if self.metrics else {}
+        return {"tools": float(metrics["tool_calls"])} if metrics.get("tool_calls") else {}
 
-    def _remembered(self, said: Sequence[Generation]) -> list[float]:
-        """The log-probs of the tokens under the mask, which must be what was sampled, in order; the end may be cut."""
+    def _engine_logprobs(self, generations: Sequence[Generation]) -> list[float]:
+        """The engine's log-probs of the masked tokens, which must be the sampled ones in order; some may be cut off
+        at the end."""
         sampled = [token for token, mask in zip(self.response_ids, self.response_mask, strict=True) if mask]
-        known = [token for generation in said for token in generation.ids]
+        known = [token for generation in generations for token in generation.ids]
         if sampled != known[: len(sampled)]:
             raise LoopError(
-                "the agent loop returned no response_logprobs, and response_ids under its response_mask are not what "
-                "it sampled; pass on Generation.logprobs for sampled tokens and 0.0 for observed ones"
+                "the agent loop returned no response_logprobs, and the response_ids with response_mask 1 are not the "
+                "sampled ones; return Generation.logprobs for sampled tokens and 0.0 for observed ones"
             )
-        values = iter(logprob for generation in said for logprob in generation.logprobs)
+        values = iter(logprob for generation in generations for logprob in generation.logprobs)
         return [next(values) if mask else 0.0 for mask in self.response_mask]
 
     def _located(self, codec: ChatCodec) -> tuple[ImageSpan, ...]:
-        """The images of `multi_modal_data`, which does not say where they stand: placeholders do, in their order."""
-        given = {kind: items for kind, items in (self.multi_modal_data or {}).items() if items}
-        if unknown := sorted(given.keys() - {"image", "images"}):
-            raise LoopError(f"the agent loop returned multi_modal_data with {unknown[0]}; only images are built")
-        images = [read_image(image) for items in given.values() for image in items]
+        """The images of `multi_modal_data`, placed at the placeholder tokens in order."""
+        media = {kind: items for kind, items in (self.multi_modal_data or {}).items() if items}
+        if unknown := sorted(media.keys() - {"image", "images"}):
+            raise LoopError(f"the agent loop returned multi_modal_data with {unknown[0]}; only images are supported")
+        images = [read_image(image) for items in media.values() for image in items]
         ids, mask = (*self.prompt_ids, *self.response_ids), (*[0] * len(self.prompt_ids), *self.response_mask)
         return codec.locate(ids, images, mask)
 
 
 class EpisodeServer:
-    """The engine as one episode sees it: every call has its own seed, and the time spent generating is counted."""
+    """The engine for one episode. Every call gets its own seed, and the time spent in generation is summed up."""
 
     def __init__(self, engine: Engine, *, defaults: SamplingParams, seed: int, session: str) -> None:
         self.engine = engine
@@ -140,7 +142,7 @@ class EpisodeServer:
         self.session = session
         self.calls = 0
         self.seconds = 0.0
-        self.said: list[Generation] = []
+        self.generations: list[Generation] = []
 
     async def generate(
         self,
@@ -150,25 +152,25 @@ class EpisodeServer:
         session: str | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Generation:
-        """Sample one turn. What `sampling_params` does not say comes from the run's configuration. `images` say which
-        tokens of the prompt are pictures, as `codec.prompt` and `codec.delta` tell."""
-        params = self._params(sampling_params, room=self.engine.max_model_len - len(prompt_ids))
+        """Sample one turn. Missing `sampling_params` come from the configuration of the run. `images` are the image
+        spans of the prompt, as returned by `codec.prompt` and `codec.delta`."""
+        params = self._params(sampling_params, self.engine.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
-            shown: dict[str, Any] = {"images": images} if images else {}  # an engine for text need not know of them
-            generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **shown)
-            self.said.append(generation)
+            keywords: dict[str, Any] = {"images": images} if images else {}  # a text engine may not take it
+            generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **keywords)
+            self.generations.append(generation)
             return generation
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _params(self, given: Mapping[str, Any] | SamplingParams | None, room: int) -> SamplingParams:
-        explicit = given if isinstance(given, Mapping) else given.__dict__ if given is not None else {}
+    def _params(self, requested: Mapping[str, Any] | SamplingParams | None, tokens_left: int) -> SamplingParams:
+        explicit = requested if isinstance(requested, Mapping) else requested.__dict__ if requested is not None else {}
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{self.calls}".encode(), digest_size=8).digest()) >> 1
         self.calls += 1
         params = SamplingParams.of({**self.defaults.__dict__, **explicit, "seed": seed})
         stop_ids = tuple(dict.fromkeys((*params.stop_ids, *self.defaults.stop_ids)))
-        max_tokens = min(params.max_tokens, max(room, 1))
+        max_tokens = min(params.max_tokens, max(tokens_left, 1))
         if stop_ids == params.stop_ids and max_tokens == params.max_tokens:
             return params
         return replace(params, stop_ids=stop_ids, max_tokens=max_tokens)
@@ -176,7 +178,7 @@ class EpisodeServer:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopContext:
-    """Everything a loop instance works with; one per episode."""
+    """What a loop works with; one per episode."""
 
     task: Task
     episode_id: str
@@ -185,13 +187,13 @@ class LoopContext:
     toolbox: ToolBox
     settings: LoopSettings
     interactions: Interactions = field(default_factory=Interactions)
-    check_tokens: bool = True  # whether this episode is compared with the full rendering at its end
-    began: float = field(default_factory=time.perf_counter)  # the episode
-    ends_at: float | None = None  # when the step's time is up, by time.perf_counter
-    run_config: Any = None  # the keys of the run, which nothing here reads; for loops written for verl
+    check_tokens: bool = True  # whether the episode is compared with the template's full rendering at its end
+    began: float = field(default_factory=time.perf_counter)  # when the episode began
+    ends_at: float | None = None  # the deadline of the step, by time.perf_counter
+    run_config: Any = None  # the configuration of the run, for loops written for verl; Rally does not read it
 
     def turn_seconds(self, began: float) -> float | None:
-        """How long the next turn of an exchange that began at `began` may take."""
+        """The time limit of the next turn in seconds, in an exchange that began at `began`."""
         now = time.perf_counter()
         limits = [
             self.settings.turn_seconds(now - began),
@@ -201,10 +203,10 @@ class LoopContext:
 
 
 class AgentLoopBase(ABC):
-    """Subclass it, write `run`, and register it or name it in `rollout.agent_loop_class`.
+    """An agent loop. Subclass it, define `run`, and register it or name it in `rollout.agent_loop_class`.
 
-    `server`, `codec`, `tokenizer`, `toolbox`, `interactions`, `settings` and `task` are there before `__init__` runs,
-    so a subclass's `__init__` takes only its own options (`rollout.agent_loop_config`) and need not call
+    `server`, `codec`, `tokenizer`, `toolbox`, `interactions`, `settings` and `task` are set before `__init__` runs, so
+    the `__init__` of a subclass takes only its own options (`rollout.agent_loop_config`) and need not call
     `super().__init__`.
     """
 
@@ -222,7 +224,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> None:
-        """Called once before a run: what is wrong with the options is said now, and not by the first episode."""
+        """Check the options. Called once before a run, so that a mistake does not wait for the first episode."""
         try:
             inspect.signature(cls).bind(**options)
         except TypeError as wrong:
@@ -262,4 +264,4 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        """Hold the exchange for one row. `row_fields` are the row's columns."""
+        """Play the episode of one row. `row_fields` are the columns of the row."""

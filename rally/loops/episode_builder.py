@@ -1,7 +1,7 @@
-"""The growing record of one exchange: segments, turns and messages move together.
+"""Builds the record of an episode: its segments, turns and messages grow together.
 
-This is where sampled ids enter a Segment, and the only place. The budget of an exchange is what the policy sampled and
-observed over all segments; the context window bounds each segment.
+This is the only place where sampled ids enter a Segment. The response budget counts the sampled and observed tokens of
+all segments; the context window limits each segment.
 """
 
 from __future__ import annotations
@@ -16,29 +16,34 @@ from rally.loops.base import LoopError, LoopSettings
 from rally.types import Generation, Message, Segment, StopReason, Task, ToolResult, Turn
 
 
-def cut_prompt(prompt: EncodedMessages, most: int | None, side: str) -> tuple[int, ...]:
-    """A prompt cut to `most` tokens on the named side (data.truncation); `error` never gets this far uncut."""
+def cut_prompt(prompt: EncodedMessages, max_tokens: int | None, side: str) -> tuple[int, ...]:
+    """The prompt cut to `max_tokens` on one side (data.truncation). Raises LoopError for `error`, and for images."""
     ids = prompt.ids
-    if most is None or len(ids) <= most:
+    if max_tokens is None or len(ids) <= max_tokens:
         return ids
     if prompt.images and side != "error":
         raise LoopError(
-            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most} and holds images, which cannot be "
-            "cut; raise it, set data.filter_overlong_prompts=true, or lower max_pixels in data.mm_processor_kwargs"
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={max_tokens} and contains images, which "
+            "cannot be cut; raise it, set data.filter_overlong_prompts=true, or lower max_pixels in "
+            "data.mm_processor_kwargs"
         )
     if side == "error":
         raise LoopError(
-            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={most}; raise it, set "
+            f"a prompt of {len(ids)} tokens exceeds data.max_prompt_length={max_tokens}; raise it, set "
             "data.filter_overlong_prompts=true, or choose data.truncation=left, right or middle"
         )
     if side == "left":
-        return ids[-most:]
-    return ids[:most] if side == "right" else ids[: most // 2] + ids[len(ids) - (most - most // 2) :]
+        return ids[-max_tokens:]
+    return (
+        ids[:max_tokens]
+        if side == "right"
+        else ids[: max_tokens // 2] + ids[len(ids) - (max_tokens - max_tokens // 2) :]
+    )
 
 
 @dataclass
 class EpisodeBuilder:
-    """One conversation in progress."""
+    """One episode in progress."""
 
     codec: ChatCodec
     messages: list[Message]
@@ -47,7 +52,7 @@ class EpisodeBuilder:
     response_length: int
     prompt_messages: int
     whole_prompt: bool = True  # False when data.truncation cut it
-    began: float = 0.0  # by time.perf_counter; turns count from there
+    began: float = 0.0  # by time.perf_counter; `Turn.started` is relative to it
     turns: list[Turn] = field(default_factory=list)
     _observed_from: int = 0
 
@@ -60,7 +65,7 @@ class EpisodeBuilder:
         max_model_len: int,
         began: float | None = None,
     ) -> EpisodeBuilder:
-        """An exchange that has its prompt. `began`, by time.perf_counter, is what its turns count from."""
+        """A builder with the prompt of the task. `began` is by time.perf_counter."""
         full = codec.prompt(task.prompt)
         ids = cut_prompt(full, settings.prompt_length, settings.truncation)
         return cls(
@@ -84,18 +89,18 @@ class EpisodeBuilder:
         return sum(len(s.response_ids) for s in self.segments)
 
     @property
-    def room(self) -> int:
-        """How many tokens the policy may sample next: what budget and context window leave."""
+    def tokens_left(self) -> int:
+        """How many tokens the policy may still sample, by the response budget and the context window."""
         return min(self.response_length - self.used, self.max_model_len - len(self.segment.ids))
 
-    def out_of_room(self) -> StopReason:
-        """Which limit ended the exchange: the response budget or the context window."""
+    def limit_reached(self) -> StopReason:
+        """Which limit is reached first: the response budget or the context window."""
         budget_left = self.response_length - self.used
         return StopReason.LENGTH if budget_left <= self.max_model_len - len(self.segment.ids) else StopReason.CONTEXT
 
     def as_sampled(self) -> list[Message]:
-        """The messages with each of the policy's turns as the text it sampled, well-formed or not: rendered, they tell
-        whether the template agrees with the history, and nothing about how well the policy writes."""
+        """The messages with each assistant turn as its sampled text, well-formed or not. Their rendering shows whether
+        the template agrees with the history, whatever the policy wrote."""
         texts = iter(turn.text for turn in self.turns if turn.role == "assistant")
         later = (
             {"role": "assistant", "content": next(texts)} if m["role"] == "assistant" else m
@@ -107,7 +112,7 @@ class EpisodeBuilder:
         return sum(turn.role in roles for turn in self.turns)
 
     def add_sampled(self, generation: Generation, started: float) -> Parsed:
-        """Append what the policy sampled, and read it."""
+        """Append a sampled turn and parse it."""
         start = len(self.segment.response_ids)
         self.segments[-1] = self.segment.append_sampled(generation)
         parsed = self.codec.parse(generation.ids)
@@ -140,7 +145,8 @@ class EpisodeBuilder:
         started: float,
         score: float | None = None,
     ) -> StopReason | None:
-        """Append tool or user messages, or say which limit they do not fit; then they are recorded with no tokens."""
+        """Append tool or user messages. If they exceed a limit, they are recorded without tokens and the limit is
+        returned."""
         self.messages.extend(messages)
         if rerender:
             reason = self._observe_rerendered()
@@ -165,7 +171,7 @@ class EpisodeBuilder:
         return reason
 
     def add_closing(self, text: str, score: float | None, started: float, role: str = "user") -> None:
-        """Record a last word of the user or a tool. Nothing is sampled after it: it has no tokens and is no message."""
+        """Record a final message of the user or a tool. Nothing is sampled after it, so it gets no tokens."""
         at = len(self.segment.response_ids)
         self.turns.append(
             Turn(
@@ -190,7 +196,7 @@ class EpisodeBuilder:
         return None
 
     def _observe_rerendered(self) -> StopReason | None:
-        """Follow the inference template: extend the segment if it still agrees, else open a new one."""
+        """Extend the segment if the template's rendering still begins with it, else start a new segment."""
         full = self.codec.rerender(self.messages)
         known, seen = self.segment.ids, len(self.segment.images)
         if full.ids[: len(known)] == known and full.images[:seen] == self.segment.images:
@@ -205,7 +211,7 @@ class EpisodeBuilder:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    """What a person reads of a message: its words, and a mark for each image."""
+    """The text of a message, with `[image]` for each image."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else "[image]" for part in content)

@@ -1,4 +1,4 @@
-"""Finds an agent loop by registered name, dotted path, or an entry of `agent_loop_config_path`."""
+"""Finds agent loops by registered name, dotted path, or an entry of `agent_loop_config_path`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rally.loops.base import AgentLoopBase, LoopError
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
-# Loops of rooms that stand above this one; imported when they are asked for, like a user's.
-_ELSEWHERE = {"black_box": "rally.gateway.BlackBoxAgentLoop"}
+# Loops of packages above this one, imported by path when they are requested, like a user's loop.
+_BY_PATH = {"black_box": "rally.gateway.BlackBoxAgentLoop"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LoopSpec:
 
 
 def register(name: str) -> Callable[[Loop], Loop]:
-    """Class decorator: make a loop known by `name` (the row's `agent_name`, or `agent.default_agent_loop`)."""
+    """Class decorator that registers a loop under `name` (for a row's `agent_name` or `agent.default_agent_loop`)."""
 
     def add(cls: Loop) -> Loop:
         _LOOPS[name] = _checked(cls, getattr(cls, "__qualname__", repr(cls)))
@@ -42,14 +42,14 @@ def find_loop(name: str, extra: Mapping[str, LoopSpec] | None = None) -> LoopSpe
         return extra[name]
     if name in _LOOPS:
         return LoopSpec(_LOOPS[name])
-    if "." in name or name in _ELSEWHERE:
-        return LoopSpec(import_loop(_ELSEWHERE.get(name, name)))
-    known = ", ".join(sorted({*_LOOPS, *_ELSEWHERE, *(extra or {})}))
+    if "." in name or name in _BY_PATH:
+        return LoopSpec(import_loop(_BY_PATH.get(name, name)))
+    known = ", ".join(sorted({*_LOOPS, *_BY_PATH, *(extra or {})}))
     raise LoopError(f"there is no agent loop called {name!r}; known are {known}, or give a dotted path to a class")
 
 
 def import_loop(path: str) -> type[AgentLoopBase]:
-    """Import `package.module.Class`; the working directory counts as a place to look."""
+    """Import `package.module.Class` from the import path or the working directory."""
     module_name, _, class_name = path.rpartition(".")
     look_in(Path.cwd())
     try:
@@ -63,11 +63,11 @@ def import_loop(path: str) -> type[AgentLoopBase]:
     return _checked(getattr(module, class_name), path)
 
 
-def _checked(cls: Any, named: str) -> type[AgentLoopBase]:
+def _checked(cls: Any, name: str) -> type[AgentLoopBase]:
     if of_installed_verl(cls):
-        raise LoopError(f"{named} {INSTALLED}")
+        raise LoopError(f"{name} {INSTALLED}")
     if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
-        raise LoopError(f"{named} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
+        raise LoopError(f"{name} is not a subclass of rally.loops.AgentLoopBase; an agent loop must be one")
     return cls
 
 
@@ -83,7 +83,7 @@ def load_loop_config(path: str | Path) -> dict[str, LoopSpec]:
     specs: dict[str, LoopSpec] = {}
     for entry in entries:
         if not (isinstance(entry, dict) and "name" in entry and "_target_" in entry):
-            raise LoopError(f"{shape}; found {entry!r}")
+            raise LoopError(f"{shape}, not {entry!r}")
         options = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
         specs[entry["name"]] = LoopSpec(import_loop(entry["_target_"]), options)
     return specs

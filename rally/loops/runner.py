@@ -1,7 +1,7 @@
-"""Runs episodes: every job becomes exactly one Episode with exactly one stop reason, however it went.
+"""Runs episodes concurrently. Every job becomes exactly one Episode with exactly one stop reason.
 
-Hundreds run at once in one event loop. A loop that raises is tried again as often as asked, then becomes an Episode
-with stop reason `error` and the reason in words; what happens to its group is the trainer's decision.
+A loop that raises is retried up to `max_retries` times, then becomes an Episode with stop reason `error` and the error
+as text. The trainer decides what happens to its group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One episode to be held."""
+    """One episode to be played."""
 
     task: Task
     episode_id: str
@@ -34,7 +34,7 @@ class Job:
     step: int = 0
     validate: bool = False
     check_tokens: bool = True
-    baseline: bool = False  # greedy, whatever the others are sampled with
+    baseline: bool = False  # sampled greedily, whatever the run's sampling parameters
 
 
 Finish = Callable[[Episode], Awaitable[Episode]]
@@ -43,7 +43,7 @@ More = Callable[[Episode], Sequence[Job]]
 
 @dataclass(kw_only=True)
 class Runner:
-    """Builds a loop per job and holds the exchange."""
+    """Builds a loop for each job and runs it."""
 
     engine: Engine
     codec: ChatCodec
@@ -51,10 +51,10 @@ class Runner:
     interactions: Interactions = field(default_factory=Interactions)
     settings: LoopSettings = field(default_factory=LoopSettings)
     default_loop: str = "single_turn_agent"
-    override_rows: bool = False  # the default loop is used even where a row names another
+    override_rows: bool = False  # use the default loop even if a row names another
     loops: Mapping[str, LoopSpec] = field(default_factory=dict)
     max_retries: int = 0
-    run_config: Any = None  # the keys of the run, for loops written for verl
+    run_config: Any = None  # the configuration of the run, for loops written for verl
 
     async def run(
         self,
@@ -65,9 +65,9 @@ class Runner:
         more: More | None = None,
         timeout: float | None = None,
     ) -> list[Episode]:
-        """Hold all exchanges concurrently, in the order of the jobs. `finish` (scoring, progress) is awaited for each
-        as soon as it ends, while others still run; then the jobs that `more` returns for it begin. After `timeout`
-        seconds those that still run end as `deadline` with what they have."""
+        """Run all jobs concurrently and return their episodes in order. `finish` (scoring, progress) is awaited for
+        each episode as soon as it ends; then the jobs that `more` returns for it start. After `timeout` seconds, the
+        episodes still running end as `deadline` with the turns they have."""
 
         engine = self.engine if isinstance(self.engine, LockstepEngine) else None
         ends_at = None if timeout is None else time.perf_counter() + timeout
@@ -83,7 +83,7 @@ class Runner:
             try:
                 episode = await self.episode(job, sampling, ends_at)
                 if engine and more is None:
-                    engine.dismiss(job.episode_id)  # nobody waits for a score that nothing depends on
+                    engine.dismiss(job.episode_id)  # the engine need not wait for the score: no job depends on it
                 episode = await finish(episode) if finish else episode
                 if more is not None:
                     begin(more(episode))
@@ -97,7 +97,7 @@ class Runner:
         return [task.result() for task in tasks]
 
     async def episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
-        """Hold one exchange; `ends_at`, by time.perf_counter, is when its step's time is up."""
+        """Run one job. `ends_at` is the deadline of the step, by time.perf_counter."""
         if job.baseline:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
@@ -108,7 +108,7 @@ class Runner:
                 return self._finished(job, output, server, timings, attempt)
             except Exception as failure:  # noqa: BLE001 - user code; the failure becomes a counted, named episode
                 error = f"{type(failure).__name__}: {failure}"
-            if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left to do better
+            if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left for a retry
                 break
         return Episode(
             id=job.episode_id,
@@ -155,11 +155,11 @@ class Runner:
                 raise
             raise LoopError(
                 f"{spec.cls.__name__} ran far past rollout.episode_timeout={self.settings.episode_timeout} or "
-                "rollout.step_timeout seconds and was ended; return what there is before then, or raise the limit"
+                "rollout.step_timeout seconds and was stopped; let it return earlier, or raise the limit"
             ) from None
 
     def _hard_limit(self, ends_at: float | None) -> float | None:
-        """Loops end in time by themselves; one that does not is ended a little later."""
+        """The timeout enforced here. It is longer than the limits that a loop has to keep itself."""
         limits = [self.settings.episode_timeout, None if ends_at is None else max(0.0, ends_at - time.perf_counter())]
         soonest = min((seconds for seconds in limits if seconds is not None), default=None)
         return None if soonest is None else soonest * 1.5 + 1.0
@@ -173,7 +173,7 @@ class Runner:
             extra["attempts"] = attempt + 1
         if output.turn_rewards is not None:
             extra["turn_rewards"] = list(output.turn_rewards)
-        segments = output.as_segments(self.codec, server.said)
+        segments = output.as_segments(self.codec, server.generations)
         if output.num_turns and not output.turns:
             extra["num_turns"] = output.num_turns
         return Episode(
@@ -194,13 +194,13 @@ class Runner:
 
 
 def codec_for(task: Task, codec: ChatCodec, toolbox: ToolBox) -> ChatCodec:
-    """The codec with the tools that a row selects, where it does."""
+    """The codec, with the row's `tool_selection` if it has one."""
     selection = task.extra_info.get("tool_selection")
     return codec if selection is None else codec.with_tools(toolbox.schemas(selection))
 
 
 def turns_of(segments: Sequence[Segment], codec: ChatCodec) -> tuple[Turn, ...]:
-    """The turns of a loop that told none: runs of sampled tokens are the assistant's, the rest a tool's."""
+    """Turns for a loop that returned none: runs of sampled tokens are the assistant's, the others a tool's."""
     turns = []
     for number, segment in enumerate(segments):
         at = 0

@@ -1,4 +1,4 @@
-"""The single-turn loop: one prompt, one reply."""
+"""The agent loop `single_turn_agent`: one prompt, one reply."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rally.types import StopReason
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Asks once and stops."""
+    """Samples one reply."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        most = self.server.engine.max_model_len
-        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
+        max_model_len = self.server.engine.max_model_len
+        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         reason = StopReason.CONTEXT
-        if exchange.room > 0:
+        if exchange.tokens_left > 0:
             started = time.perf_counter()
             params = {
                 **sampling_params,
-                "max_tokens": min(exchange.room, sampling_params.get("max_tokens", exchange.room)),
+                "max_tokens": min(exchange.tokens_left, sampling_params.get("max_tokens", exchange.tokens_left)),
             }
             try:
                 async with asyncio.timeout(self.context.turn_seconds(started)) as limit:
-                    shown = exchange.segment.images
-                    generation = await self.server.generate(exchange.segment.ids, params, images=shown)
+                    images = exchange.segment.images
+                    generation = await self.server.generate(exchange.segment.ids, params, images=images)
                 exchange.add_sampled(generation, started)
-                cut = exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH
+                cut = exchange.limit_reached() if exchange.tokens_left <= 0 else StopReason.LENGTH
                 reason = {"stop": StopReason.STOP, "length": cut, "abort": StopReason.CANCELLED}[generation.finish]
             except TimeoutError:
                 if not limit.expired():

@@ -1,9 +1,9 @@
-"""The tool loop: the policy talks, its tools and its user answer, until one named reason ends it.
+"""The agent loop `tool_agent`: the policy and its tools, or a simulated user, take turns until a stop reason applies.
 
-All calls of a turn run and are answered in order; malformed ones are answered with the reason. A turn without calls is
-answered by the row's simulated user, and ends the exchange where there is none. The history the engine is given is the
-segment itself (`multi_turn.history: append`), or what the inference template makes of the parsed messages (`rerender`),
-in which case the exchange may span several segments.
+All calls of a turn are run and answered in order; a malformed call is answered with the reason. A turn without calls is
+answered by the row's simulated user, or ends the episode if there is none. The engine gets the segment itself as the
+history (`multi_turn.history: append`) or the template's rendering of the parsed messages (`rerender`); with `rerender`
+an episode may have several segments.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rally.types import Message, StopReason, ToolResponse, ToolResult, ToolStatu
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Tools by configuration, a user by row; every stop condition of LoopSettings."""
+    """Plays an episode with tools and a simulated user, under all stop conditions of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        most = self.server.engine.max_model_len
-        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
+        max_model_len = self.server.engine.max_model_len
+        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)
         self.user_info: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ class ToolAgentLoop(AgentLoopBase):
             reason = await self._converse(sampling_params)
         finally:
             if self.user is not None or self.session.holds_instances:
-                await _to_its_end(self._close())
+                await _uncancelled(self._close())
         return self._output(reason)
 
     async def _close(self) -> None:
@@ -66,18 +66,18 @@ class ToolAgentLoop(AgentLoopBase):
         return reason if parsed is None else await self._answer(parsed, reason)
 
     async def _in_time(self, turn: Coroutine[Any, Any, StopReason | None]) -> StopReason | None:
-        """What ended the turn, which may be that its time was up."""
+        """Run a turn under its time limit. Returns what ended the episode, if anything did."""
         try:
             async with asyncio.timeout(self.context.turn_seconds(self.began)) as limit:
                 return await turn
         except TimeoutError:
-            if not limit.expired():  # somebody else's timeout is a failure, not our deadline
+            if not limit.expired():  # a TimeoutError from inside is a failure and not this deadline
                 raise
             return StopReason.DEADLINE
 
     async def _answer(self, parsed: Parsed, limit: StopReason | None) -> StopReason | None:
-        """What follows a turn: its tools' answers or the user's. A last answer that the limit of assistant turns lets
-        nobody follow is still judged by the user: a try that is not scored would look like one that failed."""
+        """Answer a turn with its tools or the user. The user also scores the last turn before the limit of assistant
+        turns: without a score, the attempt would look failed."""
         if parsed.tool_calls:
             return limit or await self._tool_turn(parsed)
         if self._no_more_users():
@@ -86,35 +86,35 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _assistant_turn(self, sampling_params: dict[str, Any]) -> tuple[StopReason | None, Parsed | None]:
         exchange = self.exchange
-        room = exchange.room
-        if room <= 0:
-            return exchange.out_of_room(), None
+        tokens_left = exchange.tokens_left
+        if tokens_left <= 0:
+            return exchange.limit_reached(), None
         started = time.perf_counter()
-        params = {**sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room))}
+        params = {**sampling_params, "max_tokens": min(tokens_left, sampling_params.get("max_tokens", tokens_left))}
         generation = await self.server.generate(exchange.segment.ids, params, images=exchange.segment.images)
         parsed = exchange.add_sampled(generation, started)
         if generation.finish == "abort":
             return StopReason.CANCELLED, None
         if generation.finish == "length":
-            return (exchange.out_of_room() if exchange.room <= 0 else StopReason.LENGTH), None
+            return (exchange.limit_reached() if exchange.tokens_left <= 0 else StopReason.LENGTH), None
         if not parsed.tool_calls and self.user is None:
             return StopReason.STOP, None
         return self._turn_limit(), parsed
 
     def _turn_limit(self) -> StopReason | None:
-        most = self.settings.max_assistant_turns
-        if most and self.exchange.count("assistant") >= most:
+        limit = self.settings.max_assistant_turns
+        if limit and self.exchange.count("assistant") >= limit:
             return StopReason.MAX_TURNS
         return StopReason.MAX_USER_TURNS if self._no_more_users() else None
 
     def _no_more_users(self) -> bool:
-        most = self.settings.max_user_turns
-        return bool(most and self.exchange.count("tool", "user") >= most)
+        limit = self.settings.max_user_turns
+        return bool(limit and self.exchange.count("tool", "user") >= limit)
 
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
         try:
-            results = [self._shortened(await self._seen(r)) for r in await self.session.run(parsed.tool_calls)]
+            results = [self._shortened(await self._with_images(r)) for r in await self.session.run(parsed.tool_calls)]
         finally:
             self.tool_seconds += time.perf_counter() - started
         reason = self.exchange.add_observed(
@@ -146,28 +146,28 @@ class ToolAgentLoop(AgentLoopBase):
             score=reply.score,
         )
 
-    async def _seen(self, result: ToolResult) -> ToolResult:
-        """With its images ready to be shown to a policy that sees; one that cannot be shown is the tool's error."""
+    async def _with_images(self, result: ToolResult) -> ToolResult:
+        """The result with its images decoded and prepared for a vision model. A broken image is the tool's error."""
         response = result.response
         if not response.image or self.codec.patches is None:
             return result
         try:
-            images = await asyncio.to_thread(lambda given: [read_image(image) for image in given], response.image)
+            images = await asyncio.to_thread(lambda sources: [read_image(image) for image in sources], response.image)
             await self.codec.patches.prepare(images)
         except ImageError as problem:
-            told = ToolResponse(text=f"Error: {result.call.name} returned an image that cannot be shown: {problem}")
-            return replace(result, status=ToolStatus.ERROR, response=told)
+            failed = ToolResponse(text=f"Error: {result.call.name} returned an image that cannot be shown: {problem}")
+            return replace(result, status=ToolStatus.ERROR, response=failed)
         return replace(result, response=replace(response, image=images))
 
     def _shortened(self, result: ToolResult) -> ToolResult:
-        """Apply the token limit of a tool answer; the head is kept and the model is told."""
-        most = self.settings.max_tool_response_tokens
-        if not most:
+        """Apply max_tool_response_tokens: the head is kept, with a note for the model."""
+        limit = self.settings.max_tool_response_tokens
+        if not limit:
             return result
         ids = self.tokenizer(result.response.text or "", add_special_tokens=False)["input_ids"]
-        if len(ids) <= most:
+        if len(ids) <= limit:
             return result
-        kept = self.codec.decode(ids[:most]) + "...(truncated)"
+        kept = self.codec.decode(ids[:limit]) + "...(truncated)"
         return replace(result, response=replace(result.response, text=kept), truncated=True)
 
     def _after_tools(self, results: Sequence[ToolResult]) -> StopReason | None:
@@ -217,15 +217,15 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _difference(self) -> str | None:
-        """Where the history reads unlike the full rendering; a rendering the template refuses is a difference too."""
+        """How the history differs from the template's full rendering. A rendering that fails is a difference too."""
         try:
             return self.codec.sanity(self.exchange.segment.ids, self.exchange.as_sampled(), self.settings.sanity_check)
         except TemplateError as refusal:
             return str(refusal)
 
 
-def tool_message(result: ToolResult, sees: bool) -> Message:
-    """What the policy is told of a result: its images first, as people write them, then its text."""
+def tool_message(result: ToolResult, vision: bool) -> Message:
+    """The message for a tool result. With `vision`, its images come first, then its text."""
     text, images = result.response.text or "", result.response.image or ()
     parts = [
         *({"type": "image", "image": image} for image in images),
@@ -235,12 +235,12 @@ def tool_message(result: ToolResult, sees: bool) -> Message:
         "role": "tool",
         "name": result.call.name,
         "tool_call_id": result.call.id,
-        "content": parts if images and sees else text,
+        "content": parts if images and vision else text,
     }
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` even when the episode is being cancelled: what was opened must be closed."""
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end even if the episode is cancelled, because what was opened must be closed."""
     closing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not closing.done():

@@ -1,4 +1,4 @@
-"""Recipes are folders of YAML that an installed package brings along; each runs by its name."""
+"""Recipes: configurations, data builders, rewards and tools that ship with the package and run by name."""
 
 from rally.recipes.catalog import Recipe, RecipeError, find_recipe, list_recipes
 

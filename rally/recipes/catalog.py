@@ -1,7 +1,8 @@
-"""Every YAML of this package that says what it is for is a recipe, and is found by its name.
+"""Lists the recipes of this package and finds them by name.
 
-`gsm8k_tool` is the file train.yaml of that folder for `rally train`, and sft.yaml for `rally sft`; `gsm8k_tool/lora` is
-lora.yaml. Files whose name begins with sft are for `rally sft`. Files without `recipe:` notes are parts of others.
+A recipe is a YAML file with `recipe:` notes; files without notes are parts of others. `gsm8k_tool` is train.yaml of
+that folder for `rally train` and sft.yaml for `rally sft`; `gsm8k_tool/lora` is lora.yaml. Files whose names begin with
+sft are for `rally sft`.
 """
 
 from __future__ import annotations
@@ -19,34 +20,37 @@ Command = Literal["train", "sft"]
 
 
 class RecipeError(RallyError):
-    """A recipe that does not exist as asked, in one sentence."""
+    """There is no recipe of that name."""
 
 
 class Recipe(NamedTuple):
+    """One recipe: how it is run and what it needs."""
+
     name: str
     command: Command
     path: Path
     about: str
     hardware: str
     needs: tuple[str, ...]
-    """Commands that make what it reads, in order."""
+    """The commands that make its input files, in order."""
 
     @property
     def line(self) -> str:
-        """How it is run."""
+        """The command that runs it."""
         return f"rally {self.command} --recipe {self.name}"
 
-    def told(self) -> list[str]:
-        """What a user has to know of it, line by line."""
+    def summary_lines(self) -> list[str]:
+        """The command, description and preparation, for `rally recipes`."""
         first = [f"    first: {command}" for command in self.needs]
         return [self.line, f"    {self.about}; {self.hardware}", *first]
 
 
 @functools.cache
 def list_recipes() -> tuple[Recipe, ...]:
-    """All recipes, folder by folder; in each the supervised start first, then the main one, then its variants."""
-    found = [recipe for path in FOLDER.glob("*/*.yaml") if (recipe := _read(path)) is not None]
-    return tuple(sorted(found, key=lambda r: (r.path.parent.name, r.command != "sft", r.path.stem != "train", r.name)))
+    """All recipes by folder; in each folder first supervised fine-tuning, then the main recipe, then its variants."""
+    recipes = [recipe for path in FOLDER.glob("*/*.yaml") if (recipe := _read(path)) is not None]
+    order = sorted(recipes, key=lambda r: (r.path.parent.name, r.command != "sft", r.path.stem != "train", r.name))
+    return tuple(order)
 
 
 def find_recipe(name: str, command: Command) -> Path:
@@ -57,7 +61,7 @@ def find_recipe(name: str, command: Command) -> Path:
             return recipe.path
     names = [recipe.name for recipe in known]
     close = get_close_matches(name, names, 1)
-    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}."
+    advice = f"did you mean {close[0]}?" if close else f"the recipes are {', '.join(names)}."
     raise RecipeError(f"`rally {command}` has no recipe {name!r}; {advice}")
 
 
@@ -67,7 +71,7 @@ def _read(path: Path) -> Recipe | None:
         return None
     command: Command = "sft" if path.stem.startswith("sft") else "train"
     name = path.parent.name if path.stem == command else f"{path.parent.name}/{path.stem}"
-    # What an overlay replaces is no longer read: needs are asked of the whole, not of each layer.
+    # Computed from the merged document, because a file that an overlay replaces is not needed.
     needs = document.notes.read_by(document.merged)
     commands = tuple(dict.fromkeys(needs.values()))
     return Recipe(name, command, path, document.notes.about, document.notes.hardware, commands)

@@ -1,4 +1,4 @@
-"""Writing the files that a recipe reads, and asking a tool for the answers that a supervised start shows."""
+"""Writes the data files of a recipe, and runs a tool for the answers in supervised conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rally.types import RallyError, Task, ToolCall, ToolStatus
 
 
 class Progress(Protocol):
-    """Passes rows through and shows how many have come, of `total` if that is known."""
+    """Passes rows through and shows their number, of `total` if that is known."""
 
     def __call__(self, rows: Iterable[Row], total: int | None, label: str) -> Iterable[Row]: ...
 
@@ -24,7 +24,7 @@ class WrittenFile(NamedTuple):
 
 
 def tool_answers(tools: ToolBox, name: str, argument: str, values: Sequence[str]) -> list[str]:
-    """What a tool itself answers to each value of its one argument, as an episode would read it."""
+    """The answers of a tool to each value of its one argument, as an episode would get them."""
     task = Task(id="sft", data_source="sft", prompt=({"role": "user", "content": "run"},))
 
     async def run_all() -> list[str]:
@@ -34,7 +34,7 @@ def tool_answers(tools: ToolBox, name: str, argument: str, values: Sequence[str]
         finally:
             await session.close()
         if failed := next((result for result in results if result.status is not ToolStatus.OK), None):
-            raise RallyError(f"the tool {name} failed while conversations were written: {failed.response.text}")
+            raise RallyError(f"the tool {name} failed while writing conversations: {failed.response.text}")
         return [result.response.text or "" for result in results]
 
     return asyncio.run(run_all())

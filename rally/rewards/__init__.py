@@ -1,4 +1,4 @@
-"""An Episode becomes numbers, in killable workers, never silently 0."""
+"""Rewards: scores episodes with built-in or user functions. A failure is an error of the episode, never a silent 0."""
 
 from rally.rewards.custom import load_reward_function
 from rally.rewards.registry import check_source, compute_score, register_reward

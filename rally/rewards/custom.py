@@ -1,9 +1,9 @@
-"""A user's reward function is either ready to be called, or refused with one sentence before training.
+"""Loads a user's reward function and checks its signature. A mistake raises one RewardError before training.
 
-`path` is a file (`my_reward.py`), a dotted module (`my_package.reward`) or `pkg://my_package.reward`. When the module
-has a function called `name`, that function scores every episode. When it has none but registers some with
-`@register_reward` (or over trajectories, `trajectories.py`), episodes are routed by data source, to the built-in
-functions as well. With `batch`, the function takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
+`path` is a file (`my_reward.py`), a dotted module (`my_package.reward`) or `pkg://my_package.reward`. If the module has
+a function called `name`, it scores every episode. Otherwise the functions that the module registers with
+`@register_reward` or `RewardManager.register` (over trajectories) score their data sources, and the built-in functions
+score the others. With `batch`, the function takes lists (`BATCH_ARGUMENTS`) and returns one result per episode.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _scorers: dict[Callable[..., Any], RewardFunction] = {}
 
 
 class RewardManager:
-    """Where functions over trajectories are registered."""
+    """verl's registry of reward functions over trajectories."""
 
     @staticmethod
     def register(data_source: str) -> Callable[[F], F]:
-        """Score `data_source` with the decorated function of one argument; a trailing * stands for any ending."""
+        """Score `data_source` with the decorated function of one argument. A trailing * matches any ending."""
 
         def add(function: F) -> F:
             _scorers[function] = _scorer(function)
@@ -40,7 +40,7 @@ class RewardManager:
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """The function as one over the four usual arguments; itself unless it was registered over trajectories."""
+    """The function with the four usual arguments. It is changed only if it was registered over trajectories."""
     return _scorers.get(function, function) if isinstance(function, Hashable) else function
 
 
@@ -58,9 +58,9 @@ def _scorer(function: Callable[..., Any]) -> RewardFunction:
 
 
 def _data(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    said = [{"role": message["role"], "content": message["text"]} for message in extra_info.get("messages", ())]
+    messages = [{"role": message["role"], "content": message["text"]} for message in extra_info.get("messages", ())]
     return {
-        "trajectories": [said],
+        "trajectories": [messages],
         "data_sources": [data_source],
         "ground_truths": [ground_truth],
         "extra_infos": [extra_info],
@@ -74,14 +74,14 @@ def load_reward_function(
     *,
     batch: bool = False,
 ) -> Callable[..., Any]:
-    """The function that scores a run, with `kwargs` bound; without a `path`, the router over the registered ones."""
+    """The reward function of a run, with `kwargs` bound. Without a `path`, it calls the registered functions."""
     kwargs = dict(kwargs or {})
     function = registry.compute_score if path is None else _custom_function(path, name)
     routed = function is registry.compute_score
     if batch and routed:
         raise RewardError("reward_manager=batch needs a function of your own; set custom_reward_function.path and name")
-    what = f"the reward function {name} of {path}"
-    registry.check_call(function, what, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
+    label = f"the reward function {name} of {path}"
+    registry.check_call(function, label, kwargs, BATCH_ARGUMENTS if batch else ARGUMENTS)
     if routed:
         registry.check_keywords(kwargs)
         registry.check_equality(kwargs)
@@ -90,7 +90,7 @@ def load_reward_function(
 
 
 async def _score_batch(function: RewardFunction, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One answer for the whole batch, so that it crosses the pipe as any other; its `score` is nobody's."""
+    """One answer for the whole batch, in the form of a single score; its own `score` is unused."""
     lists = zip(ARGUMENTS, BATCH_ARGUMENTS, strict=True)
     value: Any = function(**{many: [request[one] for request in requests] for one, many in lists})
     scores = list(await value if inspect.isawaitable(value) else value)

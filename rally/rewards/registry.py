@@ -1,7 +1,7 @@
-r"""The data sources that papers train on are scored without any code of the user's.
+r"""The registry of reward functions by data source, and the built-in functions for common data sets.
 
-These functions are ours, pure and linear in the text they read, so a run that needs no others calls them in its own
-process. The exception is `equality=symbolic`, which asks sympy and therefore runs in workers that can be killed.
+The built-in functions are pure and linear in the text they read, so they run in the process of the trainer. The
+exception is `equality=symbolic`, which uses sympy, may hang, and therefore runs in reward workers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registered(NamedTuple):
+    """A reward function and the keywords it takes."""
+
     function: RewardFunction
     keywords: frozenset[str] | None  # beyond the four; None when it takes any
 
@@ -31,10 +33,11 @@ _registry: dict[str, Registered] = {}
 
 
 def register_reward(data_source: str) -> Callable[[F], F]:
-    """Score `data_source` with the decorated function; a trailing * stands for any ending.
+    """Score `data_source` with the decorated function. A trailing * matches any ending.
 
-    An exact name goes before a pattern and a longer pattern before a shorter one. The latest registration of a name
-    holds, so a built-in one can be replaced. Put the function into the file that custom_reward_function.path names.
+    An exact name takes precedence over a pattern, and a longer pattern over a shorter one. The last registration of a
+    name wins, so built-in functions can be replaced. The function must be in the file that custom_reward_function.path
+    names.
     """
     if not isinstance(data_source, str) or not data_source:
         raise RewardError('register_reward needs the name of a data source: write @register_reward("my_task")')
@@ -48,19 +51,19 @@ def register_reward(data_source: str) -> Callable[[F], F]:
 
 
 def registered() -> Mapping[str, Registered]:
-    """What is registered in this process, by data source."""
+    """The functions registered in this process, by data source."""
     return dict(_registry)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
 ) -> float | dict[str, Any]:
-    """Score with the function registered for `data_source`, which is given those of the keywords that it takes."""
+    """Score with the function registered for `data_source`. It gets the keywords that it takes."""
     return route(_registry, kw, data_source, solution_str, ground_truth, extra_info)
 
 
 def check_keywords(names: Iterable[str]) -> None:
-    """A keyword that no registered function takes is a mistake: it would change nothing."""
+    """Raise RewardError for a keyword that no registered function takes."""
     if any(entry.keywords is None for entry in _registry.values()):
         return
     known = frozenset[str]().union(*(entry.keywords or () for entry in _registry.values()))
@@ -71,18 +74,18 @@ def check_keywords(names: Iterable[str]) -> None:
 
 
 def check_call(
-    function: Callable[..., Any], what: str, kwargs: Mapping[str, Any], arguments: Sequence[str] = ARGUMENTS
+    function: Callable[..., Any], label: str, kwargs: Mapping[str, Any], arguments: Sequence[str] = ARGUMENTS
 ) -> None:
-    """A function that cannot be called as we call it is found before training, not at the first episode."""
+    """Raise RewardError if the function cannot be called with these arguments. Messages call it `label`."""
     if not callable(function):
-        raise RewardError(f"{what} is not a function but {type(function).__name__}; name a function instead")
+        raise RewardError(f"{label} is not a function but {type(function).__name__}; name a function instead")
     if clash := sorted(set(kwargs) & set(arguments)):
-        raise RewardError(f"reward_kwargs.{clash[0]} is always given by the episode; take it out of reward_kwargs")
+        raise RewardError(f"reward_kwargs.{clash[0]} is always set from the episode; remove it from reward_kwargs")
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
-        given = ", ".join((*arguments, *kwargs))
-        raise RewardError(f"{what} cannot be called with {given} ({error}); give it those parameters") from error
+        names = ", ".join((*arguments, *kwargs))
+        raise RewardError(f"{label} cannot be called with {names} ({error}); give it those parameters") from error
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -92,16 +95,16 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters) - set(ARGUMENTS)
 
 
-def route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *given: Any) -> float | dict[str, Any]:
-    """Call the function that `registry` has for the first of the given arguments, its data source."""
-    arguments = dict(zip(ARGUMENTS, given, strict=True))
+def route(registry: Mapping[str, Registered], kw: Mapping[str, Any], *values: Any) -> float | dict[str, Any]:
+    """Call the function that `registry` has for the data source, the first of the values."""
+    arguments = dict(zip(ARGUMENTS, values, strict=True))
     entry = find(registry, arguments["data_source"])
     taken = {k: v for k, v in kw.items() if entry.keywords is None or k in entry.keywords}
     return entry.function(**arguments, **taken)
 
 
 def find(registry: Mapping[str, Registered], data_source: str) -> Registered:
-    """The function of a data source, or a sentence that names those there are."""
+    """The function of a data source. Raises RewardError with the known ones."""
     if data_source in registry:
         return registry[data_source]
     patterns = [name for name in registry if name.endswith("*") and data_source.startswith(name[:-1])]
@@ -120,29 +123,29 @@ Info = dict[str, Any] | None
 def built_in_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, **kw: Any
 ) -> float | dict[str, Any]:
-    """Score with the functions of this file alone, whatever a user has registered in this process."""
+    """Score with the functions of this file only, whatever a user has registered in this process."""
     return route(_BUILT_IN, kw, data_source, solution_str, ground_truth, extra_info)
 
 
 def check_source(data_source: str) -> None:
-    """Raise RewardError where no function of this file scores that source."""
+    """Raise RewardError if no function of this file scores that source."""
     find(_BUILT_IN, data_source)
 
 
 def may_hang(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of this file, given these keywords, must run where it can be killed."""
+    """Whether a function of this file, with these keywords, must run in a worker that can be killed."""
     return kwargs.get("equality") == "symbolic"
 
 
 def check_equality(kwargs: Mapping[str, Any]) -> None:
-    """A way to compare answers that is unknown, or not installed, is found before training."""
+    """Raise RewardError if the way to compare answers is unknown or not installed."""
     equality = kwargs.get("equality", "text")
     if equality not in ("text", "symbolic"):
         raise RewardError(f"reward_kwargs.equality must be text or symbolic, not {equality!r}")
     if equality == "symbolic" and not math_answers.installed():
         raise RewardError(
             "reward_kwargs.equality=symbolic needs the package math-verify; run pip install 'rally-rl[math]', "
-            "or leave it out to compare answers as text"
+            "or remove it to compare answers as text"
         )
 
 
@@ -246,10 +249,10 @@ def _same(equality: Equality) -> math_answers.Same:
 
 
 def _number(data_source: str, ground_truth: Any) -> Any:
-    """A truth that no answer can equal would score every episode 0 without a word."""
+    """The ground truth, which must be a number: any other would silently score every episode 0."""
     if parse_number(ground_truth) is None:
         raise RewardError(
-            f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; mend the row"
+            f"the ground_truth of a {data_source} row must be a number, not {ground_truth!r}; fix the row"
         )
     return ground_truth
 
@@ -258,20 +261,20 @@ def _answer(data_source: str, ground_truth: Any) -> Any:
     if not isinstance(ground_truth, (str, int, float)) or not normalise(ground_truth):
         raise RewardError(
             f"the ground_truth of a {data_source} row must be a short text or a number, not {ground_truth!r}; "
-            "mend the row"
+            "fix the row"
         )
     return ground_truth
 
 
 def _targets(data_source: str, ground_truth: Any) -> list[str]:
-    """The accepted answers, written as one, as a list, or as {"target": list}."""
-    given: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    given = given.tolist() if hasattr(given, "tolist") else given
-    targets = [given] if isinstance(given, (str, int, float)) else given
+    """The accepted answers, given as one, as a list, or as {"target": list}."""
+    target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    target = target.tolist() if hasattr(target, "tolist") else target
+    targets = [target] if isinstance(target, (str, int, float)) else target
     if not isinstance(targets, (list, tuple)) or not any(str(t).strip() for t in targets if t is not None):
         raise RewardError(
             f"the ground_truth of a {data_source} row must be an answer, a list of answers or "
-            f'{{"target": [...]}}, not {ground_truth!r}; mend the row'
+            f'{{"target": [...]}}, not {ground_truth!r}; fix the row'
         )
     return [str(target) for target in targets if target is not None]
 

@@ -1,6 +1,7 @@
-"""Every number any reward function reported is averaged over the episodes that have it, and the others are counted.
+"""`Score`, the result of a reward function; its encoding for reward workers; and the metrics of a batch.
 
-The columns are the union over all episodes: a batch that mixes data sets, each with its own keys, loses none of them.
+Each number that a reward function reports is averaged over the episodes that have it, and the others are counted. A
+batch that mixes data sets keeps the keys of all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """One line. ASCII escapes carry every string a tokenizer can decode to, lone surrogates too."""
+    """One JSON line. ASCII escapes can represent every string, lone surrogates included."""
     return json.dumps(plain(value)).encode("ascii") + b"\n"
 
 
@@ -42,19 +43,19 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 class RewardError(RallyError):
-    """The reward is not set up as it must be: an unknown data source, or a custom function that cannot be used."""
+    """The reward is misconfigured: an unknown data source, or a custom function that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What one episode earned. Either `reward` is a finite number, or `error` says why there is none."""
+    """The score of one episode. Either `reward` is a finite number, or `error` says why there is none."""
 
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
-    """Everything the function reported, `score` (its own number) always among it."""
+    """Everything the function reported. `score`, its own number, is always included."""
     error: str | None = None
     seconds: float = 0.0
-    """How long the function ran; waiting for a free worker is not counted."""
+    """How long the function ran, without waiting for a free worker."""
     printed: str = ""
     """The end of what the function printed, or its traceback."""
 
@@ -72,15 +73,15 @@ class Score:
         score = info["score"]
         if not isinstance(score, (bool, int, float)):
             kind = "None" if result["score"] is None else type(result["score"]).__name__
-            told = f'the reward function returned {kind}; let it return a number, or a dict with one under "score"'
-            return cls(error=told, seconds=seconds)
+            error = f'the reward function returned {kind}; return a number, or a dict with one under "score"'
+            return cls(error=error, seconds=seconds)
         if not math.isfinite(score):
-            return cls(error=f"the reward function returned {score}; let it return a finite number", seconds=seconds)
+            return cls(error=f"the reward function returned {score}; return a finite number", seconds=seconds)
         return cls(reward=float(score), info=info | {"score": float(score)}, seconds=seconds)
 
 
 def describe(error: BaseException) -> str:
-    """What a reward function raised, and where; our own sentences speak for themselves."""
+    """The text of an exception, with its type and place unless it is a RallyError."""
     if isinstance(error, RallyError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,7 @@
-"""The built-in reward functions score an episode where it is, and a mistake in its row is a named error as in a worker.
+"""Makes the arguments of a reward function from an episode, and calls the built-in functions in this process.
 
-They are ours, pure, and linear in the text they read: there is nothing to kill, so nothing is sent anywhere.
+The built-in functions are pure and linear in the text they read, so they need no worker. A mistake in a row is an error
+of the episode, as in a worker.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from rally.types import Episode, Message
 
 
 def solution_text(episode: Episode) -> str:
-    """The assistant turns' text, one after the other, separated by newlines."""
+    """The text of all assistant turns, joined by newlines."""
     return "\n".join(_assistant_texts(episode))
 
 
 def request_of(episode: Episode) -> dict[str, Any]:
-    """The four arguments of a reward function. `extra_info` is the row's, and on top of it what happened."""
+    """The four arguments of a reward function. `extra_info` is the row's, extended by facts about the episode."""
     return {
         "data_source": episode.task.data_source,
         "solution_str": solution_text(episode),
         "ground_truth": episode.task.ground_truth,
-        "extra_info": {**episode.task.extra_info, **_happened(episode)},
+        "extra_info": {**episode.task.extra_info, **_episode_facts(episode)},
     }
 
 
-def _happened(episode: Episode) -> dict[str, Any]:
+def _episode_facts(episode: Episode) -> dict[str, Any]:
     rewarded = [(result.call.name, result.reward) for result in episode.tool_results if result.reward is not None]
     by_tool: dict[str, list[float]] = {}
     for tool, reward in rewarded:
         by_tool.setdefault(tool, []).append(reward)
     return {
-        "num_turns": episode.extra.get("num_turns", episode.num_turns),  # a user's loop may count in its own way
+        "num_turns": episode.extra.get("num_turns", episode.num_turns),  # a user's loop may report its own count
         "turn_scores": [turn.reward for turn in episode.turns if turn.reward is not None],
         "tool_rewards": [reward for _, reward in rewarded],
         "rollout_reward_scores": by_tool,
@@ -45,20 +46,20 @@ def _happened(episode: Episode) -> dict[str, Any]:
             *({"role": turn.role, "text": turn.text} for turn in episode.turns),
         ],
         "stop_reason": episode.stop_reason.value,
-        **_judged(episode),
-        **_returned(episode),
+        **_interaction_score(episode),
+        **_agent_answer(episode),
         "last_turn": next(reversed(_assistant_texts(episode)), ""),
     }
 
 
-def _judged(episode: Episode) -> dict[str, Any]:
-    """What a simulated user gave the whole exchange, where there was one."""
-    held = episode.extra.get("interaction")
-    return {"interaction_score": held.get("score")} if isinstance(held, dict) else {}
+def _interaction_score(episode: Episode) -> dict[str, Any]:
+    """The score that a simulated user gave the episode, if there was one."""
+    interaction = episode.extra.get("interaction")
+    return {"interaction_score": interaction.get("score")} if isinstance(interaction, dict) else {}
 
 
-def _returned(episode: Episode) -> dict[str, Any]:
-    """What an agent behind the gateway gave as its answer, under a name that no row's own fields have."""
+def _agent_answer(episode: Episode) -> dict[str, Any]:
+    """The answer that an agent behind the gateway returned."""
     return {key: episode.extra[key] for key in ("agent_answer",) if key in episode.extra}
 
 
@@ -67,7 +68,7 @@ def _assistant_texts(episode: Episode) -> list[str]:
 
 
 def _text(message: Message) -> str:
-    """The words of a message whose content may also be a list of parts, some of them images."""
+    """The text of a message, whose content may be a list of text and image parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -75,10 +76,10 @@ def _text(message: Message) -> str:
 
 
 class BuiltIn:
-    """The functions of this package with a run's keywords."""
+    """The built-in reward functions with the keywords of a run."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
-        load_reward_function(kwargs=kwargs)  # refuses keywords that no function takes
+        load_reward_function(kwargs=kwargs)  # raises for keywords that no function takes
         self._kwargs = kwargs
 
     def score(self, episode: Episode) -> Score:

@@ -1,9 +1,9 @@
-"""A shaped reward is the score plus named components, each told by name and, where one turn earned it, on that turn.
+"""Reward shaping: adds named components for an episode's tool calls, format and length to its score.
 
-`reward_info` keeps the reward function's own `score` and gains `shaping/<component>`. Components belong to the
-assistant turn that wrote the call or the words; those of a whole episode (`tool_format_reward`, the overlong penalty)
-to no turn. `shaping/on_turns` is the part of the reward that is recorded on turns as well; `outcome` leaves it out.
-Validation reports the components but adds none of them: what is validated is the task.
+`reward_info` keeps the `score` of the reward function and gains `shaping/<component>`. A component that one assistant
+turn earned is also added to the reward of that turn; `tool_format_reward` and the overlong penalty belong to the whole
+episode. `shaping/on_turns` is the part of the reward that is also on turns; `outcome` subtracts it. In validation the
+components are reported but not added, because validation measures the task.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from rally.types import Episode, StopReason, ToolStatus, Turn
 
 INVALID = frozenset({ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS})
 TURN_LIMITS = frozenset({StopReason.MAX_TURNS, StopReason.MAX_USER_TURNS})
-MIN_WORDS = 5  # fewer are an answer or a greeting, not reasoning
+MIN_WORDS = 5  # fewer words are an answer or a greeting and not reasoning
 ON_TURNS = "shaping/on_turns"
 
 _TAG = re.compile(r"<[^<>]{1,40}>")
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+")  # scripts without spaces: each character
+# In scripts without spaces, each character is a word.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Overlong:
     log: bool = False
 
     def penalty(self, episode: Episode) -> float:
-        """0 or less. Observed tokens count: they fill the same budget."""
+        """The penalty, 0 or negative. Observed tokens count too, because they use the same budget."""
         length = sum(len(segment.response_ids) for segment in episode.segments)
         exceeds = length - (self.longest - self.buffer)
         return min(0.0, -exceeds / self.buffer * self.penalty_factor)
@@ -45,13 +46,13 @@ class Overlong:
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """`weights` by component, as `reward_shaping` names them; a component that is not there is not looked for."""
+    """The weights of the components, by their names in `reward_shaping`. Only these components are computed."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     overlong: Overlong | None = None
 
     def apply(self, episode: Episode) -> Episode:
-        """The episode with what its conduct earned added to its score; one without a score stays as it is."""
+        """The episode with its components added to the score. An episode without a score is returned as is."""
         if episode.reward is None or not (self.weights or self.overlong):
             return episode
         events = [event for event in _events(episode) if event.name in self.weights]
@@ -71,26 +72,28 @@ class Shaping:
             episode,
             reward=episode.reward + sum(components.values()) + penalty,
             reward_info=info | ({ON_TURNS: sum(by_turn.values())} if self.weights else {}),
-            turns=tuple(_earning(turn, by_turn.get(i)) for i, turn in enumerate(episode.turns)),
+            turns=tuple(_with_reward(turn, by_turn.get(i)) for i, turn in enumerate(episode.turns)),
         )
 
 
 def outcome(episode: Episode) -> float:
-    """The reward without what is recorded on turns as well: for an estimator that adds up the turns itself."""
+    """The reward without the part that is also on turns, for an estimator that adds up the turns itself."""
     assert episode.reward is not None, "an episode without a score has no outcome"
     return episode.reward - float(episode.reward_info.get(ON_TURNS, 0.0))
 
 
 class Event(NamedTuple):
-    """Something that a component rewards or punishes once; `turn` is the number of the turn that did it."""
+    """One occurrence of a component. `turn` is the number of the turn that caused it; None for the whole episode."""
 
     name: str
     turn: int | None
 
 
 class ShapedCall(NamedTuple):
+    """A tool call: the turn that wrote it, its name and arguments, whether it was valid and succeeded."""
+
     turn: int
-    what: tuple[str, str]
+    key: tuple[str, str]
     valid: bool
     answered: bool
 
@@ -100,22 +103,22 @@ def _events(episode: Episode) -> Iterator[Event]:
     for call in calls:
         if not call.valid:
             yield Event("invalid_tool_call", call.turn)
-        elif call.what in seen:
+        elif call.key in seen:
             yield Event("redundant_tool_call", call.turn)
         elif call.answered:
             yield Event("tool_call_success", call.turn)
-        if call.answered:  # what failed may be tried again
-            seen.add(call.what)
+        if call.answered:  # a failed call may be repeated
+            seen.add(call.key)
     if calls and all(call.valid for call in calls):
         yield Event("tool_format_reward", None)
-    spoken = [i for i, turn in enumerate(episode.turns) if turn.role == "assistant"]
-    yield from (Event("valid_reasoning", i) for i in spoken if reasons(episode.turns[i]))
-    if spoken and episode.stop_reason in TURN_LIMITS:
-        yield Event("max_turns_exceeded", spoken[-1])
+    assistant = [i for i, turn in enumerate(episode.turns) if turn.role == "assistant"]
+    yield from (Event("valid_reasoning", i) for i in assistant if reasons(episode.turns[i]))
+    if assistant and episode.stop_reason in TURN_LIMITS:
+        yield Event("max_turns_exceeded", assistant[-1])
 
 
 def _calls(episode: Episode) -> Iterator[ShapedCall]:
-    """Every call the policy wrote, also those of a last turn that no tool got to see."""
+    """Every call that the policy wrote, also those of a last turn that were not run."""
     for i, turn in enumerate(episode.turns):
         after = episode.turns[i + 1] if i + 1 < len(episode.turns) else None
         results = after.tool_results if after else ()
@@ -127,7 +130,7 @@ def _calls(episode: Episode) -> Iterator[ShapedCall]:
 
 
 def reasons(turn: Turn) -> bool:
-    """Whether an assistant turn, its calls taken out, says at least five words; a thought it opens must be closed."""
+    """Whether an assistant turn has at least MIN_WORDS words outside of its calls, and closes its thinking block."""
     text = turn.text
     for call in turn.tool_calls:
         text = text.replace(call.raw, " ") if call.raw else text
@@ -137,5 +140,5 @@ def reasons(turn: Turn) -> bool:
     return len(list(islice(words, MIN_WORDS))) == MIN_WORDS
 
 
-def _earning(turn: Turn, earned: float | None) -> Turn:
+def _with_reward(turn: Turn, earned: float | None) -> Turn:
     return turn if earned is None else replace(turn, reward=(turn.reward or 0.0) + earned)

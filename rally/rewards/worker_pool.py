@@ -1,9 +1,9 @@
-"""A user's function scores each episode in a process that can be killed; the answer is a Score whatever happens there.
+"""Scores episodes with a user's reward function in worker processes. Every episode gets a Score.
 
-A function that raises, hangs, crashes or kills its process costs one episode an error and never a neighbour its score:
-the worker is replaced and the others go on. Threads wait for the workers, so a busy event loop delays no deadline and
-one Scorer may serve several event loops, one after the other. There are no processes for the built-in functions, unless
-they are asked to compare answers in a way that may hang.
+A function that raises, hangs, crashes or kills its process costs one episode an error; the worker is replaced, and the
+other episodes keep their scores. Threads wait for the workers, so a busy event loop does not delay a deadline, and one
+Scorer may serve several event loops, one after the other. The built-in functions run without workers, except those that
+may hang.
 """
 
 from __future__ import annotations
@@ -29,85 +29,68 @@ from rally.rewards import registry
 from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode
-
-
-class CallPacer:
-    """`per_minute` None is no limit."""
-
-    def __init__(self, per_minute: float | None) -> None:
-        self._apart = 60.0 / per_minute if per_minute else 0.0
-        self._next = 0.0
-
-    async def turn(self) -> float:
-        """Wait for this call's turn; the seconds waited."""
-        now = time.monotonic()
-        begins = max(now, self._next)
-        self._next = begins + self._apart
-        if begins > now:
-            await asyncio.sleep(begins - now)
-        return begins - now
-
+from rally.util.rate_limit import TokenBucket
 
 LOAD_SECONDS = 120.0  # a user's module may import something large
-GRACE_SECONDS = 2.0  # the worker ends itself at the deadline; this much later, something is wrong and we end it
+GRACE_SECONDS = 2.0  # the worker exits by itself at the deadline; after this much longer it is killed
 PRINTED_BYTES = 16_384
 ERROR_LINES = 5
 
-# The worker finds modules where this process does, without a PYTHONPATH that the user's own subprocesses would inherit.
+# The worker gets this process's sys.path. A PYTHONPATH would also be inherited by the user's own subprocesses.
 BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rally.rewards.worker_process import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """Which function scores a run, in words that can be sent to a worker: no `path` is the router by data source."""
+    """The reward function of a run, in a form that can be sent to a worker. Without a `path`: the registered ones."""
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch: bool = False  # the function takes lists, and a whole rollout at once
+    batch: bool = False  # the function takes lists with the episodes of a whole rollout
 
 
 class RewardWorker:
-    """One process, as seen from here. Not thread-safe: whoever took it from the idle queue has it alone."""
+    """The handle of one worker process. Not thread-safe: the thread that took it from the idle queue owns it."""
 
     def __init__(self, spec: RewardSpec, timeout: float) -> None:
         self.timeout = timeout
         self._source = spec.path
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process does
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process does
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._words,
+            stderr=self._stderr,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for us; and one kill reaches what the function has started, too
+            start_new_session=True,  # Ctrl-C does not reach it, and one kill also ends what the function started
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._requests, self._answers = self.process.stdin, self.process.stdout
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN)
         self._ready = False
-        with contextlib.suppress(BrokenPipeError):  # a process that is dead already is found by wait_ready
+        with contextlib.suppress(BrokenPipeError):  # wait_ready reports a process that is dead already
             self._send(encode({"spec": asdict(spec), "timeout": timeout, "load_timeout": LOAD_SECONDS}))
 
     @property
     def ended(self) -> bool:
-        """Whether we have seen it end; a death while idle shows at the next request."""
+        """Whether the process is known to have ended. A death while idle is noticed at the next request."""
         return self.process.returncode is not None
 
     def wait_ready(self) -> None:
-        """Raise RewardError with the worker's own sentence if it could not load the function."""
+        """Wait until the worker has loaded the function. Raises RewardError if it could not."""
         if self._ready:
             return
         line = self._read_line(LOAD_SECONDS + GRACE_SECONDS)
-        sentence = decode(line).get("error") if line else None
-        self._ready = bool(line) and sentence is None
+        error = decode(line).get("error") if line else None
+        self._ready = bool(line) and error is None
         if not self._ready:
             self.kill()
-            raise RewardError(sentence or f"the reward worker could not load {self._source}: it {self._how_it_ended()}")
+            raise RewardError(error or f"the reward worker could not load {self._source}: it {self._how_it_ended()}")
 
     def ask(self, request: bytes) -> Score | None:
-        """Score one request. None: the process had died while idle, so nothing has run and it may be asked again."""
+        """Score one request. None: the process had died while idle, so nothing ran and it may be sent again."""
         self.wait_ready()
         start = time.monotonic()
         try:
@@ -122,24 +105,24 @@ class RewardWorker:
         return self._failure(time.monotonic() - start)
 
     def kill(self) -> None:
-        """End the process and all it started. The group goes first: its number is ours only until the wait."""
+        """Kill the process and all it started. The group is killed before the wait, which frees its number."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # already a zombie, on one system or other
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # already a zombie; systems differ
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
         self.kill()
-        for file in (self._requests, self._answers, self._words):
+        for file in (self._requests, self._answers, self._stderr):
             file.close()
 
     def _send(self, line: bytes) -> None:
         left = memoryview(line)
-        while left:  # the pipe takes a long line in pieces
+        while left:  # a pipe may take only part of a long line
             left = left[os.write(self._requests.fileno(), left) :]
 
     def _read_line(self, seconds: float) -> bytes:
-        """The next answer, or nothing when the process ended or the time is up."""
+        """The next answer; empty if the process ended or the time is up."""
         deadline = time.monotonic() + seconds
         line = b""
         while not line.endswith(b"\n"):
@@ -152,11 +135,11 @@ class RewardWorker:
         return line
 
     def _printed(self) -> str:
-        size = os.fstat(self._words.fileno()).st_size
+        size = os.fstat(self._stderr.fileno()).st_size
         if not size:
             return ""
-        words = os.pread(self._words.fileno(), PRINTED_BYTES, max(0, size - PRINTED_BYTES))
-        return words.decode("utf-8", errors="replace").strip()
+        tail = os.pread(self._stderr.fileno(), PRINTED_BYTES, max(0, size - PRINTED_BYTES))
+        return tail.decode("utf-8", errors="replace").strip()
 
     def _failure(self, seconds: float) -> Score:
         if seconds >= self.timeout:
@@ -171,19 +154,19 @@ class RewardWorker:
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
         last = " | ".join(line.strip() for line in self._printed().splitlines()[-ERROR_LINES:])
-        return f"{how}; last words: {last}" if last else how
+        return f"{how}; its last output: {last}" if last else how
 
     def _where_it_hung(self) -> str:
-        """The innermost frame of the main thread, which the worker's dump lists last."""
+        """The innermost frame of the main thread, the last thread in the worker's traceback dump."""
         frame = re.search(r'File "(.+)", line (\d+) in', self._printed().rpartition("Thread 0x")[2])
         return f" at {frame[1]}, line {frame[2]}" if frame else ""
 
 
 class Scorer:
-    """`num_workers` processes that score episodes with a user's function; `timeout` is for one run of it, in seconds.
+    """Scores episodes in `num_workers` processes. `timeout` is in seconds for one call of the function.
 
-    Async functions run one at a time in a worker too: one that mostly waits (a judge over HTTP) wants more workers.
-    It is called `per_minute` times a minute at most.
+    An async function also runs one call at a time in a worker, so one that mostly waits (a judge over HTTP) needs more
+    workers. The function is called at most `per_minute` times a minute, evenly spaced.
     """
 
     def __init__(self, spec: RewardSpec, num_workers: int, timeout: float, per_minute: float | None = None) -> None:
@@ -193,7 +176,7 @@ class Scorer:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
         self._spec, self._timeout = spec, timeout
         self._closed = False
-        self._pace = CallPacer(per_minute)
+        self._pace = TokenBucket(per_minute / 60 if per_minute else None, burst_seconds=0.0)
         in_process = spec.path is None and not spec.batch and not registry.may_hang(spec.kwargs)
         self._built_in = BuiltIn(spec.kwargs) if in_process else None
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
@@ -203,7 +186,7 @@ class Scorer:
             self._idle.put(worker)
 
     async def start(self) -> None:
-        """Wait until every worker has loaded the function, so that a mistake in it shows before training."""
+        """Wait until every worker has loaded the function, so that a mistake is found before training."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._pool, self._load)
         except RewardError:
@@ -211,7 +194,7 @@ class Scorer:
             raise
 
     async def score(self, episode: Episode) -> Score:
-        """What the episode earned. RewardError is raised only where no episode could be scored at all."""
+        """The score of an episode. Raises RewardError only if no episode could be scored at all."""
         if self._closed:
             raise RewardError("this Scorer is closed; make a new one to score more episodes")
         if episode.error is not None:
@@ -221,7 +204,7 @@ class Scorer:
         return await self._ask(request_of(episode))
 
     async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]:
-        """What each episode earned, all in one call of a function that takes lists; if it fails, it fails them all."""
+        """The scores of all episodes, in one call of a batch function. If it fails, all of them have the error."""
         assert self._spec.batch, "this function takes one episode at a time"
         if not episodes:
             return []
@@ -231,11 +214,11 @@ class Scorer:
         return [Score.of(value, whole.seconds / len(episodes)) for value in whole.info["scores"]]
 
     async def _ask(self, request: Mapping[str, Any]) -> Score:
-        await self._pace.turn()
+        await self._pace.acquire()
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
 
     async def close(self) -> None:
-        """End the workers, running or not."""
+        """Kill the workers."""
         self._closed = True
         for worker in tuple(self._workers):
             worker.kill()
@@ -269,12 +252,12 @@ class Scorer:
             if score is None:
                 worker = self._living(worker)
                 score = worker.ask(request)
-            return score or Score(error="the reward worker ended, twice in a row, before it could begin")
+            return score or Score(error="the reward worker ended twice in a row before it could start")
         finally:
             self._idle.put(self._living(worker))
 
     def _living(self, worker: RewardWorker) -> RewardWorker:
-        """The same worker, or a new one in the place of a dead one; its start is not waited for here."""
+        """The worker, or a new one in place of a dead one. It does not wait for the new one to load."""
         if self._closed or not worker.ended:
             return worker
         self._workers.discard(worker)

@@ -1,9 +1,9 @@
-"""One reward worker process: it runs one request at a time in its main thread, and never outlives its deadline.
+"""The main function of a reward worker process. It runs one request at a time and exits at a deadline.
 
-The first line on stdin is the spec; the answer is `{}` or `{"error": sentence}`. Then each line is a request, and each
-answer a Score. The deadline is kept here, around the function alone, by a C thread that needs no GIL: a regular
-expression that runs away cannot hold it off, and where the function hung is left on stderr. End of stdin, which is
-also what the death of the parent looks like, ends the process.
+The first line on stdin is the spec; the answer is `{}` or `{"error": sentence}`. Each further line is a request, each
+answer a Score. The deadline covers only the function. It is enforced by faulthandler's C thread, which needs no GIL, so
+a runaway regular expression cannot block it; the traceback is written to stderr. The process exits at the end of stdin,
+also when its parent dies.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def main() -> None:
     finally:
         faulthandler.cancel_dump_traceback_later()
     channels.answers.write(encode({}))
-    with asyncio.Runner() as runner:  # one event loop for life, so that an async function may keep its client
+    with asyncio.Runner() as runner:  # one event loop for all requests, so that an async function can keep its client
         for line in channels.requests:
-            _forget_words()
+            _truncate_stderr()
             score = _run(function, decode(line), hello["timeout"], runner)
             sys.stderr.flush()
             channels.answers.write(encode(asdict(score)))
 
 
 def _take_channels() -> Channels:
-    """Move the protocol off stdin and stdout, so that a function that prints, or reads, cannot disturb it."""
+    """Move the protocol off stdin and stdout, so that a function that prints or reads cannot disturb it."""
     channels = Channels(os.fdopen(os.dup(STDIN), "rb"), os.fdopen(os.dup(STDOUT), "wb", buffering=0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STDIN)
@@ -64,8 +64,8 @@ def _take_channels() -> Channels:
     return channels
 
 
-def _forget_words() -> None:
-    """stderr is a file: emptied before each request, it holds that request's words and cannot grow without end."""
+def _truncate_stderr() -> None:
+    """Empty stderr, which is a file, so that it has the output of one request only and does not grow."""
     os.lseek(STDERR, 0, os.SEEK_SET)
     os.ftruncate(STDERR, 0)
 
@@ -78,11 +78,11 @@ def _run(function: RewardFunction, request: Mapping[str, Any], timeout: float, r
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
         return Score.of(value, time.perf_counter() - start)
-    except BaseException as error:  # noqa: BLE001 - foreign code: any way it fails, sys.exit too, is a named result
+    except BaseException as error:  # noqa: BLE001 - user code: any failure, SystemExit included, is a result
         traceback.print_exc()
         return Score(error=describe(error), seconds=time.perf_counter() - start)
     finally:
-        signal.alarm(0)  # one the function forgot must not go off in the next episode
+        signal.alarm(0)  # cancels an alarm that the function left behind
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -20,7 +20,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 from rally.sandbox import json_socket
 from rally.sandbox.fork_server import ForkServer
@@ -29,18 +28,7 @@ from rally.sandbox.isolation_levels import Isolation, strongest
 from rally.sandbox.languages import plan
 from rally.sandbox.messages import order, outcome, scratch_folder
 from rally.sandbox.program import Limits, Outcome, Program, SandboxError
-
-
-class LoopSemaphore:
-    """Use as `async with gate.open():`."""
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    def open(self) -> asyncio.Semaphore:
-        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
-
+from rally.util.rate_limit import RateLimiter
 
 END_SECONDS = 5.0  # for a supervisor without a namespace to take its tree down by itself
 
@@ -151,7 +139,7 @@ class Sandbox:
         self._jail: ForkServer | None = None
         self._starting = threading.Lock()
         self.at_once = self.settings.max_concurrent or 2 * (os.cpu_count() or 1)
-        self.gate = LoopSemaphore(self.at_once)
+        self.limiter = RateLimiter(max_concurrency=self.at_once)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -171,7 +159,7 @@ class Sandbox:
     async def run(self, program: Program) -> Outcome:
         """What came of the program. SandboxError when the sandbox itself failed, never for what the program did."""
         seconds = program.timeout + program.compile_timeout + GRACE_SECONDS
-        async with self.gate.open(), self._execution(program) as (connection, level):
+        async with self.limiter.slot(), self._execution(program) as (connection, level):
             return outcome(await connection.receive(seconds), level)
 
     def session(self, program: Program | None = None) -> SandboxSession:
@@ -221,7 +209,7 @@ class SandboxSession:
     async def run(self, code: str, timeout: float | None = None) -> Outcome:
         """Run `code` after all that ran before. When time is up it is interrupted, and only if that fails, ended."""
         seconds = timeout or self._program.timeout
-        async with self._turn, self._sandbox.gate.open():
+        async with self._turn, self._sandbox.limiter.slot():
             if self._execution is None:
                 entering = self._sandbox._execution(self._program, session=True)
                 self._execution = await self._ending.enter_async_context(entering)

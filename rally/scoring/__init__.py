@@ -1,4 +1,4 @@
-"""Pure functions that score a text against a ground truth."""
+"""Pure functions that score a solution text against a ground truth."""
 
 from rally.scoring import arithmetic, exact_match, gsm8k, math_answers
 

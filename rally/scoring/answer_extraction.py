@@ -1,6 +1,6 @@
-r"""Guarantees: the answer of a solution is found in one pass over its text, however brackets nest in it.
+r"""Extracts the answer of a solution: the last `\boxed{}`, `Answer:` line or tagged text. Parses numbers.
 
-An answer that was begun and cut off (`\boxed{1` and no more) is no answer.
+Each function takes one pass over the text, however brackets are nested. A truncated answer (`\boxed{1`) is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` or `\fbox{...}`."""
+    r"""The content of the last `\boxed{...}` or `\fbox{...}`."""
     at, opening = max((text.rfind(box), box) for box in BOXES)
     if at < 0:
         return None
@@ -42,7 +42,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_line(text: str) -> str | None:
-    r"""What follows the last `Answer:` on its line; a box around all of it is taken off."""
+    r"""The text after the last `Answer:` on its line, without a box around it."""
     found = _LINE.findall(text)
     if not found:
         return None
@@ -51,7 +51,7 @@ def last_line(text: str) -> str | None:
 
 
 def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last `<tag>...</tag>`."""
+    """The content of the last `<tag>...</tag>`."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None

@@ -1,7 +1,7 @@
-"""Guarantees: a short answer to a question is compared with every accepted one as words, not as characters.
+"""Scores short answers to questions by exact match, containment or F1 against the accepted answers.
 
-The normal form of question answering: lower case, no punctuation, no articles, single spaces. The answer is what stands
-in the last `<answer>...</answer>`.
+Texts are normalized as usual in question answering: lower case, no punctuation, no articles, single spaces. The answer
+is the content of the last `<answer>...</answer>`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rally.scoring.answer_extraction import last_tagged
 
 Match = Literal["exact", "contains", "f1"]
 
-MANY_ANSWERS = 10  # more answer tags than this is guessing
+MANY_ANSWERS = 10  # more answer tags than this count as guessing
 GUESSED = 0.25
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -33,18 +33,18 @@ def exact(answer: str, targets: Sequence[str]) -> float:
 
 
 def contains(answer: str, targets: Sequence[str]) -> float:
-    """Whether an accepted answer stands anywhere in this one."""
+    """1 if an accepted answer is part of this one, otherwise 0."""
     words = f" {normalise(answer)} "
     return float(any(f" {normalise(target)} " in words for target in targets))
 
 
 def f1(answer: str, targets: Sequence[str]) -> float:
-    """The best overlap of words with an accepted answer: harmonic mean of precision and recall."""
+    """The best word F1 with an accepted answer."""
     return max((_f1(normalise(answer), normalise(target)) for target in targets), default=0.0)
 
 
 def score(text: str, targets: Sequence[str], match: Match = "exact") -> float:
-    """What the last tagged answer is worth; a quarter of it after more than ten answers, nothing without one."""
+    """The score of the last tagged answer: a quarter of it if there are more than ten, 0 if there is none."""
     measures = {"exact": exact, "contains": contains, "f1": f1}
     if match not in measures:
         raise ValueError(f"the search match must be exact, contains or f1, not {match!r}")
@@ -56,7 +56,7 @@ def score(text: str, targets: Sequence[str], match: Match = "exact") -> float:
 
 def _f1(answer: str, target: str) -> float:
     if answer != target and (answer in _CLOSED or target in _CLOSED):
-        return 0.0  # "yes" shares no part of its meaning with "yes and no"
+        return 0.0  # "yes" gets no partial credit for "yes and no"
     ours, theirs = answer.split(), target.split()
     shared = (Counter(ours) & Counter(theirs)).total()
     return 2 * shared / (len(ours) + len(theirs)) if shared else 0.0

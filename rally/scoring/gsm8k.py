@@ -1,7 +1,7 @@
-"""Guarantees: a solution to a grade-school problem scores by its last `#### n` (or last number) and by nothing else.
+"""Scores GSM8K solutions by the last `#### n` (strict) or the last number (flexible).
 
-Only the last 300 characters are read: the answer belongs at the end, and a short window keeps a long solution from
-being searched for a lucky number. Numbers are compared by value, so `72`, `72.0` and `72.00` are the same answer.
+Only the last 300 characters are read, where the answer belongs; so a number elsewhere in a long solution does not
+count. Numbers are compared by value: `72`, `72.0` and `72.00` are equal.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def extract(text: str, method: Method = "strict") -> str | None:
     """The answer as written, without commas and `$`: after the last `#### ` (strict) or the last number (flexible)."""
     if method not in ("strict", "flexible"):
         raise ValueError(f"the gsm8k method must be strict or flexible, not {method!r}")
-    found = (_MARKED if method == "strict" else _ANYWHERE).findall(text[-WINDOW:])
-    return found[-1].replace(",", "").replace("$", "") if found else None
+    numbers = (_MARKED if method == "strict" else _ANYWHERE).findall(text[-WINDOW:])
+    return numbers[-1].replace(",", "").replace("$", "") if numbers else None
 
 
 def score(text: str, truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0) -> float:
-    """`score` for the right number, `format_score` for a wrong one, 0 when there is no answer at all."""
+    """`score` for the right number, `format_score` for a wrong one, 0 if there is no answer."""
     answer = extract(text, method)
     if answer is None:
         return 0.0

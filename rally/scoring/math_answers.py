@@ -1,6 +1,8 @@
-r"""Guarantees: a geometry solution earns 0.9 for the right boxed answer and 0.1 for its form, each on its own.
+r"""Compares and grades mathematical answers: for MATH, DAPO, ReTool and Geometry3K.
 
-The form: it begins with `<think>`, closes it, and gives a `\boxed{}` answer after that.
+`same_answer` compares normalized text and the value of numbers and fractions; `same_symbolic` also uses math-verify.
+The graders differ in where the answer must be and in the score. A geometry solution scores 0.9 for the right boxed
+answer and 0.1 for its form: it begins with `<think>`, closes it, and gives a `\boxed{}` answer after it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rally.scoring.answer_extraction import last_boxed, last_line
 
-LONGEST = 1000  # characters; an answer is short, and what is longer is not read
+LONGEST = 1000  # characters; a longer answer counts as wrong
 
 _DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$%]|\\ |[$%~]|\^\{?\\circ\}?")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf)\{([^{}]*)\}")
@@ -27,6 +29,7 @@ _FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]{1,40})\}\{([0-9]{1,40})\}")
 
 
 def same_answer(one: Any, other: Any) -> bool:
+    """Whether two answers are equal as normalized text or as numbers."""
     left, right = normalise(one), normalise(other)
     if not left or not right:
         return False
@@ -37,7 +40,7 @@ def same_answer(one: Any, other: Any) -> bool:
 
 
 def normalise(answer: Any) -> str:
-    """The answer in the one spelling that answers are compared in; empty for what is too long to be one."""
+    """The normalized spelling of an answer; empty if it is too long."""
     text = str(answer).strip()
     if len(text) > LONGEST:
         return ""
@@ -56,7 +59,7 @@ def normalise(answer: Any) -> str:
 
 
 def _without_text(text: str) -> str:
-    r"""`\text{east}` is east, but what `\text{}` adds after an answer is its unit."""
+    r"""`\text{east}` becomes east; a `\text{}` after an answer is a unit and is removed."""
     first = _TEXT.match(text)
     if first:
         return (first[1] + text[first.end() :]).strip()
@@ -64,7 +67,7 @@ def _without_text(text: str) -> str:
 
 
 def _value(text: str) -> Fraction | None:
-    """The number that is written there, as long as it is one."""
+    """The value of a decimal or fraction; None for other text."""
     if _DECIMAL.fullmatch(text):
         return Fraction(text.removesuffix("."))
     parts = _FRACTION.fullmatch(text)
@@ -74,7 +77,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def installed() -> bool:
-    """Also takes the second that the import needs, so that no answer has to wait for it."""
+    """Whether math-verify is installed. Imports it, which takes a second, so that no answer has to wait."""
     try:
         import math_verify  # noqa: F401
     except ImportError:
@@ -83,11 +86,12 @@ def installed() -> bool:
 
 
 def same_symbolic(one: Any, other: Any) -> bool:
+    """Whether two answers are equal by `same_answer` or by math-verify, which may take very long."""
     if same_answer(one, other):
         return True
     if max(len(str(one)), len(str(other))) > LONGEST:
         return False
-    from math_verify import parse, verify  # an extra, so not at the top
+    from math_verify import parse, verify  # an optional dependency
 
     answer, truth = (parse(f"${text}$", parsing_timeout=None) for text in (one, other))
     return bool(verify(truth, answer, timeout_seconds=None))
@@ -95,9 +99,9 @@ def same_symbolic(one: Any, other: Any) -> bool:
 
 Same = Callable[[Any, Any], bool]
 
-LINE_WINDOW = 300  # characters at the end in which the answer must be, so that a long solution is not a lottery
+LINE_WINDOW = 300  # the answer must be in the last characters, so that numbers elsewhere do not count
 BOX_WINDOW = 100
-SOFTEST = -0.6  # a wrong answer never costs less, so that trying tools pays less than being right
+SOFTEST = -0.6  # the highest score of a wrong answer
 TURN_CREDIT = 0.1
 
 
@@ -107,20 +111,20 @@ class Graded(NamedTuple):
 
 
 def boxed(text: str, truth: Any, same: Same = same_answer) -> Graded:
-    """The last box, wherever it is."""
+    """Grade the last box anywhere in the text."""
     return _graded(last_boxed(text), truth, same)
 
 
 def dapo(text: str, truth: Any, *, strict_box: bool = False, same: Same = same_answer) -> Graded:
-    """The last `Answer:` line near the end, or with `strict_box` the last box at the very end."""
+    """Grade the last `Answer:` line near the end, or with `strict_box` the last box at the very end."""
     answer = last_boxed(text[-BOX_WINDOW:]) if strict_box else last_line(text[-LINE_WINDOW:])
     return _graded(answer, truth, same)
 
 
 def retool(graded: Graded, num_turns: int) -> float:
-    """1 for right; -1 for wrong, softened by a tenth for every tool turn that was tried, but never above -0.6.
+    """1 for a right answer; -1 for a wrong one, plus 0.1 for every tool turn, but at most -0.6.
 
-    `num_turns` counts messages, prompt and answer among them, so a call and its result are two more.
+    `num_turns` counts messages including prompt and answer, so a call and its result add two.
     """
     if graded.right:
         return 1.0

@@ -1,4 +1,4 @@
-"""Guarantees: a tool call always comes back, within its deadline, as text (or image) and a status."""
+"""Tools: how they are written, loaded from YAML, limited and called. Every call returns within its deadline."""
 
 from rally.tools.base import BaseTool
 from rally.tools.function_tool import FunctionTool, function_tool

@@ -1,14 +1,14 @@
-"""Guarantees: a class derived from BaseTool is a tool: it has a name, a whole OpenAI schema and four methods.
+"""Defines `BaseTool`, the base class of tools: a name, a complete OpenAI schema and four methods.
 
-One BaseTool object serves every episode. An episode's own state belongs to the instance that `create` opens: once, at
-the first call of the episode; `release` ends it when the episode does. Methods may be plain or `async`.
+One BaseTool object serves all episodes. State of an episode belongs to the instance that `create` makes at the first
+call of the episode and `release` ends with the episode. Methods may be plain or `async`.
 
     class Lookup(BaseTool):                                  class Lookup(BaseTool[LookupArgs]):
         async def execute(self, instance_id,                     name = "lookup"
                           parameters, **kwargs):                 description = "Looks a word up."
             return find(parameters["word"])                      args_schema = LookupArgs   # a Pydantic model
                                                                  async def execute(self, args, **kwargs):
-    (its schema stands in the tool YAML)                             return find(args.word)
+    (the schema is in the tool YAML)                                 return find(args.word)
 """
 
 from __future__ import annotations
@@ -20,55 +20,57 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from rally.tools.limits import CallLimits
-from rally.tools.rate_limit import RateLimiter
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
 from rally.types import ToolResponse
+from rally.util.rate_limit import RateLimiter
 
 ArgsT = TypeVar("ArgsT")
 Execute = TypeVar("Execute", bound=Callable[..., Any])
 
 
-def at_once(execute: Execute) -> Execute:
-    """Marks an `async execute` that computes for microseconds and never waits: no deadline could interrupt it, so it is
-    spared the task that keeps one. The mark is the function's: a subclass that writes its own execute has none."""
-    execute.at_once = True  # type: ignore[attr-defined]
+def instant(execute: Execute) -> Execute:
+    """Mark an `async execute` that takes microseconds and never awaits. It runs without a task for its deadline, which
+    could not interrupt it anyway. The mark belongs to the function: an overriding `execute` does not inherit it."""
+    execute.instant = True  # type: ignore[attr-defined]
     return execute
 
 
 class BaseTool(Generic[ArgsT]):
+    """A tool. A subclass defines `execute` and, for state per episode, `create`, `calc_reward` and `release`."""
+
     name: str = ""
     description: str = ""
     args_schema: ClassVar[type[BaseModel] | None] = None
     limits: CallLimits = CallLimits()
-    """What the tool bears; the YAML's `limits` has the last word."""
+    """The tool's default limits. `limits` in the tool YAML overrides them."""
     own_timeout: float | None = None
-    """Seconds that the tool's own config gives a call; its deadline is never sooner, unless `limits` say so."""
-    shared_gate: RateLimiter | None = None
-    """What the calls of several tools pass together, before the deadline of each begins."""
+    """The timeout of a call in the tool's own config, in seconds. It extends the deadline unless `limits` sets one."""
+    shared_limiter: RateLimiter | None = None
+    """A limiter shared with other tools. Waiting for it does not count towards the deadline."""
     example: ClassVar[Mapping[str, Any] | None] = None
-    """Arguments of a call that must go well, which `rally doctor` makes; None: it makes some up from the schema."""
+    """Arguments of a call that must succeed, used by `rally doctor`. None: it derives arguments from the schema."""
     sees_images: bool = False
-    """Whether `create` is given the images of the row's prompt, as the keyword `images`."""
+    """Whether `create` gets the images of the row's prompt, as the keyword `images`."""
     destructive: bool = False
-    """Whether a call may destroy something, so that none is made only to see whether the tool works."""
+    """Whether a call may destroy something. `rally doctor` does not try such a tool."""
 
     def __init__(
         self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | BaseModel | None = None
     ) -> None:
         self.config = dict(config or {})
-        given = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
-        self.tool_schema: Schema = openai_schema(given, f"tool class {type(self).__name__}")
+        schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
+        self.tool_schema: Schema = openai_schema(schema, f"tool class {type(self).__name__}")
         self.name = self.tool_schema["function"]["name"]
 
     def get_openai_tool_schema(self) -> Mapping[str, Any] | BaseModel:
         """The schema used when none is given: from `name`, `description` and `args_schema`."""
         if not self.name or self.args_schema is None:
             raise ToolConfigError(
-                f"tool class {type(self).__name__} has no schema: write tool_schema in the tool YAML, or give the "
-                "class the attributes name, description and args_schema (a Pydantic model)"
+                f"tool class {type(self).__name__} has no schema: write tool_schema in the tool YAML, or define name, "
+                "description and args_schema (a Pydantic model) in the class"
             )
         parameters = without_titles(self.args_schema.model_json_schema())
-        parameters.pop("description", None)  # the model class's docstring, which describes no argument
+        parameters.pop("description", None)  # the docstring of the Pydantic class
         return {"name": self.name, "description": self.description, "parameters": parameters}
 
     @property
@@ -78,22 +80,22 @@ class BaseTool(Generic[ArgsT]):
         return parameters
 
     def prepare(self) -> None:
-        """Called once before a run, outside of any event loop: start what all episodes share, or raise a RallyError."""
+        """Start what all episodes share. Called once before a run, outside any event loop. May raise a RallyError."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Open an episode's instance. The row's create_kwargs arrive one by one, and whole as `create_kwargs`."""
+        """Create an episode's instance. The row's create_kwargs are passed one by one and as `create_kwargs`."""
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Do the work: a ToolResponse, text or dict, alone or as (response, reward, metrics)."""
+        """Run one call. Returns a ToolResponse, text or dict, alone or as (response, reward, metrics)."""
         raise NotImplementedError(f"tool class {type(self).__name__} must define execute")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """What the instance earned over the episode; None when the tool does not score."""
+        """The reward of the instance at the end of the episode; None when the tool gives none."""
         return None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Let go of what `create` opened."""
+        """Release what `create` made."""
 
     def close(self) -> None:
-        """Called once after a run, outside of any event loop: end what all episodes shared."""
+        """Close what all episodes shared. Called once after a run, outside any event loop."""

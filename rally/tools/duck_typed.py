@@ -1,8 +1,8 @@
-"""Guarantees: a class that knows nothing of Rally is a tool: `__init__(**create_kwargs)` and `execute(**arguments)`.
+"""Makes any class a tool, without a base class: `__init__(**create_kwargs)` and `execute(**arguments)` are enough.
 
 One object of the class is made per episode. Its `execute` may be plain or async; `calc_reward()` and `release()` are
-called when the class has them. The schema is the YAML's, or inferred from the type hints of `execute`; the name is the
-schema's, the class's attribute `name`, or the class's own name (MyCalculatorTool is my_calculator).
+called if the class defines them. The schema comes from the YAML or from the type hints of `execute`. The name comes
+from the schema, the class attribute `name`, or the class name (MyCalculatorTool becomes my_calculator).
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from rally.types import ToolResponse
 
 
 class PlainTool(BaseTool[Any]):
+    """Adapts a class without a base class to `BaseTool`."""
+
     def __init__(
         self, plain: type, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None
     ) -> None:
         self._label = f"tool class {plain.__name__}"
         if not callable(getattr(plain, "execute", None)):
-            raise ToolConfigError(f"{self._label} has no method execute; a tool needs one")
+            raise ToolConfigError(f"{self._label} has no method execute; define one")
         self._plain = plain
         self._init = Keywords.of(plain)
         self._options = {key: value for key, value in (config or {}).items() if key != "type"}
-        self._init.deliver(self._options, self._label)
+        self._init.check(self._options, self._label)
         self._signature = Signature.of(_unbound(plain), hints_required=tool_schema is None)
         self._objects: dict[str, Any] = {}
         super().__init__(config, tool_schema)
@@ -44,9 +46,9 @@ class PlainTool(BaseTool[Any]):
     async def create(
         self, instance_id: str | None = None, create_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Make the episode's object from the YAML's config and, before it, the row's create_kwargs."""
+        """Make the episode's object from the YAML's config, overridden by the row's create_kwargs."""
         assert instance_id is not None, "the session names every instance"
-        keywords = self._init.deliver({**self._options, **(create_kwargs or {})}, self._label)
+        keywords = self._init.check({**self._options, **(create_kwargs or {})}, self._label)
         self._objects[instance_id] = await call(self._plain, **keywords)
         return instance_id, ToolResponse()
 
@@ -66,11 +68,11 @@ class PlainTool(BaseTool[Any]):
 
 
 def _unbound(plain: type) -> Any:
-    """`execute` less its `self`, without making an object."""
+    """`execute` bound to a placeholder, so that its signature has no `self`."""
     return inspect.getattr_static(plain, "execute").__get__(object(), plain)
 
 
 def snake_case(class_name: str) -> str:
-    """MyCalculatorTool is my_calculator, KBLookup is kb_lookup."""
+    """MyCalculatorTool becomes my_calculator, KBLookup becomes kb_lookup."""
     stem = class_name.removesuffix("Tool") or class_name
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()

@@ -1,4 +1,4 @@
-"""Guarantees: a typed function under `@function_tool` is a tool, and stays callable as the function it was.
+"""Makes a typed function a tool with `@function_tool`. The function stays callable as before.
 
 @function_tool
 def area(width: float, height: float) -> str:
@@ -32,8 +32,8 @@ _ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a docstring says: of the whole, and of each argument."""
+class ParsedDocstring:
+    """The summary of a docstring, and its description of each argument."""
 
     summary: str
     arguments: Mapping[str, str]
@@ -41,7 +41,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Signature:
-    """A function's arguments: how they are told to the model and how they are checked."""
+    """The arguments of a function: their JSON schema for the model, and their validation."""
 
     function: str
     parameters: Schema
@@ -52,10 +52,10 @@ class Signature:
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, hints_required: bool = True) -> Signature:
-        """`hints_required=False` is for functions whose schema is written elsewhere."""
+        """Read the signature. `hints_required=False` is for functions whose schema is given elsewhere."""
         where = f"function {getattr(function, '__qualname__', function)!s}"
-        found = _parameters(function, where)
-        named = [p for p in found if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = _parameters(function, where)
+        named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
         adapters = _adapters(function, named, where, hints_required)
         described = read_docstring(inspect.getdoc(function) or "")
         required = [p.name for p in named if p.default is inspect.Parameter.empty]
@@ -65,11 +65,11 @@ class Signature:
             description=described.summary,
             _adapters=adapters,
             _required=frozenset(required),
-            _takes_any=len(named) < len(found),
+            _takes_any=len(named) < len(parameters),
         )
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """`arguments` as the function's own types, or BadArguments."""
+        """`arguments` converted to the function's types. Raises BadArguments."""
         unknown = [name for name in arguments if name not in self._adapters]
         if unknown and not self._takes_any:
             raise BadArguments(f"{unknown[0]!r} is not an argument of this tool")
@@ -90,7 +90,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[inspect.Parame
     parameters = list(inspect.signature(function).parameters.values())
     for parameter in parameters:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            raise ToolConfigError(f"{where}: parameter {parameter.name!r} cannot be given by name; tools are called so")
+            raise ToolConfigError(f"{where}: parameter {parameter.name!r} must be a keyword parameter")
     return parameters
 
 
@@ -103,7 +103,9 @@ def _adapters(
         raise ToolConfigError(f"{where}: its type hints cannot be read ({error})") from None
     unhinted = [p.name for p in named if p.name not in hints]
     if unhinted and hints_required:
-        raise ToolConfigError(f"{where}: parameter {unhinted[0]!r} needs a type hint, or give the tool a schema")
+        raise ToolConfigError(
+            f"{where}: parameter {unhinted[0]!r} has no type hint; add one, or give the tool a schema"
+        )
     try:
         return {p.name: TypeAdapter(hints.get(p.name, Any)) for p in named}
     except PydanticUserError as error:
@@ -113,7 +115,7 @@ def _adapters(
 def _schema(
     named: list[inspect.Parameter],
     adapters: Mapping[str, TypeAdapter[Any]],
-    described: Described,
+    described: ParsedDocstring,
     required: list[str],
 ) -> Schema:
     inputs = [(p.name, "validation", adapters[p.name]) for p in named]
@@ -131,14 +133,14 @@ def _schema(
     return cleaned
 
 
-def read_docstring(text: str) -> Described:
-    """A Google-style docstring; every other style is all summary."""
+def read_docstring(text: str) -> ParsedDocstring:
+    """Parse a Google-style docstring. Other styles are taken as a summary."""
     summary, *sections = _SECTION.split(text)
     arguments: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title in ("Args", "Arguments", "Parameters"):
             arguments = _entries(body)
-    return Described(summary=" ".join(summary.split()), arguments=arguments)
+    return ParsedDocstring(summary=" ".join(summary.split()), arguments=arguments)
 
 
 def _entries(body: str) -> dict[str, str]:
@@ -156,7 +158,7 @@ def _entries(body: str) -> dict[str, str]:
 
 
 class FunctionTool(BaseTool[Any]):
-    """A tool made of one function. It has no state: create and release do nothing."""
+    """A tool made from one function. It has no state per episode."""
 
     def __init__(
         self,
@@ -182,9 +184,9 @@ class FunctionTool(BaseTool[Any]):
         return self.function(*args, **kwargs)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """The row's execute_kwargs are arguments too, and win over what the model wrote."""
-        given = self._keywords.deliver(kwargs, f"function tool {self.name!r}")
-        return await call(self.function, **self._signature.check({**parameters, **given}))
+        """The row's execute_kwargs are added to the arguments and override those of the model."""
+        keywords = self._keywords.check(kwargs, f"function tool {self.name!r}")
+        return await call(self.function, **self._signature.check({**parameters, **keywords}))
 
 
 @overload
@@ -201,7 +203,7 @@ def function_tool(
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a function a tool; its schema comes from its type hints and docstring unless `schema` gives it."""
+    """Make a function a tool. Its schema is `schema`, or comes from its type hints and docstring."""
 
     def decorate(decorated: Callable[..., Any]) -> FunctionTool:
         return FunctionTool(decorated, name=name, description=description, schema=schema)

@@ -1,11 +1,14 @@
-"""Guarantees: the four methods of a tool are called one way, whichever of the known signatures its author chose.
+"""Calls the four methods of a tool, with the arguments that each method's signature takes.
 
-- `create`: the row's create_kwargs arrive whole as the keyword `create_kwargs` and one by one, as far as the signature
-  takes them: `create(instance_id, **kwargs)` gets both, `create(instance_id, ground_truth)` the entry alone and
-  `create(instance_id, create_kwargs)` the whole alone. An entry that arrives neither way is an error.
+`ToolCaller` adapts one tool; `outcome_of` and `outcome_within` turn whatever the tool raises into a `CallEnd`;
+`AnswerCache` remembers the answers of a tool that allows it. Accepted signatures:
+
+- `create`: the row's create_kwargs are passed as the keyword `create_kwargs` and one by one, as far as the signature
+  takes them: `create(instance_id, **kwargs)` gets both, `create(instance_id, ground_truth)` only the entry and
+  `create(instance_id, create_kwargs)` only the dict. An entry that can be passed neither way is an error.
 - `execute(instance_id, parameters, **kwargs)`, or with one positional parameter `execute(args, **kwargs)`, where args
   is an `args_schema` object (a dict when the class has none).
-- execute_kwargs, calc_reward_kwargs and release_kwargs of the row arrive as keywords.
+- execute_kwargs, calc_reward_kwargs and release_kwargs of the row are passed as keywords.
 """
 
 from __future__ import annotations
@@ -24,12 +27,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from rally.tools.base import BaseTool
-from rally.tools.rate_limit import RateLimiter
 from rally.tools.results import ToolReturn, read_answer, read_reward
 from rally.tools.schema import ToolConfigError, from_pydantic
 from rally.types import RallyError
 
-LONGEST = 1_000_000  # the memory of a run is not for what a tool blurts out once
+MAX_CACHED_CHARS = 1_000_000  # longer answers are not cached, to bound the memory of a run
 
 
 class AnswerCache:
@@ -39,14 +41,14 @@ class AnswerCache:
         self._size = size
         self._answers: OrderedDict[str, ToolReturn] = OrderedDict()
 
-    def find(self, key: str) -> ToolReturn | None:
+    def get(self, key: str) -> ToolReturn | None:
         if key not in self._answers:
             return None
         self._answers.move_to_end(key)
         return self._answers[key]
 
-    def keep(self, key: str, answer: ToolReturn) -> None:
-        if len(answer.response.text or "") > LONGEST:
+    def put(self, key: str, answer: ToolReturn) -> None:
+        if len(answer.response.text or "") > MAX_CACHED_CHARS:
             return
         self._answers[key] = answer
         self._answers.move_to_end(key)
@@ -55,9 +57,9 @@ class AnswerCache:
 
 
 def call_key(arguments: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
-    """Two calls with the same key get the same: the arguments, in any order, and what the row adds to them.
+    """The cache key of a call: its arguments, in any order, and the row's execute_kwargs.
 
-    None for arguments nested too deeply to be compared: such a call is not cached.
+    None when the arguments are nested too deeply to serialize: such a call is not cached.
     """
     try:
         return json.dumps([arguments, row], sort_keys=True, default=repr)
@@ -66,25 +68,25 @@ def call_key(arguments: Mapping[str, Any], row: Mapping[str, Any]) -> str | None
 
 
 class ToolTimeout(RallyError):
-    """A tool raises it when a deadline of its own has passed. The text is told to the model."""
+    """Raised by a tool whose own deadline has passed. The text goes to the model."""
 
 
 on_abandoned: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_abandoned", default=lambda: None)
-"""Called when a thread is left to itself because nobody waits for it any longer: Python cannot end one."""
+"""Called when a call in a thread is cancelled. The thread runs on, because Python cannot end one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallEnd:
-    """How some work ended: with a value, with an error, or too late to say."""
+    """How a call ended: with a value, with an error, or not within its deadline (`late`)."""
 
     value: Any = None
     error: BaseException | None = None
     late: bool = False
 
 
-async def within(work: Coroutine[Any, Any, Any], seconds: float) -> CallEnd:
-    """What came of `work` after `seconds` at most, even when it ignores being cancelled; raises only CancelledError."""
-    task = asyncio.create_task(settled(work))
+async def outcome_within(work: Coroutine[Any, Any, Any], seconds: float) -> CallEnd:
+    """Await `work` for at most `seconds`, even if it ignores its cancellation. Raises only CancelledError."""
+    task = asyncio.create_task(outcome_of(work))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
@@ -97,13 +99,13 @@ async def within(work: Coroutine[Any, Any, Any], seconds: float) -> CallEnd:
 
 
 async def _cancel(task: asyncio.Task[CallEnd]) -> None:
-    """Tell the work that it is over, and let it hear of that before anybody counts what it left behind."""
+    """Cancel the task and let it run once, so that `on_abandoned` is called before the counters are read."""
     task.cancel()
     await asyncio.sleep(0)
 
 
-async def settled(work: Coroutine[Any, Any, Any]) -> CallEnd:
-    """Foreign code may fail in any way, exit() and a stray cancellation included: each is an outcome, not a crash."""
+async def outcome_of(work: Coroutine[Any, Any, Any]) -> CallEnd:
+    """Await `work`. Whatever it raises, SystemExit and CancelledError included, becomes the outcome."""
     try:
         return CallEnd(value=await work)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
@@ -111,7 +113,7 @@ async def settled(work: Coroutine[Any, Any, Any]) -> CallEnd:
 
 
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`: awaited when async, in a thread when not."""
+    """Call `function`: awaited when it is async, otherwise in a new thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     value = await _in_thread(lambda: function(*args, **kwargs))
@@ -130,7 +132,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             ended = CallEnd(value=context.run(work))
-        except BaseException as error:  # noqa: BLE001 - whatever ends the thread belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - any error of the thread is raised in the caller
             ended = CallEnd(error=error)
         with suppress(RuntimeError):  # an abandoned call may outlive the loop
             loop.call_soon_threadsafe(settle, ended)
@@ -148,7 +150,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords a function takes; read from its signature once."""
+    """The keywords a function takes, read from its signature once."""
 
     names: frozenset[str]
     takes_any: bool
@@ -159,7 +161,7 @@ class Keywords:
         kind = inspect.Parameter
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # some built-in callables show none; they get what there is
+        except (TypeError, ValueError):  # some built-in callables have no signature; they get all keywords
             parameters = [kind("kwargs", kind.VAR_KEYWORD)]
         return cls(
             names=frozenset(p.name for p in parameters if p.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)),
@@ -170,15 +172,18 @@ class Keywords:
     def takes(self, name: str) -> bool:
         return self.takes_any or name in self.names
 
-    def deliver(self, given: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """All of `given`: a keyword is delivered or refused, never lost."""
-        refused = [name for name in given if not self.takes(name)]
+    def check(self, keywords: Mapping[str, Any], owner: str) -> dict[str, Any]:
+        """All of `keywords`, or a ToolConfigError that names those the function of `owner` does not take."""
+        refused = [name for name in keywords if not self.takes(name)]
         if refused:
-            raise ToolConfigError(f"{what} takes no {', '.join(map(repr, refused))}, which this row or config gives it")
-        return dict(given)
+            names = ", ".join(map(repr, refused))
+            raise ToolConfigError(f"{owner} takes no {names}; remove it from the row or the config")
+        return dict(keywords)
 
 
 class ToolCaller:
+    """One tool, with its signatures, limiters and cache."""
+
     def __init__(self, tool: BaseTool[Any]) -> None:
         self.tool = tool
         self._create = Keywords.of(tool.create)
@@ -186,24 +191,24 @@ class ToolCaller:
         self._calc_reward = Keywords.of(tool.calc_reward)
         self._release = Keywords.of(tool.release)
         self.stateless = all(_inherited(tool, method) for method in ("create", "calc_reward", "release"))
-        """Whether an instance is nothing but its id: there is nothing to open, to score or to release."""
-        self.at_once = self.stateless and hasattr(tool.execute, "at_once")
-        limits = tool.limits
-        own = RateLimiter(limits) if limits.max_concurrency or limits.rate_limit else None
-        self.gates = tuple(gate for gate in (own, tool.shared_gate) if gate is not None)
-        if limits.cache and not self.stateless:
+        """Whether the tool keeps nothing per episode, so that nothing has to be created, scored or released."""
+        self.instant = self.stateless and hasattr(tool.execute, "instant")
+        self.limiters = tuple(
+            limiter for limiter in (tool.limits.limiter(), tool.shared_limiter) if limiter is not None
+        )
+        if tool.limits.cache and not self.stateless:
             raise ToolConfigError(
-                f"tool {tool.name!r} keeps something for each episode (it has create, calc_reward or release), so its "
-                "answers cannot be cached; leave out limits.cache"
+                f"tool {tool.name!r} has state per episode (it defines create, calc_reward or release), so its answers "
+                "cannot be cached; remove limits.cache"
             )
-        self.cache = AnswerCache(limits.cache_size) if limits.cache else None
+        self.cache = AnswerCache(tool.limits.cache_size) if tool.limits.cache else None
 
     async def create(self, instance_id: str, create_kwargs: Mapping[str, Any]) -> str:
-        """Open an instance; the id the tool chose, which is ours when it chose none."""
-        whole = self._create.takes("create_kwargs")
-        given = {key: value for key, value in create_kwargs.items() if not whole or self._create.takes(key)}
-        keywords = self._create.deliver(given, self._method("create"))
-        if whole:
+        """Create an instance. Returns the id that the tool chose, or `instance_id`."""
+        as_dict = self._create.takes("create_kwargs")
+        one_by_one = {key: value for key, value in create_kwargs.items() if not as_dict or self._create.takes(key)}
+        keywords = self._create.check(one_by_one, self._method("create"))
+        if as_dict:
             keywords["create_kwargs"] = dict(create_kwargs)
         if self._create.takes("instance_id"):
             keywords["instance_id"] = instance_id
@@ -214,26 +219,24 @@ class ToolCaller:
     async def execute(
         self, instance_id: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
     ) -> ToolReturn:
-        keywords = self._execute.deliver(execute_kwargs, self._method("execute"))
-        if self._execute.positional == 1:
-            return read_answer(await call(self.tool.execute, self._validated(arguments), **keywords))
-        return read_answer(await call(self.tool.execute, instance_id, arguments, **keywords))
+        keywords = self._execute.check(execute_kwargs, self._method("execute"))
+        if self._execute.positional != 1:
+            return read_answer(await call(self.tool.execute, instance_id, arguments, **keywords))
+        if self.tool.args_schema is None:
+            return read_answer(await call(self.tool.execute, arguments, **keywords))
+        try:
+            validated = self.tool.args_schema.model_validate(arguments)
+        except ValidationError as error:
+            raise from_pydantic(error) from None
+        return read_answer(await call(self.tool.execute, validated, **keywords))
 
     async def calc_reward(self, instance_id: str, calc_reward_kwargs: Mapping[str, Any]) -> float | None:
-        keywords = self._calc_reward.deliver(calc_reward_kwargs, self._method("calc_reward"))
+        keywords = self._calc_reward.check(calc_reward_kwargs, self._method("calc_reward"))
         reward = await call(self.tool.calc_reward, instance_id, **keywords)
         return None if reward is None else read_reward(reward)
 
     async def release(self, instance_id: str, release_kwargs: Mapping[str, Any]) -> None:
-        await call(self.tool.release, instance_id, **self._release.deliver(release_kwargs, self._method("release")))
-
-    def _validated(self, arguments: dict[str, Any]) -> Any:
-        if self.tool.args_schema is None:
-            return arguments
-        try:
-            return self.tool.args_schema.model_validate(arguments)
-        except ValidationError as error:
-            raise from_pydantic(error) from None
+        await call(self.tool.release, instance_id, **self._release.check(release_kwargs, self._method("release")))
 
     def _method(self, name: str) -> str:
         return f"{name} of tool {self.tool.name!r}"

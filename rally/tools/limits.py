@@ -1,14 +1,14 @@
-"""Guarantees: what a call may cost is decided in one place: `ToolLimits` for all tools of a run, `CallLimits` for one.
+"""Defines the limits of tool calls: `ToolLimits` for all tools of a run, `CallLimits` for one tool.
 
 tools:
   - class_name: my_tools.Lookup
     limits:
-      max_concurrency: 8            # calls under way at a time; also spelled num_workers
-      rate_limit: 20                # calls a second, with bursts of a second's worth
-      max_queue: 100                # calls that may wait; one more is refused at once, and told so
-      timeout: 5                    # seconds for a call, once it is let through; else multi_turn.tool_timeout
-      adaptive_concurrency: true    # between min_concurrency and max_concurrency, as the tool bears it
-      cache: true                   # an identical call is answered from memory (of cache_size answers)
+      max_concurrency: 8            # calls at a time; also spelled num_workers
+      rate_limit: 20                # calls a second, with bursts of one second's worth
+      max_queue: 100                # calls that may wait; further ones are rejected at once
+      timeout: 5                    # seconds for a call, without its waiting; default multi_turn.tool_timeout
+      adaptive_concurrency: true    # adapts between min_concurrency and max_concurrency to how the calls go
+      cache: true                   # identical calls are answered from a cache of cache_size answers
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rally.tools.results import TruncateSide
 from rally.tools.schema import ToolConfigError, from_pydantic
+from rally.util.rate_limit import RateLimiter
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolLimits:
-    """`timeout` is in seconds per call; `max_parallel` 0 is no limit; `max_response_chars` None keeps all text."""
+    """Limits of all tools: `timeout` in seconds per call, `max_parallel` calls of one turn at a time (0: no limit),
+    `max_response_chars` of a response (None: no limit)."""
 
     timeout: float = 30.0
     max_parallel: int = 0
@@ -49,21 +51,21 @@ class ToolLimits:
 
 
 class WorkerSettings(BaseModel):
-    """How much verl's own tools do at once: both numbers count calls under way, and the smaller one holds."""
+    """The concurrency keys of verl's own tools. Both numbers count concurrent calls; the smaller one applies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_workers: int = Field(default=10, ge=1)
     rate_limit: int = Field(default=10, ge=1)
-    enable_global_rate_limit: bool = True  # whether rate_limit counts
+    enable_global_rate_limit: bool = True  # whether rate_limit applies
 
     @property
-    def at_once(self) -> int:
+    def max_concurrency(self) -> int:
         return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
 
 
 class CallLimits(BaseModel):
-    """What one tool bears. None is no limit; a `timeout` of None is that of all tools."""
+    """The limits of one tool. None is no limit; a `timeout` of None is that of `ToolLimits`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,20 +87,31 @@ class CallLimits(BaseModel):
             raise ValueError("max_queue needs max_concurrency or rate_limit, else nothing ever waits")
         return self
 
-    def _idle(self) -> str | None:
-        """A limit that says something and has no effect."""
+    def limiter(self) -> RateLimiter | None:
+        """A new limiter with these limits; None where nothing is limited."""
+        if self.max_concurrency is None and self.rate_limit is None:
+            return None
+        return RateLimiter(
+            max_concurrency=self.max_concurrency,
+            rate=self.rate_limit,
+            max_queue=self.max_queue,
+            min_concurrency=self.min_concurrency if self.adaptive_concurrency else None,
+        )
+
+    def _without_effect(self) -> str | None:
+        """Describes a limit that is set but has no effect."""
         for name, needs in (("min_concurrency", "adaptive_concurrency"), ("cache_size", "cache")):
             if getattr(self, name) != type(self).model_fields[name].default and not getattr(self, needs):
-                return f"{name} has no effect without {needs}: true; set that, or leave it out"
+                return f"{name} has no effect without {needs}: true; set that, or remove {name}"
         return None
 
-    def overridden(self, given: Any, where: str) -> CallLimits:
-        """These limits with what a YAML's `limits` says in their place."""
-        if not isinstance(given, dict):
-            raise ToolConfigError(f"{where}: limits must be a mapping, not {type(given).__name__}")
-        if {"num_workers", "max_concurrency"} <= given.keys():
+    def overridden(self, overrides: Any, where: str) -> CallLimits:
+        """A copy with the keys of `overrides`, the `limits` of an entry in a tool YAML."""
+        if not isinstance(overrides, dict):
+            raise ToolConfigError(f"{where}: limits must be a mapping, not {type(overrides).__name__}")
+        if {"num_workers", "max_concurrency"} <= overrides.keys():
             raise ToolConfigError(f"{where}: limits.num_workers and limits.max_concurrency are one limit; keep one")
-        named = {"max_concurrency" if key == "num_workers" else str(key): value for key, value in given.items()}
+        named = {"max_concurrency" if key == "num_workers" else str(key): value for key, value in overrides.items()}
         unknown = sorted(named.keys() - CallLimits.model_fields.keys())
         if unknown:
             known = ", ".join(CallLimits.model_fields)
@@ -107,6 +120,6 @@ class CallLimits(BaseModel):
             limits = CallLimits.model_validate({**self.model_dump(), **named})
         except ValidationError as error:
             raise ToolConfigError(f"{where}: limits: {from_pydantic(error)}") from None
-        if idle := limits._idle():
-            raise ToolConfigError(f"{where}: limits.{idle}")
+        if problem := limits._without_effect():
+            raise ToolConfigError(f"{where}: limits.{problem}")
         return limits

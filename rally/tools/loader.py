@@ -1,12 +1,12 @@
-"""Guarantees: a tool YAML becomes tools, or one sentence says which entry is wrong and how.
+"""Loads the tools of a tool YAML or a Python file. A mistake raises one ToolConfigError that names the entry.
 
-An entry is a class (`class_name`, with optional `config` and `tool_schema`) or a built-in by `name`, whose description
-and parameters may be overridden; the name alone will do. An entry of `type: mcp` stands for all tools of MCP servers.
+An entry is a class (`class_name`, with optional `config` and `tool_schema`) or a built-in tool (`name`, with optional
+`description` and `parameters`, or the name as a string). An entry of `type: mcp` stands for all tools of MCP servers.
 
     tools:
       - class_name: my_tools.Lookup          # below the working folder, the YAML's folder, or installed
         config: {type: native, index: ./wiki}
-        limits: {rate_limit: 20, timeout: 5} # what limits.py knows, for any tool
+        limits: {rate_limit: 20, timeout: 5} # see limits.py, for any tool
         tool_schema: {name: lookup, description: ..., parameters: {...}}
       - name: calculator
 """
@@ -39,22 +39,22 @@ from rally.types import RallyError
 
 
 def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
-    """What `package.module.Name` names, looked for on the import path, then below each of `folders`."""
+    """Import `package.module.Name` from the import path or from below one of `folders`."""
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
         raise ToolConfigError(f"{where}: class_name {dotted!r} must be written as package.module.Class")
     module = _import_module(module_name, folders, where)
     try:
-        found = getattr(module, name)
+        imported = getattr(module, name)
     except AttributeError:
         raise ToolConfigError(f"{where}: module {module_name} has no {name!r}") from None
-    if of_installed_verl(found):
+    if of_installed_verl(imported):
         raise ToolConfigError(f"{where}: {dotted} {INSTALLED}")
-    return found
+    return imported
 
 
 def import_tool_file(path: Path) -> ModuleType:
-    """The module in the file `path`, which may import its neighbours."""
+    """Import the file `path`. It may import modules of its folder."""
     if not path.is_file():
         raise ToolConfigError(f"the tool file {path} does not exist")
     if path.suffix != ".py":
@@ -78,15 +78,15 @@ def _import_module(name: str, folders: Iterable[Path], where: str) -> ModuleType
         absent = isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}.")
         if not absent:
             raise _broken(f"{where}: module {name}", failed) from failed
-        looked = ", ".join(dict.fromkeys(map(str, candidates)))
-        raise ToolConfigError(f"{where}: there is no module {name!r}, neither installed nor below {looked}") from None
+        searched = ", ".join(dict.fromkeys(map(str, candidates)))
+        raise ToolConfigError(f"{where}: there is no module {name!r}, neither installed nor below {searched}") from None
 
 
-def _broken(what: str, failed: ImportFailed) -> ToolConfigError:
+def _broken(source: str, failed: ImportFailed) -> ToolConfigError:
     advice, cause = "", failed.__cause__
     if isinstance(cause, ImportError) and (cause.name or "").split(".")[0] == "verl":
-        advice = "; the names of verl that Rally stands in for are listed in docs/from_verl.md"
-    return ToolConfigError(f"{what} cannot be imported: {failed}{advice}")
+        advice = "; docs/from_verl.md lists the verl names that Rally provides"
+    return ToolConfigError(f"{source} cannot be imported: {failed}{advice}")
 
 
 BUILT_IN: dict[str, type[BaseTool[Any]]] = {
@@ -126,14 +126,14 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
         where, content, folder = str(path), read_yaml(path, "the tool config"), path.resolve().parent
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
-        raise ToolConfigError(f"{where} must hold a list under the key `tools`")
+        raise ToolConfigError(f"{where} must have a list under the key `tools`")
     tools = [_limited(tool, entry, at) for entry, at in _placed(entries, where) for tool in _tools(entry, folder, at)]
     check_names(tools, where)
     return tools
 
 
 def load_function_tools(path: str | Path) -> list[BaseTool[Any]]:
-    """The functions under `@function_tool` in a Python file, in the order they stand there."""
+    """The functions with `@function_tool` in a Python file, in the order of the file."""
     module = import_tool_file(Path(path).expanduser())
     tools = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, FunctionTool)))
     if not tools:
@@ -149,10 +149,10 @@ def check_names(tools: list[Any], where: str) -> None:
         raise ToolConfigError(f"{where}: two tools are called {twice!r}; give each its own name")
 
 
-def read_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file, resolved; `what` is what a sentence calls the file."""
+def read_yaml(path: Path, kind: str) -> Any:
+    """The content of a YAML file with interpolations resolved. Error messages call the file `kind`."""
     if not path.is_file():
-        raise ToolConfigError(f"{what} {path} does not exist")
+        raise ToolConfigError(f"{kind} {path} does not exist")
     try:
         written = OmegaConf.load(path)
         learn_tree(OmegaConf.to_container(written))
@@ -162,7 +162,7 @@ def read_yaml(path: Path, what: str) -> Any:
         raise ToolConfigError(f"{path}{line}: this is not valid YAML ({error.problem})") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ToolConfigError(f"{what} {path} cannot be read ({reason})") from None
+        raise ToolConfigError(f"{kind} {path} cannot be read ({reason})") from None
 
 
 def _tools(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
@@ -190,11 +190,12 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise ToolConfigError(f"{where}: config must be a mapping, not {type(config).__name__}")
-    _refuse_unbuilt(config, where)
+    if config.get("type", "native") != "native":
+        raise ToolConfigError(f"{where}: config.type must be native, not {config['type']!r}")
     if "class_name" in entry:
         return _construct(_by_class_name(entry, folder, where), config, entry.get("tool_schema"), where)
     built_in = _built_in(entry, where)
-    return _construct(built_in, config, _described(built_in, entry), where)
+    return _construct(built_in, config, _schema_override(built_in, entry), where)
 
 
 def _placed(entries: Sequence[Any], where: str) -> list[tuple[Any, str]]:
@@ -202,60 +203,54 @@ def _placed(entries: Sequence[Any], where: str) -> list[tuple[Any, str]]:
 
 
 def _limited(tool: BaseTool[Any], entry: Any, where: str) -> BaseTool[Any]:
-    """The tool with the limits of its entry over its own."""
+    """The tool, with its limits overridden by those of its entry."""
     if isinstance(entry, Mapping) and entry.get("limits") is not None:
         tool.limits = tool.limits.overridden(entry["limits"], where)
     return tool
-
-
-def _refuse_unbuilt(config: Mapping[str, Any], where: str) -> None:
-    kind = config.get("type", "native")
-    if kind != "native":
-        raise ToolConfigError(f"{where}: config.type must be native, not {kind!r}")
 
 
 def _built_in(entry: Mapping[str, Any], where: str) -> type[BaseTool[Any]]:
     name = entry.get("name")
     if name not in BUILT_IN:
         known = ", ".join(BUILT_IN)
-        raise ToolConfigError(f"{where}: {name!r} is not built in (these are: {known}); name its class by class_name")
+        raise ToolConfigError(f"{where}: {name!r} is not a built-in tool ({known}); for your own, write class_name")
     return BUILT_IN[name]
 
 
-def _described(built_in: type[BaseTool[Any]], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The entry's own schema, else the built-in's with what the entry says in its place."""
+def _schema_override(built_in: type[BaseTool[Any]], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema of the entry, or that of the built-in tool with the entry's name, description and parameters."""
     if entry.get("tool_schema") is not None:
         schema: Mapping[str, Any] = entry["tool_schema"]
         return schema
-    said = {key: entry[key] for key in BARE_KEYS if entry.get(key) is not None}
-    return {**built_in().tool_schema["function"], **said}
+    overrides = {key: entry[key] for key in BARE_KEYS if entry.get(key) is not None}
+    return {**built_in().tool_schema["function"], **overrides}
 
 
 def _by_class_name(entry: Mapping[str, Any], folder: Path, where: str) -> Any:
     bare = next((key for key in BARE_KEYS if key in entry), None)
     if bare:
-        raise ToolConfigError(f"{where}: beside class_name, write {bare!r} under tool_schema")
+        raise ToolConfigError(f"{where}: with class_name, write {bare!r} under tool_schema")
     class_name = str(entry["class_name"])
     known = SAME_AS_BUILT_IN.get(class_name, class_name)
     return BUILT_IN[known] if known in BUILT_IN else import_class(class_name, (Path.cwd(), folder), where)
 
 
-def _construct(named: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None, where: str) -> BaseTool[Any]:
+def _construct(target: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None, where: str) -> BaseTool[Any]:
     try:
-        if not inspect.isclass(named):
-            return _function(named, config, schema)
-        if issubclass(named, BaseTool):
-            return named(config=dict(config), tool_schema=schema)
-        return PlainTool(named, config, schema)
+        if not inspect.isclass(target):
+            return _function(target, config, schema)
+        if issubclass(target, BaseTool):
+            return target(config=dict(config), tool_schema=schema)
+        return PlainTool(target, config, schema)
     except RallyError as error:
         raise ToolConfigError(f"{where}: {error}") from None
     except Exception as error:  # a user's constructor may fail in any way
-        raise ToolConfigError(f"{where}: the tool cannot be made: {type(error).__name__}: {error}") from error
+        raise ToolConfigError(f"{where}: the constructor failed: {type(error).__name__}: {error}") from error
 
 
-def _function(named: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> BaseTool[Any]:
+def _function(function: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None) -> BaseTool[Any]:
     if set(config) - {"type"}:
-        raise ToolConfigError("a function takes no config")
-    if isinstance(named, FunctionTool):
-        return FunctionTool(named.function, schema=schema) if schema else named
-    return FunctionTool(named, schema=schema)
+        raise ToolConfigError("a function tool takes no config; remove it")
+    if isinstance(function, FunctionTool):
+        return FunctionTool(function.function, schema=schema) if schema else function
+    return FunctionTool(function, schema=schema)

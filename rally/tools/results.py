@@ -1,8 +1,8 @@
-"""Guarantees: whatever a tool returns becomes a ToolResponse of clean text, a reward, metrics and a verdict.
+"""Converts what a tool returns into a `ToolReturn`: a response, a reward, metrics, and success or failure.
 
-A tool returns a ToolResponse, text, or any value (told to the model as JSON), alone or as a tuple of up to three:
-(response, reward, metrics). A dict with `success: False` or a non-empty `error` says that the tool failed. Bytes are
-read as UTF-8, what is none being replaced; inside a JSON value they are base64 then.
+A tool returns a ToolResponse, text, or any value (converted to JSON), alone or as a tuple of up to three: (response,
+reward, metrics). A dict with `success: False` or a non-empty `error` means that the tool failed. Bytes are decoded as
+UTF-8 with replacement; bytes inside a JSON value that are not UTF-8 become base64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TruncateSide = Literal["left", "right", "middle"]
 
 
 class BadReturn(RallyError):
-    """A tool returned something that has no meaning here."""
+    """A tool returned a value that cannot be converted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ToolReturn:
 
 
 def read_answer(returned: Any) -> ToolReturn:
-    """The meaning of what a tool's execute returned."""
+    """Convert what a tool's `execute` returned."""
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
         raise BadReturn(f"the tool returned {len(parts)} values; it may return (response, reward, metrics)")
@@ -49,7 +49,7 @@ def read_answer(returned: Any) -> ToolReturn:
 
 
 def read_reward(reward: Any) -> float:
-    """A finite number, or BadReturn: a reward must never turn into something else on its way."""
+    """The reward as a finite float. Raises BadReturn."""
     try:
         value = float(reward)
     except (TypeError, ValueError):
@@ -73,7 +73,7 @@ def _response(value: Any) -> ToolResponse:
 def _jsonable(value: Any) -> Any:
     try:
         return to_jsonable_python(value, fallback=str)
-    except UnicodeDecodeError:  # bytes that are no UTF-8, somewhere inside
+    except UnicodeDecodeError:  # some bytes inside are not UTF-8
         return to_jsonable_python(value, fallback=str, bytes_mode="base64")
 
 
@@ -82,13 +82,13 @@ def _says_failed(value: Any) -> bool:
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which no tokenizer can encode."""
-    # Python knows without looking whether a text is ASCII, and a tool may return 100 MB of it.
+    """`text` without lone surrogates, which no tokenizer can encode."""
+    # isascii() takes constant time, and a tool may return 100 MB of text.
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def shorten(text: str, limit: int | None, side: TruncateSide) -> str:
-    """At most `limit` characters of `text` and, when some are missing, a note of how many and where.
+    """At most `limit` characters of `text`, with a note in place of the removed ones.
 
     `left` cuts the left and keeps the end, `right` keeps the beginning, `middle` keeps both ends.
     """

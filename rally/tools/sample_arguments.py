@@ -1,4 +1,4 @@
-"""Arguments that fit a tool's schema can be made up from the schema alone, so that every tool can be tried once."""
+"""Generates sample arguments for a tool from its JSON schema, so that `rally doctor` can try every tool once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BY_FORMAT = {
 
 
 class Example(NamedTuple):
-    """Arguments to try a tool with; `known`: the tool itself says that a call with them must go well."""
+    """Sample arguments for a tool. `known`: they are the tool's own example, so the call must succeed."""
 
     arguments: dict[str, Any]
     known: bool
 
 
 def example_of(tool: BaseTool[Any]) -> Example:
-    """The tool's own example, unless a YAML gave it a schema that does not take it, else a made-up one."""
+    """The tool's own example if it fits the schema, otherwise generated arguments."""
     if tool.example is not None:
         with suppress(BadArguments):
             return Example(fit(tool.parameters, tool.example), True)
@@ -36,7 +36,7 @@ def example_of(tool: BaseTool[Any]) -> Example:
 
 
 def example_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A value for every argument that is required; where none is, for the first."""
+    """A value for every required argument, or for the first argument if none is required."""
     definitions = parameters.get("$defs") or parameters.get("definitions") or {}
     arguments: dict[str, Any] = _object(parameters, definitions, 0)
     return arguments

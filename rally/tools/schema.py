@@ -1,9 +1,9 @@
-"""Guarantees: arguments that do not fit a tool's JSON schema are answered with one sentence the model can act on.
+"""Normalizes the OpenAI schemas of tools and validates arguments against them.
 
-Checked: required, type, enum, const, items, properties, additionalProperties, anyOf, oneOf, allOf and $ref. Models
-write numbers as strings and the reverse, so a value whose type is off but whose meaning is plain is converted: "3" to
-3, 3 to "3", 3.0 to 3, "true" to true, and JSON text to the array or object it spells. Ranges, lengths and patterns are
-left to the tool.
+`fit` checks required, type, enum, const, items, properties, additionalProperties, anyOf, oneOf, allOf and $ref. Models
+confuse numbers and strings, so unambiguous values are converted: "3" to 3, 3 to "3", 3.0 to 3, "true" to true, and JSON
+text to an array or object. Ranges, lengths and patterns are left to the tool. The error is one sentence that the model
+can act on.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Schema = dict[str, Any]
 
 
 class ToolConfigError(RallyError):
-    """A tool is described wrongly: in its YAML, its class or its function."""
+    """The YAML, class or function of a tool has a mistake."""
 
 
-def openai_schema(given: Any, where: str) -> Schema:
-    """`{type: function, function: {name, ...}}` from that shape, the bare `{name, description, parameters}`, or a
-    Pydantic model of either."""
-    if isinstance(given, BaseModel):
-        given = given.model_dump(exclude_none=True)
-    if not isinstance(given, Mapping):
-        raise ToolConfigError(f"{where}: tool_schema must be a mapping, not {type(given).__name__}")
-    whole = copy.deepcopy(dict(given))
-    outer = whole if "function" in whole else {"type": "function", "function": whole}
+def openai_schema(schema: Any, where: str) -> Schema:
+    """`{type: function, function: {name, ...}}`, made from that form, from the bare `{name, description, parameters}`,
+    or from a Pydantic model of either."""
+    if isinstance(schema, BaseModel):
+        schema = schema.model_dump(exclude_none=True)
+    if not isinstance(schema, Mapping):
+        raise ToolConfigError(f"{where}: tool_schema must be a mapping, not {type(schema).__name__}")
+    copied = copy.deepcopy(dict(schema))
+    outer = copied if "function" in copied else {"type": "function", "function": copied}
     function = outer["function"]
     if not isinstance(function, Mapping):
         raise ToolConfigError(f"{where}: tool_schema.function must be a mapping, not {type(function).__name__}")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise ToolConfigError(f"{where}: the tool_schema has no name; add `name: <what the model calls it by>`")
+        raise ToolConfigError(f"{where}: the tool_schema has no name; add `name: <the name the model calls>`")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
         raise ToolConfigError(f"{where}: parameters of tool {name!r} must be a JSON schema of type object")
@@ -48,7 +48,7 @@ def openai_schema(given: Any, where: str) -> Schema:
 
 
 def without_titles(schema: Any) -> Any:
-    """The JSON schema less the `title` of every part: Pydantic's titles repeat the names and cost prompt tokens."""
+    """The JSON schema without `title` keys: Pydantic's titles repeat the names and cost prompt tokens."""
     if isinstance(schema, list):
         return [without_titles(part) for part in schema]
     if not isinstance(schema, dict):
@@ -57,9 +57,9 @@ def without_titles(schema: Any) -> Any:
 
 
 def _part(key: str, value: Any) -> Any:
-    if key in ("default", "enum", "const", "examples"):  # these hold values, which may have titles of their own
+    if key in ("default", "enum", "const", "examples"):  # values may have a key `title`
         return value
-    if key in ("properties", "$defs"):  # so may the names of properties
+    if key in ("properties", "$defs"):  # a property may be named `title`
         return {name: without_titles(part) for name, part in value.items()}
     return without_titles(value)
 
@@ -68,20 +68,20 @@ MAX_DEPTH = 32
 
 
 class BadArguments(RallyError):
-    """The arguments of a call do not fit; a tool may raise it too. The text is told to the model."""
+    """The arguments of a call do not fit the schema. A tool may raise it too. The text goes to the model."""
 
 
 def fit(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments`, converted where that is plain; BadArguments says what is wrong."""
+    """`arguments`, converted where that is unambiguous. Raises BadArguments."""
     required = _required(parameters)
-    # A null for something optional is how models write "not given".
-    given = {name: value for name, value in arguments.items() if value is not None or name in required}
-    fitted: dict[str, Any] = _Fitter(parameters).fit({**parameters, "type": "object"}, given, "")
+    # Models write null for an optional argument that they leave out.
+    present = {name: value for name, value in arguments.items() if value is not None or name in required}
+    fitted: dict[str, Any] = _Fitter(parameters).fit({**parameters, "type": "object"}, present, "")
     return fitted
 
 
 def from_pydantic(error: ValidationError, path: str = "") -> BadArguments:
-    """What Pydantic found wrong first, as a sentence for the model."""
+    """The first Pydantic error, as a sentence for the model."""
     first = error.errors(include_url=False, include_context=False)[0]
     for part in first["loc"]:
         path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
@@ -89,7 +89,7 @@ def from_pydantic(error: ValidationError, path: str = "") -> BadArguments:
 
 
 def usage(parameters: Mapping[str, Any]) -> str:
-    """What the tool takes, in one sentence."""
+    """The arguments of the tool, in one sentence."""
     required = _required(parameters)
     parts = [
         f"{name} ({_type_name(schema)}{'' if name in required else ', optional'})"
@@ -99,7 +99,7 @@ def usage(parameters: Mapping[str, Any]) -> str:
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
-    """Hand-written schemas also put `required: true` on a property, which is no list of names."""
+    """The required names. Hand-written schemas may have `required: true` on a property, which is ignored."""
     names = schema.get("required")
     return names if isinstance(names, list) else []
 
@@ -115,6 +115,8 @@ class _Converted(NamedTuple):
 
 
 class _Fitter:
+    """Validates and converts values against the parts of one schema."""
+
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.definitions: Mapping[str, Any] = root.get("$defs") or root.get("definitions") or {}
 
@@ -145,7 +147,7 @@ class _Fitter:
         return schema if isinstance(schema, Mapping) else {}
 
     def fit_any(self, alternatives: list[Any], value: Any, path: str, depth: int) -> Any:
-        """The first alternative that takes the value as it is, else the first that takes it converted."""
+        """The value by the first alternative that accepts it unchanged, or by the first that can convert it."""
         fitted, problem = [], BadArguments(f"{_called(path)} fits none of its alternatives")
         for alternative in alternatives:
             try:
@@ -193,7 +195,7 @@ _PYTHON_TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _is(kind: Any, value: Any) -> bool:
-    """A kind this file does not know is no reason to refuse; a boolean is not a number."""
+    """Whether `value` has the JSON type `kind`. Unknown types accept everything; a boolean is not a number."""
     if isinstance(value, bool) and kind in ("integer", "number"):
         return False
     return isinstance(value, _PYTHON_TYPES.get(kind, (object,)))

@@ -1,9 +1,9 @@
-"""Guarantees: every tool call of an episode is answered, in order, within its deadline, as text and a status.
+"""Runs the tool calls of an episode. Every call returns within its deadline, in order, as text and a status.
 
-`ToolBox` holds the tools of a run, `ToolSession` what one episode opened. Nothing a tool does, or a model writes, gets
-out of `run` as an exception; only cancelling it does. Calls of one turn run at the same time on the episode's one
-instance of each tool; a tool that cannot bear that wants `max_parallel=1`. A call's deadline begins when it is let
-through its tool's gate: waiting is not the tool's fault. No known secret gets out in what the model is told.
+`ToolBox` holds the tools of a run, `ToolSession` the instances of one episode. `ToolSession.run` raises only
+CancelledError: whatever a tool raises or a model writes becomes the text and status of a result. The calls of one turn
+run concurrently on the episode's one instance of each tool; a tool that does not allow this needs `max_parallel=1`. The
+deadline of a call starts when the limiters of its tool let it through. Known secrets are redacted from every response.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 from rally.images.loading import loaded_images
 from rally.redact import learn_environment, redact
 from rally.tools.base import BaseTool
-from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, call_key, on_abandoned, settled, within
+from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, call_key, on_abandoned, outcome_of, outcome_within
 from rally.tools.limits import ToolLimits
-from rally.tools.rate_limit import QueueFull
 from rally.tools.results import ToolReturn, clean, shorten
 from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, usage
 from rally.types import TOOL_TROUBLE, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
+from rally.util.rate_limit import QueueFull
 
 
 class CallOutcome(NamedTuple):
-    """How a call ended and what there is to tell; `seconds` and `queued` are how long it took and waited."""
+    """How a call ended and its answer. `seconds` is how long it ran, `queued` how long it waited before."""
 
     status: ToolStatus
     answer: ToolReturn
@@ -47,7 +47,7 @@ class ToolBox:
         self._callers = {tool.name: ToolCaller(tool) for tool in tools}
         learn_environment()
         if len(self._callers) < len(tools):
-            raise ToolConfigError(f"two tools have the same name among {', '.join(tool.name for tool in tools)}")
+            raise ToolConfigError(f"two tools have the same name: {', '.join(tool.name for tool in tools)}; rename one")
 
     @property
     def names(self) -> list[str]:
@@ -58,15 +58,15 @@ class ToolBox:
         return [caller.tool for caller in self._callers.values()]
 
     def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
-        """What the model is shown, of all tools or of those named."""
+        """The OpenAI schemas of all tools, or of those in `selection`."""
         return [copy.deepcopy(caller.tool.tool_schema) for caller in self._selected(selection).values()]
 
     def open(self, task: Task, episode_id: str) -> ToolSession:
-        """A session for one episode; `extra_info.tool_selection` of the task narrows its tools."""
+        """A session for one episode. `extra_info.tool_selection` of the task limits which tools it has."""
         return ToolSession(self._selected(task.extra_info.get("tool_selection")), self.limits, task, episode_id)
 
     def close(self) -> None:
-        """End what the tools opened for all episodes; once, after a run."""
+        """Close what the tools share between episodes. Called once, after a run."""
         for caller in self._callers.values():
             caller.tool.close()
 
@@ -80,7 +80,7 @@ class ToolBox:
 
 
 class ToolSession:
-    """One episode's tools. An instance is created at a tool's first call and released by `close`."""
+    """The tools of one episode. A tool's instance is created at its first call and released by `close`."""
 
     def __init__(self, callers: Mapping[str, ToolCaller], limits: ToolLimits, task: Task, episode_id: str) -> None:
         self._callers = callers
@@ -92,12 +92,12 @@ class ToolSession:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How many calls there were, how many ended with each status, and what else is worth knowing."""
+        """The number of calls, of calls per status, and of other events such as truncated responses."""
         return dict(self._counters)
 
     @property
     def trouble(self) -> dict[str, int]:
-        """Of the counters, those that tell of something wrong beside the calls' statuses; empty when all is well."""
+        """The counters of problems other than the calls' statuses; empty when there were none."""
         return {name: self._counters[name] for name in TOOL_TROUBLE if self._counters[name]}
 
     @property
@@ -106,14 +106,14 @@ class ToolSession:
         return bool(self._instances)
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """One result per call, in order."""
+        """Run the calls of one turn. Returns one result per call, in order."""
         limit = self._limits.max_parallel
-        gate = asyncio.Semaphore(limit) if limit else nullcontext()
+        semaphore = asyncio.Semaphore(limit) if limit else nullcontext()
         token, answered = on_abandoned.set(self._count_abandoned), self._counters["calls"]
         try:
             if len(calls) == 1:
-                return [await self._answer(calls[0], gate)]
-            return list(await asyncio.gather(*(self._answer(call, gate) for call in calls)))
+                return [await self._run_call(calls[0], semaphore)]
+            return list(await asyncio.gather(*(self._run_call(call, semaphore) for call in calls)))
         except asyncio.CancelledError:
             self._counters["cancelled"] += len(calls) - (self._counters["calls"] - answered)
             raise
@@ -121,19 +121,21 @@ class ToolSession:
             on_abandoned.reset(token)
 
     async def close(self) -> dict[str, float]:
-        """Score and release every instance; what each tool that scores gave. May be called twice."""
+        """Score and release every instance. Returns the reward of each tool that gives one. May be called twice."""
         opened, self._instances = self._instances, {}
         rewards = await asyncio.gather(*(self._end(name, instance) for name, instance in opened.items()))
         return {name: reward for name, reward in zip(opened, rewards, strict=True) if reward is not None}
 
-    async def _answer(self, call: ToolCall, gate: AbstractAsyncContextManager[Any]) -> ToolResult:
-        came = time.perf_counter()
-        async with gate:
-            waited = time.perf_counter() - came
+    async def _run_call(self, call: ToolCall, semaphore: AbstractAsyncContextManager[Any]) -> ToolResult:
+        """Run one call, shorten its response and count it."""
+        arrived = time.perf_counter()
+        async with semaphore:
+            waited = time.perf_counter() - arrived
             outcome = await self._outcome(call)
-        answer = outcome.answer
-        response = self._shortened(answer.response)
-        truncated = response is not answer.response
+        answer, response = outcome.answer, outcome.answer.response
+        text = response.text or ""
+        shortened = shorten(text, self._limits.max_response_chars, self._limits.truncate_side)
+        truncated = shortened != text
         self._counters["calls"] += 1
         self._counters[outcome.status.value] += 1
         if truncated:
@@ -141,7 +143,7 @@ class ToolSession:
         return ToolResult(
             call=call,
             status=outcome.status,
-            response=response,
+            response=replace(response, text=shortened) if truncated else response,
             reward=answer.reward,
             metrics=dict(answer.metrics),
             seconds=outcome.seconds,
@@ -151,6 +153,7 @@ class ToolSession:
         )
 
     async def _outcome(self, call: ToolCall) -> CallOutcome:
+        """Check the call, then take its answer from the tool's cache or from the tool."""
         caller = self._callers.get(call.name)
         if call.error is not None:
             text = f"this tool call could not be read ({call.error.rstrip('.')}). {self._example(caller)}"
@@ -162,63 +165,42 @@ class ToolSession:
             arguments = fit(caller.tool.parameters, call.arguments)
         except BadArguments as error:
             return _bad_arguments(caller, error)
-        return await self._remembered(caller, arguments)
-
-    async def _remembered(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
-        """The answer that an identical call was given before, where the tool is cached; else a new one."""
-        key = call_key(arguments, self._row(caller.tool.name, "execute_kwargs")) if caller.cache else None
-        if caller.cache is None or key is None:
-            return await self._gated(caller, arguments)
-        known = caller.cache.find(key)
-        if known is not None:
-            return CallOutcome(ToolStatus.OK, known, cached=True)
-        outcome = await self._gated(caller, arguments)
+        if caller.cache is None or (key := call_key(arguments, self._row(call.name, "execute_kwargs"))) is None:
+            return await self._limited(caller, arguments)
+        cached = caller.cache.get(key)
+        if cached is not None:
+            return CallOutcome(ToolStatus.OK, cached, cached=True)
+        outcome = await self._limited(caller, arguments)
         if outcome.status is ToolStatus.OK:
-            caller.cache.keep(key, outcome.answer)
+            caller.cache.put(key, outcome.answer)
         return outcome
 
-    async def _gated(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
-        if not caller.gates:
-            return await self._timed(caller, arguments)
+    async def _limited(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
+        """Wait for the tool's limiters, then execute the call within its deadline."""
         try:
-            async with AsyncExitStack() as passed:
-                waited = [await passed.enter_async_context(gate.passage()) for gate in caller.gates]
-                outcome = await self._timed(caller, arguments)
+            async with AsyncExitStack() as slots:
+                waited = [await slots.enter_async_context(limiter.slot()) for limiter in caller.limiters]
+                started = time.perf_counter()
+                work, timeout = self._execute(caller, arguments), self._timeout(caller)
+                ended = await (outcome_of(work) if caller.instant else outcome_within(work, timeout))
+                seconds = time.perf_counter() - started
+                outcome = _read_end(caller, ended, timeout)._replace(seconds=seconds, queued=sum(waited))
                 late, failed = outcome.status is ToolStatus.TIMEOUT, outcome.status is ToolStatus.ERROR
-                for gate in caller.gates:
-                    gate.learn(outcome.seconds, late=late, failed=failed)
-            return outcome._replace(queued=sum(waited))
+                for limiter in caller.limiters:
+                    limiter.record(seconds, late=late, failed=failed)
+                return outcome
         except QueueFull as full:
             return _failed(ToolStatus.REJECTED, f"{caller.tool.name} is busy: {full}.")
-
-    async def _timed(self, caller: ToolCaller, arguments: dict[str, Any]) -> CallOutcome:
-        started = time.perf_counter()
-        work = self._execute(caller, arguments)
-        ended = await (settled(work) if caller.at_once else within(work, self._timeout(caller)))
-        return self._read(caller, ended)._replace(seconds=time.perf_counter() - started)
-
-    def _read(self, caller: ToolCaller, ended: CallEnd) -> CallOutcome:
-        if ended.late:
-            limit = f"{self._timeout(caller):g} seconds"
-            return _failed(ToolStatus.TIMEOUT, f"{caller.tool.name} did not answer within {limit}.")
-        if isinstance(ended.error, BadArguments):
-            return _bad_arguments(caller, ended.error)
-        if isinstance(ended.error, ToolTimeout):
-            return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
-        if ended.error is not None:
-            return _failed(ToolStatus.ERROR, describe(ended.error))
-        answer: ToolReturn = ended.value
-        return CallOutcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, _without_secrets(answer))
-
-    def _timeout(self, caller: ToolCaller) -> float:
-        return caller.tool.limits.timeout or max(self._limits.timeout, caller.tool.own_timeout or 0.0)
 
     async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> ToolReturn:
         instance_id = await self._instance(caller)
         return await caller.execute(instance_id, arguments, self._row(caller.tool.name, "execute_kwargs"))
 
+    def _timeout(self, caller: ToolCaller) -> float:
+        return caller.tool.limits.timeout or max(self._limits.timeout, caller.tool.own_timeout or 0.0)
+
     async def _instance(self, caller: ToolCaller) -> str:
-        """The episode's instance. Calls that arrive while it is being made share it; a failed attempt is not kept."""
+        """The id of the episode's instance. Concurrent first calls share one creation; a failed one is tried again."""
         name = caller.tool.name
         if caller.stateless:
             return self._instance_id(name)
@@ -226,24 +208,24 @@ class ToolSession:
         if pending is None or (pending.done() and (pending.cancelled() or pending.exception() is not None)):
             pending = asyncio.create_task(self._create(caller))
             self._instances[name] = pending
-        # Shielded, because one call's deadline must not undo what another still waits for.
+        # Shielded: the deadline of one call must not cancel a creation that another call waits for.
         return await asyncio.shield(pending)
 
     async def _create(self, caller: ToolCaller) -> str:
         name = caller.tool.name
-        on_abandoned.set(lambda: None)  # a creation that is given up is counted by who gives it up
+        on_abandoned.set(lambda: None)  # `_end` counts an abandoned creation
         try:
-            given = self._row(name, "create_kwargs")
+            create_kwargs = self._row(name, "create_kwargs")
             if caller.tool.sees_images:
-                given = {"images": loaded_images(self._task.prompt), **given}
-            return await caller.create(self._instance_id(name), given)
+                create_kwargs = {"images": loaded_images(self._task.prompt), **create_kwargs}
+            return await caller.create(self._instance_id(name), create_kwargs)
         except SystemExit as error:
             raise RallyError(f"create of tool {name!r} called exit({error.code})") from None
 
     async def _end(self, name: str, instance: asyncio.Task[str]) -> float | None:
         caller = self._callers[name]
         timeout = self._timeout(caller)
-        if not instance.done():  # what opens late must be released too
+        if not instance.done():  # an instance that is still being created must be released too
             await asyncio.wait({instance}, timeout=timeout)
         if not instance.done():
             instance.cancel()
@@ -254,10 +236,12 @@ class ToolSession:
             return None
         instance_id = instance.result()
         try:
-            scored = await within(caller.calc_reward(instance_id, self._row(name, "calc_reward_kwargs")), timeout)
+            scored = await outcome_within(
+                caller.calc_reward(instance_id, self._row(name, "calc_reward_kwargs")), timeout
+            )
             self._count_failure("calc_reward_errors", scored)
         finally:
-            released = await within(caller.release(instance_id, self._row(name, "release_kwargs")), timeout)
+            released = await outcome_within(caller.release(instance_id, self._row(name, "release_kwargs")), timeout)
             self._count_failure("release_errors", released)
         value: float | None = scored.value
         return value
@@ -273,14 +257,9 @@ class ToolSession:
         return f"{self._episode_id}/{name}"
 
     def _row(self, name: str, section: str) -> dict[str, Any]:
-        """The row's keywords for a method. Columns of a table share their keys, so None means that there are none."""
-        given = (self._task.tools_kwargs.get(name) or {}).get(section) or {}
-        return {key: value for key, value in given.items() if value is not None}
-
-    def _shortened(self, response: ToolResponse) -> ToolResponse:
-        text = response.text or ""
-        kept = shorten(text, self._limits.max_response_chars, self._limits.truncate_side)
-        return response if kept == text else replace(response, text=kept)
+        """The row's keywords for a method. None values are dropped: Parquet fills the keys of other rows with None."""
+        keywords = (self._task.tools_kwargs.get(name) or {}).get(section) or {}
+        return {key: value for key, value in keywords.items() if value is not None}
 
     def _example(self, caller: ToolCaller | None) -> str:
         caller = caller or next(iter(self._callers.values()), None)
@@ -292,7 +271,7 @@ class ToolSession:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in words: ours speak for themselves, others need their type."""
+    """The text of an exception, with its type unless it is a RallyError."""
     if isinstance(error, RallyError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -303,12 +282,21 @@ def _bad_arguments(caller: ToolCaller, error: BadArguments) -> CallOutcome:
     return _failed(ToolStatus.BAD_ARGUMENTS, text)
 
 
+def _read_end(caller: ToolCaller, ended: CallEnd, timeout: float) -> CallOutcome:
+    if ended.late:
+        return _failed(ToolStatus.TIMEOUT, f"{caller.tool.name} did not answer within {timeout:g} seconds.")
+    if isinstance(ended.error, BadArguments):
+        return _bad_arguments(caller, ended.error)
+    if isinstance(ended.error, ToolTimeout):
+        return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
+    if ended.error is not None:
+        return _failed(ToolStatus.ERROR, describe(ended.error))
+    answer: ToolReturn = ended.value
+    text = answer.response.text
+    if text and (safe := redact(text)) != text:
+        answer = replace(answer, response=replace(answer.response, text=safe))
+    return CallOutcome(ToolStatus.OK if answer.ok else ToolStatus.ERROR, answer)
+
+
 def _failed(status: ToolStatus, text: str) -> CallOutcome:
     return CallOutcome(status, ToolReturn(response=ToolResponse(text=clean(redact(f"Error: {text}"))), ok=False))
-
-
-def _without_secrets(answer: ToolReturn) -> ToolReturn:
-    text = answer.response.text
-    if not text or (safe := redact(text)) == text:
-        return answer
-    return replace(answer, response=replace(answer.response, text=safe))

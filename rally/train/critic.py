@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rally.algos.credit_assignment import CreditSettings
-from rally.algos.gae import decisions, explained_variance, judged, value_loss
+from rally.algos.gae import advantages_and_returns, decisions, explained_variance, value_loss
 from rally.algos.losses import Aggregation, token_weights
 from rally.models.parallel import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
@@ -106,7 +106,7 @@ class Critic:
         made, rows = decisions(scored, credit), rows_of(episodes)
         asked = _only(rows, made.first_D)
         values_D = self.values(asked)
-        found = judged(made, values_D, credit)
+        found = advantages_and_returns(made, values_D, credit)
         critic = replace(
             batch_of([], scored, torch.zeros(0)),
             rows=_with_targets(asked, values_D, found.returns_D),

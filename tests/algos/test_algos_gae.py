@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rally.algos.advantages import discounted, whiten
 from rally.algos.credit_assignment import CreditSettings, Scored, Turns
-from rally.algos.gae import GaeResult, decisions, explained_variance, judged, value_loss
+from rally.algos.gae import GaeResult, advantages_and_returns, decisions, explained_variance, value_loss
 
 SCORED = Scored(
     rewards_N=torch.tensor([1.0, 2.0], dtype=torch.float64),
@@ -35,7 +35,7 @@ def credit(**settings: Any) -> CreditSettings:
 
 def found(values: list[float], scored: Scored = SCORED, **settings: Any) -> GaeResult:
     chosen = credit(**settings)
-    return judged(decisions(scored, chosen), torch.tensor(values), chosen)
+    return advantages_and_returns(decisions(scored, chosen), torch.tensor(values), chosen)
 
 
 VALUES = [0.5, 0.2, 0.4, 0.5, 1.0]
@@ -70,7 +70,7 @@ def test_gae_over_turns() -> None:
     assert made.first_D.tolist() == [0, 2, 3] and made.lengths_N.tolist() == [2, 1]
     assert made.rewards_D.tolist() == [0, 1, 2]
     # First: .9*.2 - .5 = -.32 and 1 - .2 = .8. Second: 2 - .4 = 1.6.
-    result = judged(made, torch.tensor([0.5, 0.2, 0.4]), chosen)
+    result = advantages_and_returns(made, torch.tensor([0.5, 0.2, 0.4]), chosen)
     first = -0.32 + 0.45 * 0.8
     assert result.returns_D.tolist() == pytest.approx([first + 0.5, 1.0, 2.0])
     over_tokens = whiten(torch.tensor([first, first, 0.8, 1.6, 1.6]))

@@ -49,7 +49,7 @@ def test_a_turn_that_was_cut_is_closed_by_its_delta(codecs: dict[str, ChatCodec]
 
 
 def test_delta_refuses_what_the_assistant_said(tiny: ChatCodec) -> None:
-    with pytest.raises(RallyError, match="already in the history"):
+    with pytest.raises(RallyError, match="in the history already"):
         tiny.encode_delta([DONE])
 
 
@@ -137,8 +137,8 @@ def test_what_a_template_leaves_out_is_said(codecs: dict[str, ChatCodec]) -> Non
     assert all(codec.with_tools([tool]).probe().hidden == "" for codec in codecs.values())
     unaware = NO_TOOL_ROLE.replace("m.role == 'tool'", "false").replace("no tools here", "")
     plain = ChatCodec(tiny_tokenizer(), tools=[tool], chat_template=unaware)
-    assert "leaves out the list of tools" in plain.probe().words
-    assert "the assistant's tool calls, so they cannot be taught" in plain.probe().words
+    assert "omits the list of tools" in plain.probe().words
+    assert "the assistant's tool calls, so they cannot be trained" in plain.probe().words
 
 
 def test_a_template_that_shows_calls_with_doubled_braces_is_told(codecs: dict[str, ChatCodec]) -> None:
@@ -148,8 +148,8 @@ def test_a_template_that_shows_calls_with_doubled_braces_is_told(codecs: dict[st
     template = codec.tokenizer.chat_template
     assert isinstance(template, str) and shown in template
     doubled = ChatCodec(codec.tokenizer, tools=[tool], chat_template=template.replace(shown, "{" + shown + "}"))
-    assert codec.probe().troubles == ""
-    assert "doubled braces" in doubled.probe().troubles and "doubled braces" in doubled.probe().words
+    assert codec.probe().problems == ""
+    assert "doubled braces" in doubled.probe().problems and "doubled braces" in doubled.probe().words
 
 
 def test_a_template_that_prints_no_calls_still_appends_tool_answers() -> None:
@@ -160,8 +160,8 @@ def test_a_template_that_prints_no_calls_still_appends_tool_answers() -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token"),
-        ("{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}", "does not print"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "does not end assistant turns with a special token"),
+        ("{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}", "does not render assistant messages"),
     ],
 )
 def test_a_template_that_cannot_serve_is_refused_in_a_sentence(template: str, sentence: str) -> None:
@@ -176,7 +176,7 @@ def test_no_template_and_no_messages_are_user_mistakes(tiny: ChatCodec) -> None:
         ChatCodec(bare)
     with pytest.raises(TemplateError, match="at least one"):
         tiny.encode_prompt([])
-    with pytest.raises(RallyError, match="end with an assistant message"):
+    with pytest.raises(RallyError, match="must end with one"):
         tiny.encode_conversation([ASK, CALL, ANSWER])
 
 

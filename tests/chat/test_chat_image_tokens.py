@@ -115,8 +115,11 @@ def test_conversations_to_imitate_say_where_their_images_are() -> None:
 @pytest.mark.parametrize(
     ("codec", "sentence"),
     [
-        (ChatCodec(make_tokenizer()), "the model is for text alone"),
-        (ChatCodec(make_tokenizer(), patches=make_patches(), chat_template=TEMPLATE.replace(PAD, "")), "shows 0 of 1"),
+        (ChatCodec(make_tokenizer()), "this is a text model"),
+        (
+            ChatCodec(make_tokenizer(), patches=make_patches(), chat_template=TEMPLATE.replace(PAD, "")),
+            "prints 0 placeholders for 1 images",
+        ),
     ],
 )
 def test_what_cannot_show_an_image_says_so(codec: ChatCodec, sentence: str) -> None:
@@ -125,7 +128,7 @@ def test_what_cannot_show_an_image_says_so(codec: ChatCodec, sentence: str) -> N
 
 
 def test_a_tokenizer_without_the_placeholder_is_refused() -> None:
-    with pytest.raises(TemplateError, match=r"has no token \d+, which stands for images"):
+    with pytest.raises(TemplateError, match=r"has no token \d+, the image placeholder"):
         ChatCodec(tiny_tokenizer(), patches=make_patches())
 
 

@@ -18,7 +18,7 @@ from loop_cases import (
 )
 
 from rally.chat import ChatCodec
-from rally.compat.verl.agent_loops import known_to_us
+from rally.compat.verl.agent_loops import sampling_keywords
 from rally.loops import LoopError, LoopSpec
 from rally.loops.registry import import_loop
 from rally.types import StopReason
@@ -188,8 +188,8 @@ async def test_a_loop_over_tokens_may_tell_no_logprobs(tiny: ChatCodec, files: A
 
 
 def test_a_penalty_is_not_dropped_with_what_is_always_so() -> None:
-    assert known_to_us({"logprobs": True, "repetition_penalty": 1.0, "top_p": 0.9}) == {"top_p": 0.9}
-    assert known_to_us({"repetition_penalty": 1.2}) == {"repetition_penalty": 1.2}
+    assert sampling_keywords({"logprobs": True, "repetition_penalty": 1.0, "top_p": 0.9}) == {"top_p": 0.9}
+    assert sampling_keywords({"repetition_penalty": 1.2}) == {"repetition_penalty": 1.2}
 
 
 def test_a_module_that_has_no_stand_in_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,4 +289,4 @@ async def test_a_loop_that_minds_images_and_experts_runs_on_text(
     loops = {"mine": LoopSpec(import_loop("as_verl_has_it.Single"), {})}
     seen = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     refused = await hold(make_runner(tiny, loop="mine", loops=loops), make_task(row={"raw_prompt": seen}))
-    assert "the prompt holds images, which loops of verl cannot yet" in str(refused.episode.error)
+    assert "the prompt contains images, which is not supported in loops written for verl" in str(refused.episode.error)

@@ -78,7 +78,7 @@ def test_a_question_and_an_answer_are_a_conversation(tmp_path: Path) -> None:
         ({"asked": "Hi"}, "info is missing (the row has asked); name the columns of question and answer"),
         ({"info": {"q": "Hi", "b": "x"}}, "info.a is missing (info has q, b)"),
         ({"info": "Hi"}, "info.q is missing; name the columns"),
-        ({"info": {"q": "Hi", "a": [1]}}, "info.a is [1]; it must be a string, the answer to learn"),
+        ({"info": {"q": "Hi", "a": [1]}}, "info.a is [1]; it must be a string, the answer to train on"),
         ({"info": {"q": 3, "a": "x"}}, "info.q is 3; it must be a list of messages"),
     ],
 )
@@ -102,7 +102,7 @@ CALL = "messages[1].tool_calls[0]"
     ("row", "sentence"),
     [
         ({"chat": []}, "messages is missing (the row has chat)"),
-        ({"messages": [USER]}, "messages has no message from the assistant"),
+        ({"messages": [USER]}, "messages has no assistant message"),
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1].content is missing; it must be a string"),
         ({"messages": [USER, calling("calc", "{oops")]}, f"{CALL}.function.arguments is '{{oops', which is not valid"),
         ({"messages": [USER, calling("calc", [1])]}, f"{CALL}.function.arguments is [1]; it must be a mapping"),

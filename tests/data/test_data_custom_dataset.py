@@ -113,8 +113,8 @@ def test_a_class_that_makes_its_rows(written: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Broken", "cannot give rows (KeyError: 'nothing there')"),
-        ("Endless", "cannot give rows (TypeError"),
+        ("Broken", "cannot be used (KeyError: 'nothing there')"),
+        ("Endless", "cannot be used (TypeError"),
         ("Missing", "has no class Missing; correct data.custom_cls.name"),
     ],
 )

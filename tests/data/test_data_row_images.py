@@ -68,12 +68,15 @@ def test_text_stays_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        (row("no place", images=[{"path": "a.png"}]), "prompt has 0 <image> places but images holds 1 images"),
-        (row("<image><image>", images=[{"path": "a.png"}]), "prompt has 2 <image> places but images holds 1 images"),
-        (row([{"type": "image"}]), "prompt has 1 <image> places but images holds 0 images"),
+        (row("no place", images=[{"path": "a.png"}]), "prompt has 0 <image> placeholders but images has 1 images"),
+        (
+            row("<image><image>", images=[{"path": "a.png"}]),
+            "prompt has 2 <image> placeholders but images has 1 images",
+        ),
+        (row([{"type": "image"}]), "prompt has 1 <image> placeholders but images has 0 images"),
         (row("<image>", images=[{"path": "gone.png"}]), "images[0]: the image"),
         (row([{"type": "image", "image": "https://x.org/a.png"}]), "not fetched from the network"),
-        (row("a", videos=[{"path": "a.mp4"}]), "only images are built"),
+        (row("a", videos=[{"path": "a.mp4"}]), "only images are supported"),
         (row([{"type": "video", "video": "a.mp4"}]), "prompt[0].content[0] is"),
         (row([]), "it must be one string, or a list"),
     ],

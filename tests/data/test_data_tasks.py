@@ -155,7 +155,7 @@ def test_a_bad_row_is_named(tmp_path: Path, bad: Row, sentence: str) -> None:
     with pytest.raises(DataError) as raised:
         load_tasks(file)
     head, line = str(raised.value).splitlines()
-    assert head == "1 of 3 rows cannot be used (rows are counted from 0):"
+    assert head == "1 of 3 rows are invalid (rows are counted from 0):"
     assert line.strip().startswith(f"{file}, row 2: ")
     assert sentence in line
     assert isinstance(raised.value, RallyError)

@@ -295,7 +295,7 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
     whole = config.actor_rollout_ref.model_copy(update={"model": model})
     case = DoctorCase(config.model_copy(update={"actor_rollout_ref": whole}))
     found = list(looked(LOOKS["template"], case))
-    assert "leaves out the list of tools" in told(found, "warning")
+    assert "omits the list of tools" in told(found, "warning")
     [diff] = [one for one in found if one.shown]
     assert diff.status == "warning" and "drops the thinking of earlier turns" in diff.text
     assert "template ..." in diff.shown[0].text and "a first thought" in diff.shown[0].text

@@ -56,7 +56,7 @@ def test_an_episode_that_is_cancelled_takes_its_agent_and_its_request_along() ->
     runner = black_box("asks_ten_times", CODEC, [Reply(said(CODEC, "late"), seconds=3600.0)])
 
     def asking() -> list[asyncio.Task[Any]]:
-        return [task for task in asyncio.all_tasks() if "_answered" in repr(task)]
+        return [task for task in asyncio.all_tasks() if "_answer_request" in repr(task)]
 
     async def cancelled() -> None:
         running = asyncio.ensure_future(runner.run([make_job()], sampling_of(CODEC)))

@@ -27,7 +27,10 @@ CODEC = tiny_codec()
 def test_an_agent_that_never_asks_is_an_error_that_says_so() -> None:
     episode = held_by("never_asks", CODEC).episode
     assert episode.stop_reason is StopReason.ERROR and episode.error is not None
-    assert "agents_of_users:never_asks returned without a completion; let it ask client.base_url" in episode.error
+    assert (
+        "agents_of_users:never_asks returned without a completion; it must send requests to client.base_url"
+        in episode.error
+    )
 
 
 def test_an_agent_that_dies_is_an_error_with_its_own_words() -> None:
@@ -84,7 +87,7 @@ def test_limits_end_an_episode_and_the_agent_is_told(
 def test_limits_on_turns_hold_for_requests_that_come_at_once(
     last_words: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "LAST_WORDS", last_words)
+    monkeypatch.setattr(session, "FINAL_SECONDS", last_words)
     slow = [Reply(said(CODEC, "done"), seconds=0.3)] * 8
     held = held_by("asks_at_once", CODEC, slow, max_assistant_turns=3)
     assert held.episode.stop_reason is StopReason.MAX_TURNS and len(held.engine.calls) == 3
@@ -104,7 +107,7 @@ def test_a_turn_cut_by_the_budget_ends_an_episode_by_length_and_by_the_agents_ow
 def test_messages_that_do_not_fit_are_refused_and_shorter_ones_are_not() -> None:
     held = held_by("shortens_itself", CODEC, max_model_len=200)
     assert held.episode.stop_reason is StopReason.STOP and len(held.engine.calls) == 1
-    assert "the context window holds 200 with the answer; shorten them" in held.episode.extra["agent_answer"]
+    assert "the context window is 200 including the answer; shorten them" in held.episode.extra["agent_answer"]
     assert held.episode.extra["agent"]["refused"] == 1
     full = held_by("asks_ten_times", CODEC, max_model_len=60).episode
     assert full.stop_reason is StopReason.CONTEXT and full.error is None
@@ -140,7 +143,7 @@ def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
 
 def test_what_cannot_be_honoured_is_refused_in_a_sentence() -> None:
     error = held_by("wants_three", CODEC).episode.error
-    assert error is not None and "one answer is sampled for each request, not 3; ask again for another" in error
+    assert error is not None and "n must be 1, not 3; send one request for each completion" in error
 
 
 def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +155,7 @@ def test_an_engine_that_gives_up_or_fails_is_never_an_agents_success(monkeypatch
         async def generate(self, *args: object, **kwargs: object) -> Generation:
             raise RallyError("no server is left")
 
-    monkeypatch.setattr(session, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(session, "FINAL_SECONDS", 0.2)
     for agent in ("asks_ten_times_or_gives_up", "asks_for_ever"):
         runner = black_box(agent, CODEC)
         runner.engine = Broken(CODEC, [])
@@ -166,18 +169,18 @@ def test_a_finished_episodes_key_and_a_strangers_are_told_apart() -> None:
     (client,) = KEPT
     question = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
     late = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
-    with pytest.raises(openai.APIStatusError, match="this episode has ended, and its API key with it") as gone:
+    with pytest.raises(openai.APIStatusError, match="this episode has ended, so its API key is invalid") as gone:
         late.chat.completions.create(**question)  # type: ignore[call-overload]
     assert gone.value.status_code == 410
     for key in ("nobody", client.api_key[:-1] + "x", "rally-"):
         headers = {"Authorization": f"Bearer {key}"}
         answer = httpx.post(f"{client.base_url}/chat/completions", json=question, headers=headers)
-        assert answer.status_code == 401 and "is of no episode" in answer.json()["error"]["message"]
+        assert answer.status_code == 401 and "belongs to no episode" in answer.json()["error"]["message"]
 
 
 def test_what_a_run_names_wrongly_is_said_before_it_begins() -> None:
     cases = {
-        None: "must name a function, such as my_agent.py:run, which is not set",
+        None: "must name a function, such as my_agent.py:run, but is not set",
         "agents_of_users": "must name a function, such as my_agent.py:run, not 'agents_of_users'",
         "agents_of_users:nobody": "agents_of_users has no function nobody",
         "nowhere.py:run": "the agent nowhere.py:run cannot be imported",
@@ -189,13 +192,13 @@ def test_what_a_run_names_wrongly_is_said_before_it_begins() -> None:
     with pytest.raises(LoopError, match="unexpected keyword argument 'agnet'"):
         BlackBoxAgentLoop.prepare({"agnet": "agents_of_users:dies"})
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(LoopError, match="to an address that they reach this machine by"):
+        with pytest.raises(LoopError, match="to an address of this machine"):
             gateway_at(host, 0)
     assert gateway_at("127.0.0.2", 0).base_url.startswith("http://127.0.0.2:")
 
 
 def test_an_agent_that_does_not_hear_that_it_is_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(session, "FINAL_SECONDS", 0.2)
     episode = held_by("asks_for_ever", CODEC, max_assistant_turns=3).episode
     assert episode.stop_reason is StopReason.MAX_TURNS and len(episode.turns) == 3 and episode.error is None
     assert episode.extra["agent"]["refused"] > 1 and episode.timings["total"] < 5
@@ -204,17 +207,20 @@ def test_an_agent_that_does_not_hear_that_it_is_over_is_ended(monkeypatch: pytes
 def test_a_simulated_user_that_nobody_would_hear_is_refused() -> None:
     runner = black_box("dies", CODEC, interactions=Interactions([Talker("well")]))
     error = asyncio.run(hold(runner, asking())).episode.error
-    assert error is not None and "row t asks for a simulated user, whom an agent of your own cannot hear" in error
+    assert error is not None and "row t names a simulated user, which a black_box agent cannot have" in error
 
 
 def test_limits_that_only_the_tool_loop_can_keep_are_refused() -> None:
     error = held_by("dies", CODEC, stop_on_tool_success=True).episode.error
-    assert error is not None and "rollout.stop_on_tool_success cannot be kept for an agent that runs its tools" in error
+    assert (
+        error is not None
+        and "rollout.stop_on_tool_success cannot be applied to an agent that runs its own tools" in error
+    )
 
 
 def test_a_return_value_that_means_nothing_is_an_error() -> None:
     error = held_by("returns_a_list", CODEC).episode.error
-    assert error is not None and "returned ['done'], which is no reward; return a number, a text, None" in error
+    assert error is not None and "returned ['done'], which is not a reward; return a number, a text, None" in error
     assert (
         returned_by("mine", np.float32(0.5)).reward == 0.5
         and returned_by("mine", {"reward": np.int64(1)}).reward == 1.0

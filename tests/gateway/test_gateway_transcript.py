@@ -93,7 +93,7 @@ class Play:
                 assert draft.ids[: len(node.ids)] == node.ids, "call ids tell equal words apart"
         elif not known:
             assert draft.ids == CODEC.with_tools(TOOLS if offered else []).encode_prompt(draft.conversation.messages)
-        hold = self.transcript.held(draft)
+        hold = self.transcript.reserved(draft)
         hold.__enter__()
         ends = [("calculator", arguments) for arguments in made] if offered else []
         ids = said(CODEC, reply, *ends)
@@ -155,7 +155,7 @@ def test_trees_of_conversations_lose_no_token_and_train_none_twice(drawn: list[A
     for step in drawn:
         play.step(*step)
     play.settle(10**9)
-    segments, turns = play.transcript.told()
+    segments, turns = play.transcript.parts()
     assert sum(s.sampled for s in segments) == sum(len(generation.ids) for _, generation in play.given)
     for prompt, generation in play.given:
         number, at = place_of(segments, generation.logprobs[0])
@@ -172,7 +172,7 @@ def test_call_ids_tell_replies_of_the_same_words_apart() -> None:
     play = Play()
     for at in (-1, -1, 0):  # the same reply twice; then the second of them goes on
         play.step(at, "yes", "so", [{"expression": "1"}], plain, "goes on", 0)
-    segments, _ = play.transcript.told()
+    segments, _ = play.transcript.parts()
     first, second, third = (place_of(segments, generation.logprobs[0])[0] for _, generation in play.given)
     assert third == second != first
 

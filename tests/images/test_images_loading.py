@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as PILImage
 from vision_cases import picture
 
-from rally.images.loading import MOST_BYTES, ImageError, decoded, has_images, image_parts, loaded_images, read_image
+from rally.images.loading import MAX_BYTES, ImageError, decoded, has_images, image_parts, loaded_images, read_image
 from rally.types import Image, ImageGone, ImageSpan, RallyError, Segment
 
 
@@ -46,12 +46,12 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
         (b"", "cannot be decoded"),
         ("data:image/png,abc", "data:image/png;base64"),
         ("data:image/png;base64,%%%", "data:image/png;base64"),
-        (7, "int is no image"),
-        ({"type": "image"}, "holds no image"),
+        (7, "int is not an image"),
+        ({"type": "image"}, "has no image"),
         (PILImage.new("RGB", (9, 9)).crop((4, 4, 4, 8)), "cannot write empty image"),
         (PILImage.open(io.BytesIO(picture(1)[:-40])), "truncated"),
-        ("/dev/zero", "it is no ordinary file"),
-        ("huge.png", "more than any picture"),
+        ("/dev/zero", "it is not a regular file"),
+        ("huge.png", "more than the"),
         ("~nobody-of-this-name/a.png", "correct the path"),
         ("http://[", "images are not fetched"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "use png, jpeg"),
@@ -59,7 +59,7 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
 )
 def test_what_is_no_image_is_refused_in_a_sentence(source: Any, sentence: str, tmp_path: Path) -> None:
     with (tmp_path / "huge.png").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)  # which takes no room on the disk
+        file.truncate(MAX_BYTES + 1)  # which takes no room on the disk
     with pytest.raises(ImageError) as raised:
         read_image(source, tmp_path)
     assert sentence in str(raised.value) and isinstance(raised.value, RallyError)
@@ -113,7 +113,7 @@ def test_the_images_of_messages_in_their_order() -> None:
 @pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"image_url": {"url": "file:///x.png"}}])
 def test_a_message_cannot_name_a_file(part: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": [{"type": "image", **part}]}]
-    with pytest.raises(ImageError, match="read it first"):
+    with pytest.raises(ImageError, match="load it first"):
         image_parts(messages)
     assert loaded_images(messages) == [] and has_images(messages)
 
@@ -125,7 +125,7 @@ def test_a_segment_keeps_its_images_in_place() -> None:
     assert [(s.start, s.end) for s in longer.images] == [(1, 3), (7, 11)]
     with pytest.raises(AssertionError, match="inside the history"):
         segment.append_observed((5, 9), [ImageSpan(1, 2, 2, image)])
-    with pytest.raises(AssertionError, match="nobody samples"):
+    with pytest.raises(AssertionError, match="image tokens are not sampled"):
         Segment(
             prompt_ids=(5,),
             response_ids=(9,),

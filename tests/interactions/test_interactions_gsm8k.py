@@ -73,14 +73,14 @@ async def test_episodes_do_not_share_their_state_and_leave_none() -> None:
     assert await hear(one, "#### 5") == [(False, WRONG, 0.0)]
     assert await hear(other, "#### 5") == [(True, RIGHT, 1.0)]
     assert (await one.close()).score == 0.0 and (await other.close()).score == 1.0
-    assert user._asked == {}
+    assert user._episodes == {}
 
 
 @pytest.mark.parametrize("truth", [None, "many"])
 async def test_a_row_without_a_number_is_told_and_closes_cleanly(truth: str | None) -> None:
     user = Gsm8kInteraction()
     held = session(user, ground_truth=truth)
-    with pytest.raises(ValueError, match=f"must be a number, not {truth!r}; mend the row"):
+    with pytest.raises(ValueError, match=f"must be a number, not {truth!r}; fix the row"):
         await held.start()
     closing = await held.close()
     assert (closing.score, closing.failures) == (None, [])

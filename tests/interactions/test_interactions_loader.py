@@ -65,19 +65,19 @@ def test_classes_beside_the_file_and_built_in_ones(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("tools: []", "must hold a list under the key `interaction`"),
-        ("interaction: []", "must hold a list under the key `interaction`"),
+        ("tools: []", "must have a list under the key `interaction`"),
+        ("interaction: []", "must have a list under the key `interaction`"),
         ("interaction: [3]", "entry 1: an entry must be a mapping"),
         ("interaction: [{name: gsm8k, klass: x}]", "unknown key 'klass'; known are class_name, config, name"),
-        ("interaction: [{name: nobody}]", "'nobody' is not built in (gsm8k is); name its class by class_name"),
+        ("interaction: [{name: nobody}]", "'nobody' is not a built-in one (gsm8k); for your own, write class_name"),
         ("interaction: [{name: gsm8k, config: 3}]", "config must be a mapping, not int"),
         ("interaction: [{name: gsm8k, config: {max_tries: 0}}]", "max_tries must be a whole number of at least 1"),
-        ("interaction: [{name: gsm8k, config: {tries: 1}}]", "has no setting 'tries'; it has max_tries"),
-        ("interaction: [{class_name: rally_test_users.Mute}]", "has nothing to say; give it a method generate_resp"),
-        ("interaction: [{class_name: rally_test_users.Angry}]", "it cannot be made: OSError: no"),
+        ("interaction: [{name: gsm8k, config: {tries: 1}}]", "has no setting 'tries'; its only one is max_tries"),
+        ("interaction: [{class_name: rally_test_users.Mute}]", "has no method generate_response; define one"),
+        ("interaction: [{class_name: rally_test_users.Angry}]", "the constructor failed: OSError: no"),
         ("interaction: [{class_name: rally_test_users.Stranger}]", "must be a subclass of rally.interactions.Base"),
         ("interaction: [{class_name: rally_test_users.None_}]", "has no 'None_'"),
-        ("interaction: [{class_name: rally_test_foreign.X}]", "names of verl that Rally stands in for are listed in"),
+        ("interaction: [{class_name: rally_test_foreign.X}]", "lists the verl names that Rally provides"),
         ("interaction: [", "this is not valid YAML"),
     ],
 )
@@ -109,10 +109,12 @@ def test_a_row_finds_its_user() -> None:
     ):
         users.find(row(ground_truth="4"))
     for these, known in ((users, "gsm8k"), (nobody, "none")):
-        with pytest.raises(InteractionError, match=f"asks for the interaction 'maths', but there is {known}; add it"):
+        with pytest.raises(
+            InteractionError, match=f"names the interaction 'maths', but the interactions are: {known}; add it"
+        ):
             these.find(row(name="maths"))
 
 
 def test_names_are_unique() -> None:
-    with pytest.raises(InteractionError, match="two interactions have the same name among gsm8k, gsm8k"):
+    with pytest.raises(InteractionError, match="two interactions have the same name: gsm8k, gsm8k"):
         Interactions([Gsm8kInteraction(), Gsm8kInteraction()])

@@ -77,7 +77,7 @@ async def test_a_policy_for_text_reads_the_text_and_the_images_are_counted() -> 
 
 async def test_a_policy_for_text_says_that_it_cannot_see_the_question() -> None:
     held = await hold(setting(sees=False), make_task(ASKED))
-    assert held.episode.stop_reason is StopReason.ERROR and "the model is for text alone" in str(held.episode.error)
+    assert held.episode.stop_reason is StopReason.ERROR and "this is a text model" in str(held.episode.error)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_an_image_that_does_not_fit_is_left_out_whole(limits: dict[str, in
 
 async def test_a_prompt_with_images_is_not_cut() -> None:
     held = await hold(setting(prompt_length=10, truncation="left"), make_task(ASKED))
-    assert "holds images, which cannot be cut" in str(held.episode.error)
+    assert "contains images, which cannot be cut" in str(held.episode.error)
 
 
 class Own(AgentLoopBase):
@@ -136,7 +136,7 @@ class FromVerl(VerlAgentLoop):
 
 @pytest.mark.parametrize(
     ("loop", "sentence"),
-    [(Forgetful, "its 0 images take 0"), (FromVerl, "which loops of verl cannot yet")],
+    [(Forgetful, "its 0 images take 0"), (FromVerl, "which is not supported in loops written for verl")],
 )
 async def test_a_loop_that_would_leave_the_policy_blind_is_an_error(loop: Any, sentence: str) -> None:
     held = await hold(setting(loop="own", loops={"own": LoopSpec(loop, {})}), make_task(ASKED))
@@ -155,7 +155,7 @@ async def test_images_without_places_are_found_by_their_placeholders() -> None:
     start = len(held.segment.prompt_ids)
     assert first.end < start < second.start  # and not the placeholder that was sampled, at `start`
     held = await hold(setting(**own), make_task(ASKED, row={"shown": 1}))
-    assert "give the images in their order" in str(held.episode.error)
+    assert "pass the images in order" in str(held.episode.error)
 
 
 async def test_a_loop_of_ones_own_hands_images_on() -> None:

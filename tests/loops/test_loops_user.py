@@ -184,7 +184,7 @@ def test_only_loops_can_be_registered() -> None:
     ("text", "words"),
     [
         ("name: x", "must be a list of entries"),
-        ("- name: x", "must be a list of entries with name and _target_; found {'name': 'x'}"),
+        ("- name: x", "must be a list of entries with name and _target_, not {'name': 'x'}"),
         ("- {", "cannot be read"),
         (None, "cannot be read"),
     ],
@@ -228,8 +228,8 @@ def returning(**fields: Any) -> type[AgentLoopBase]:
     [
         ({"response_mask": [1], "response_logprobs": [0.0]}, "2 response_ids but 1 response_mask entries"),
         ({"response_logprobs": [-0.5]}, "2 response_ids but 1 response_logprobs entries"),
-        ({}, "no response_logprobs, and response_ids under its response_mask are not what it sampled"),
-        ({"response_mask": [2, 0], "response_logprobs": [0.0, 0.0]}, "more than 0 (observed) and 1 (sampled)"),
+        ({}, "no response_logprobs, and the response_ids with response_mask 1 are not the sampled ones"),
+        ({"response_mask": [2, 0], "response_logprobs": [0.0, 0.0]}, "values other than 0 (observed) and 1 (sampled)"),
     ],
 )
 async def test_outputs_that_do_not_fit_together_are_refused_in_words(tiny: ChatCodec, fields: Any, words: str) -> None:

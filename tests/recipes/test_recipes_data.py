@@ -52,7 +52,7 @@ def test_programs_are_really_run_and_shown_as_the_tool_shows_them(tmp_path: Path
         assert run_trusted(code) == answer["content"], "what the sandbox printed"
         assert f"\\boxed{{{answer['content']}}}" in last["content"]
         assert talk.tools is not None and talk.tools[0]["function"]["name"] == "code_interpreter"
-    with pytest.raises(DataError, match="see that the code sandbox works here"):
+    with pytest.raises(DataError, match="check the code sandbox with"):
         list(retool.sft_rows(2, 0, lambda codes: ["bwrap: no permission"] * len(codes), []))
 
 

@@ -62,5 +62,5 @@ def test_a_folder_like_geometry3k_is_converted(tmp_path: Path) -> None:
         image, text = task.prompt[1]["content"]
         assert image["image"].read() == picture(seed) and text["text"] == "Find x."
         assert (task.data_source, task.ground_truth) == ("hiyouga/geometry3k", r"\sqrt{3}")
-    with pytest.raises(DataError, match="holds no geometry problems"):
+    with pytest.raises(DataError, match="has no geometry problems"):
         list(geometry.converted(tmp_path, "validation"))

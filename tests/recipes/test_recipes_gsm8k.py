@@ -115,9 +115,9 @@ def test_parquet_sources_are_read_too(tmp_path: Path, name: str) -> None:
 
 
 def test_bad_sources_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the flavor 'tols' is not known; choose one of tool, interaction, agent_loop"):
+    with pytest.raises(DataError, match="unknown flavor 'tols'; choose one of tool, interaction, agent_loop"):
         gsm8k.build(tmp_path, "tols", "train")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"holds no GSM8K; it must have one of train\.jsonl"):
+    with pytest.raises(DataError, match=r"has no GSM8K; it must have one of train\.jsonl"):
         next(gsm8k.build(tmp_path, "tool", "train"))
     write_rows([QUESTION, {"question": "?", "answer": "24"}], tmp_path / "train.jsonl")
     with pytest.raises(DataError, match=r"GSM8K train, row 1: .* '#### <number>'"):

@@ -62,5 +62,5 @@ def test_a_wrong_name_is_met_with_the_right_one() -> None:
     assert find_recipe("triage", "sft").name == "sft.yaml"
     with pytest.raises(RecipeError, match="did you mean gsm8k_tool/lora"):
         find_recipe("gsm8k_tool/lra", "train")
-    with pytest.raises(RecipeError, match="has no recipe 'weather'; there are gsm8k_tool, gsm8k_tool/sft_lora, "):
+    with pytest.raises(RecipeError, match="has no recipe 'weather'; the recipes are gsm8k_tool, gsm8k_tool/sft_lora, "):
         find_recipe("weather", "sft")

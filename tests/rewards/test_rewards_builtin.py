@@ -29,7 +29,7 @@ async def test_keywords_arrive_or_are_refused_before_training(make_episode: Any)
 @pytest.mark.parametrize(
     ("kwargs", "truth", "sentence"),
     [
-        ({}, "many", "the ground_truth of a openai/gsm8k row must be a number, not 'many'; mend the row"),
+        ({}, "many", "the ground_truth of a openai/gsm8k row must be a number, not 'many'; fix the row"),
         ({"method": "vague"}, "72", "ValueError: the gsm8k method must be strict or flexible, not 'vague'"),
     ],
 )

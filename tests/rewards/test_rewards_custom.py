@@ -78,7 +78,7 @@ def test_without_a_path_the_router_scores() -> None:
         ("def compute_score(a, b): ...", {}, "cannot be called with data_source, solution_str"),
         ("def compute_score(data_source, solution_str, ground_truth): ...", {}, "extra_info"),
         (GOOD, {"bonsu": 1}, "bonsu"),
-        (GOOD, {"solution_str": "x"}, "reward_kwargs.solution_str is always given by the episode"),
+        (GOOD, {"solution_str": "x"}, "reward_kwargs.solution_str is always set from the episode"),
         ("def compute_score(:", {}, "cannot be imported (SyntaxError"),
         ("import no_such_module_at_all", {}, "cannot be imported (ModuleNotFoundError"),
         ("raise KeyError('API_KEY')", {}, "cannot be imported (KeyError: 'API_KEY')"),

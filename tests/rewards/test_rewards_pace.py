@@ -1,18 +1,18 @@
-"""Calls of a judge are spaced out, and nobody loses its score by that."""
+"""Calls of a judge are evenly spaced, and every episode still gets its score."""
 
 import asyncio
 import time
 from typing import Any
 
 from rally.rewards import RewardSpec, Scorer
-from rally.rewards.worker_pool import CallPacer
+from rally.util.rate_limit import TokenBucket
 
 
 async def test_calls_begin_evenly_spaced_in_their_order() -> None:
-    pace, began, order = CallPacer(1200), time.monotonic(), []
+    bucket, began, order = TokenBucket(1200 / 60, burst_seconds=0.0), time.monotonic(), []
 
     async def call(number: int) -> None:
-        await pace.turn()
+        await bucket.acquire()
         order.append((number, time.monotonic() - began))
 
     await asyncio.gather(*(call(number) for number in range(4)))
@@ -21,8 +21,8 @@ async def test_calls_begin_evenly_spaced_in_their_order() -> None:
 
 
 async def test_without_a_limit_nobody_waits() -> None:
-    pace = CallPacer(None)
-    assert [await pace.turn() for _ in range(3)] == [0.0] * 3
+    bucket = TokenBucket(None, burst_seconds=0.0)
+    assert [await bucket.acquire() for _ in range(3)] == [0.0] * 3
 
 
 async def test_a_scorer_keeps_the_pace(write_reward: Any, make_episode: Any) -> None:

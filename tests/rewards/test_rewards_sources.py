@@ -71,7 +71,7 @@ async def test_num_turns_reaches_a_built_in_function(make_episode: Any) -> None:
     [("lighteval/MATH", ""), ("aime_2024", None), ("hiyouga/geometry3k", ["5"]), ("searchR1_nq", {"target": []})],
 )
 def test_a_truth_no_answer_can_equal_is_an_error(source: str, truth: Any) -> None:
-    with pytest.raises(RewardError, match=f"the ground_truth of a {source} row must be .*; mend the row"):
+    with pytest.raises(RewardError, match=f"the ground_truth of a {source} row must be .*; fix the row"):
         compute_score(source, "", truth)
 
 

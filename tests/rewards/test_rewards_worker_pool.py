@@ -90,7 +90,7 @@ async def test_reward_kwargs_arrive(write_reward: Any, make_episode: Any) -> Non
         ("raise", ["KeyError: 'missing'", "my_reward.py, line"]),
         ("sys.exit", ["SystemExit: enough"]),
         ("nan", ["returned nan"]),
-        ("none", ["returned None; let it return a number"]),
+        ("none", ["returned None; return a number"]),
         ("alarm", ["TimeoutError: my own alarm"]),
         ("exit", ["ended with exit code 3", "about to go"]),
         ("segfault", ["killed by SIGSEGV (exit code -11)"]),

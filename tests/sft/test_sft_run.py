@@ -268,7 +268,7 @@ def test_a_row_that_cannot_be_encoded_is_named(sft_home: Path, tmp_path: Path, p
     question = {"role": "user", "content": "?"}
     write_rows([{"messages": [{"role": "assistant", "content": "Hi"}, question]}], tmp_path / "odd.jsonl")
     with pytest.raises(
-        SftError, match=r"odd, row 0: a conversation to learn from must begin .* rally sft --check looks"
+        SftError, match=r"odd, row 0: a training conversation must not begin .* rally sft --check looks"
     ):
         sft(config(sft_home, tmp_path / "run", f"data.train_files={tmp_path / 'odd.jsonl'}"), paper.console)
 

@@ -115,7 +115,7 @@ def test_whatever_tools_and_users_say_the_tokens_are_those_of_an_episode(
         ([USER, calling("1"), says("1")], "reply 1 makes 1 tool calls, and 0 tool answers follow"),
         ([USER, says("hm"), tool("1"), says("1")], "reply 1 makes 0 tool calls, and 1 tool answers follow"),
         ([USER, says("hm"), says("1")], "reply 1 is followed by another reply"),
-        ([USER, says("1"), USER], "must begin with a question and end with an assistant message"),
+        ([USER, says("1"), USER], "must not begin with an assistant message, and must end with one"),
     ],
 )
 def test_what_no_episode_could_be(tiny: ChatCodec, talk: list[dict[str, Any]], words: str) -> None:

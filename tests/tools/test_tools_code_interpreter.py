@@ -150,7 +150,7 @@ def test_echo_for_a_server_keeps_what_stands_before_it(code: str, capsys: pytest
     [
         ({"colour": 1}, "config has no key 'colour'; its keys are num_workers, rate_limit"),
         ({"num_workers": 0}, "config key 'num_workers'"),
-        ({"stateful": True, "sandbox_url": "http://a"}, "stateful needs the sandbox in this process"),
+        ({"stateful": True, "sandbox_url": "http://a"}, "stateful needs the local sandbox"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence(config: dict[str, Any], sentence: str) -> None:
@@ -182,4 +182,4 @@ def test_the_names_and_keys_others_use_are_understood() -> None:
             ]
         }
     )
-    assert isinstance(tool, CodeInterpreter) and tool.settings.at_once == 64
+    assert isinstance(tool, CodeInterpreter) and tool.settings.max_concurrency == 64

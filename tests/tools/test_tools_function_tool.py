@@ -143,8 +143,8 @@ def test_functions_that_cannot_be_tools_say_why() -> None:
         return str(a)
 
     for function, sentence in (
-        (no_hint, "parameter 'a' needs a type hint"),
-        (by_place, "'a' cannot be given by name"),
+        (no_hint, "parameter 'a' has no type hint"),
+        (by_place, "'a' must be a keyword parameter"),
         (lost, "type hints cannot be read"),
         (3, "needs a function, not int"),
     ):

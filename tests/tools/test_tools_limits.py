@@ -21,8 +21,8 @@ from rally.tools import (
     load_tools,
     run_process,
 )
-from rally.tools.rate_limit import RateLimiter
 from rally.types import Task, ToolCall, ToolResponse, ToolStatus
+from rally.util.rate_limit import RateLimiter
 
 TASK = Task(id="t", data_source="test", prompt=({"role": "user", "content": "hi"},))
 SCHEMA = {"name": "tool", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
@@ -143,9 +143,7 @@ def test_a_tool_with_state_cannot_be_cached() -> None:
     class Stateful(Counting):
         async def release(self, instance_id: str, **kwargs: Any) -> None: ...
 
-    with pytest.raises(
-        ToolConfigError, match=r"tool 'tool' keeps something for each episode .* leave out limits.cache"
-    ):
+    with pytest.raises(ToolConfigError, match=r"tool 'tool' has state per episode .* remove limits.cache"):
         ToolBox([limited(Stateful(), cache=True)])
 
 
@@ -302,7 +300,7 @@ def test_what_users_write_as_default_timeout_is_that_deadline() -> None:
 
 async def test_waiting_at_a_gate_that_tools_share_is_not_counted_against_a_deadline() -> None:
     first, second = Counting({"seconds": 0.2}, SCHEMA), Counting({"seconds": 0.2}, SCHEMA | {"name": "other"})
-    first.shared_gate = second.shared_gate = RateLimiter(CallLimits(max_concurrency=1))
+    first.shared_limiter = second.shared_limiter = RateLimiter(max_concurrency=1)
     session = opened(first, second, timeout=0.35)
     asked = [*calls(1, 2), ToolCall(name="other", arguments={"x": 3})]
     results = await session.run(asked)

@@ -39,7 +39,7 @@ Open = Callable[..., ToolBox]
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(line_module, "FIRST_PAUSE", 0.01)
-    line_module._tell_once.cache_clear()
+    line_module._warn_once.cache_clear()
     return tmp_path
 
 
@@ -217,9 +217,9 @@ async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
     result = await ask(box, "echo")
     tried = time.perf_counter() - started
     assert result.status is ToolStatus.ERROR
-    assert "and its last words were: cannot start today)" in (result.response.text or "")
+    assert "stderr ends with: cannot start today)" in (result.response.text or "")
     started = time.perf_counter()
-    assert "it is tried again in" in ((await ask(box, "echo")).response.text or "")
+    assert "the next attempt is in" in ((await ask(box, "echo")).response.text or "")
     assert time.perf_counter() - started < tried / 2, "no start is tried meanwhile"
     broken.unlink()
     await asyncio.sleep(1.0)
@@ -233,7 +233,7 @@ async def test_lines_that_are_no_messages_are_skipped_and_told_once(
     for n in ("1", "2"):
         assert (await ask(box, "noise", n)).response.text == f"noise {n}"
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "the MCP server 'drill' writes lines to stdout that are no messages; skipped"
+        "the MCP server 'drill' writes lines to stdout that are not messages; skipped"
     ]
 
 
@@ -284,9 +284,9 @@ async def test_an_episode_is_told_that_its_state_is_lost(opened: Open) -> None:
     pid = int((await call("remember")).removeprefix("ok: ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
     await asyncio.sleep(0.2)
-    assert (await call("remember")).endswith("is lost, and the next call finds it started anew")
+    assert (await call("remember")).endswith("is lost, and the next call finds it restarted")
     assert (await call("remember")).startswith("ok: ")
-    assert (await call("die")).endswith("is lost, and the next call finds it started anew")
+    assert (await call("die")).endswith("is lost, and the next call finds it restarted")
     await session.close()
 
 
@@ -302,7 +302,7 @@ async def test_secrets_are_told_to_nobody(
         "not all that is set is secret"
     )
     tools = [box._callers[name].tool for name in box.names]
-    assert "s3cret" not in repr((told, [vars(tool) for tool in tools], [vars(tool._lines) for tool in tools]))
+    assert "s3cret" not in repr((told, [vars(tool) for tool in tools], [vars(tool._clients) for tool in tools]))
     assert "disk full ${oc.env:MY_KEY}" in caplog.text
     assert "s3cret" not in caplog.text
 
@@ -386,7 +386,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
     async with web(state) as port:
         remote = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token_env": "WEB_TOKEN"}
         monkeypatch.setenv("WEB_TOKEN", "wrong-value")
-        with pytest.raises(ToolConfigError, match=r"'web' is gone \(HTTP 401, so its token or headers are not right\)"):
+        with pytest.raises(ToolConfigError, match=r"'web' is gone \(HTTP 401, so its token or headers are wrong\)"):
             await asyncio.to_thread(opened, mcp_servers_config_path=servers(web=remote))
         monkeypatch.setenv("WEB_TOKEN", "t0ken-value")
         box = await asyncio.to_thread(opened, mcp_servers_config_path=servers(web=remote))
@@ -418,7 +418,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         ({"mcp_servers_config_path": "s.json", "colour": 1}, {}, "'colour': Extra inputs are not permitted"),
         ({"class_name": "my.Tool", "mcp_servers_config_path": "s.json"}, {}, "of type mcp takes no class_name"),
         ({"timeout": 3, "config": {"timeout": 4}}, {}, "'timeout' is written twice"),
-        ({"mcp_servers_config_path": "s.json"}, {}, 'must hold servers under the key "mcpServers"'),
+        ({"mcp_servers_config_path": "s.json"}, {}, 'must have servers under the key "mcpServers"'),
         ({"mcp_servers_config_path": "s.json"}, {"a": {}}, "server 'a' needs one of command"),
         ({"mcp_servers_config_path": "s.json"}, {"a": {"url": "x", "type": "stdio"}}, "type 'stdio' does not fit"),
         ({"mcp_servers_config_path": "s.json"}, {"a": {"url": "x", "verify": 1}}, "server 'a': 'verify': Extra inputs"),
@@ -427,7 +427,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         (
             {"mcp_servers_config_path": "s.json"},
             {"a": {"url": "http://h/${NO_SUCH}"}},
-            "wants the environment variable NO_SUCH, which is not set",
+            "needs the environment variable NO_SUCH, which is not set",
         ),
         (
             {"mcp_servers_config_path": "s.json"},

@@ -142,7 +142,7 @@ async def test_the_token_comes_from_the_environment_and_is_told_to_nobody(monkey
 
     async with service(answer) as url:
         unknown = await call(search_tool(retrieval_service_url=url, token_env="MY_TOKEN"), query="q")
-        assert "wants a token; set MY_TOKEN" in (unknown.response.text or "")
+        assert "needs a token; set MY_TOKEN" in (unknown.response.text or "")
         monkeypatch.setenv("MY_TOKEN", "s3cret")
         tool = search_tool(retrieval_service_url=url, token_env="MY_TOKEN")
         known = await call(tool, query="q")

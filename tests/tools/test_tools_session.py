@@ -352,7 +352,9 @@ async def test_a_keyword_nobody_takes_is_not_lost_in_silence() -> None:
     row = task(tools_kwargs={"tool": {"create_kwargs": {"precison": 4}}})
     tool = Narrow(None, {"name": "tool"})
     (result,) = await session(tool, row=row).run([call("tool", x=1)])
-    assert result.response.text == "Error: create of tool 'tool' takes no 'precison', which this row or config gives it"
+    assert (
+        result.response.text == "Error: create of tool 'tool' takes no 'precison'; remove it from the row or the config"
+    )
 
 
 class LookupArgs(BaseModel):

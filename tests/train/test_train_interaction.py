@@ -111,7 +111,9 @@ def test_a_dry_run_names_the_users(guesser: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_ask_for_a_user_need_one(guesser: Path, tmp_path: Path) -> None:
-    with pytest.raises(InteractionError, match=r"row train:0 asks for the interaction 'gsm8k', but there is none"):
+    with pytest.raises(
+        InteractionError, match=r"row train:0 names the interaction 'gsm8k', but the interactions are: none"
+    ):
         train(config_of(guesser, tmp_path, multi_turn={}), Paper().console)
 
 

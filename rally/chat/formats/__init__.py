@@ -1,4 +1,4 @@
-"""A tool-call format is chosen by name, and a name that does not exist is answered with those that do."""
+"""The tool-call formats, by name."""
 
 from rally.chat.formats.base import FormatResult, FoundCall, ToolFormat, schemas_of
 from rally.chat.formats.hermes import HERMES
@@ -12,11 +12,12 @@ ALIASES = {"qwen": "hermes", "qwen2_5": "hermes", "qwen3": "hermes"}
 
 
 def get_format(name: str) -> ToolFormat:
-    found = FORMATS.get(ALIASES.get(name, name))
-    if found is None:
+    """The format called `name`. Raises RallyError with the known names."""
+    tool_format = FORMATS.get(ALIASES.get(name, name))
+    if tool_format is None:
         known = ", ".join(sorted([*FORMATS, *ALIASES]))
         raise RallyError(f"unknown tool-call format {name!r}; choose one of {known}")
-    return found
+    return tool_format
 
 
 __all__ = ["ALIASES", "FORMATS", "FormatResult", "FoundCall", "ToolFormat", "get_format", "schemas_of"]

@@ -1,7 +1,7 @@
-"""Every tool call in a text is found where it stands, and one that cannot be understood is kept with a reason.
+"""Defines `ToolFormat` and what the tool-call formats share.
 
-A format is one function that finds calls; everything the formats share (what a JSON object means as a call, what a
-bare text means for a tool's only parameter, how text becomes a typed value) is here.
+A format is one function that finds the calls in a text. Shared are: reading a JSON object as a call, assigning bare
+text to a tool's only parameter, and converting text to a typed value. A malformed call is kept, with a reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class FoundCall(NamedTuple):
-    """A call and the part of the text, text[start:end], that wrote it."""
+    """A call and its position in the text, text[start:end]."""
 
     start: int
     end: int
@@ -41,7 +41,7 @@ class ToolFormat:
     find: Callable[[str, Schemas], list[FoundCall]]
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), start: int = 0) -> FormatResult:
-        """What the text says; calls are looked for from `start` on (after the thinking, where a call is a thought)."""
+        """Parse the text. Calls are searched from `start` on, which skips a thinking block."""
         found = self.find(text[start:], schemas_of(tools))
         if start:
             found = [FoundCall(f.start + start, f.end + start, f.call) for f in found]
@@ -54,13 +54,13 @@ def _numbered(call: ToolCall, number: int, raw: str) -> ToolCall:
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Name to parameter schema, from tools in the OpenAI shape with or without its {"type": "function"} wrapper."""
+    """Tool names and parameter schemas, from tools in OpenAI form, with or without the {"type": "function"} wrapper."""
     functions = [tool.get("function") or tool for tool in tools]
     return {str(f["name"]): f.get("parameters") or {} for f in functions}
 
 
 def outside(text: str, found: Sequence[FoundCall]) -> str:
-    """What is left of the text without its calls; untouched when there are none."""
+    """The text without its calls; unchanged if there are none."""
     if not found:
         return text
     starts = [f.start for f in found] + [len(text)]
@@ -70,14 +70,14 @@ def outside(text: str, found: Sequence[FoundCall]) -> str:
 
 
 def malformed(reason: str, raw: str, shape: str) -> ToolCall:
-    """A call that could not be understood: the reason and the right shape, in words a model can act on."""
+    """A malformed call. Its error tells the model the reason and the correct form."""
     name = re.search(r"""["'](?:name|function)["']\s*:\s*["']([^"'\n]+)["']|<function=([^>\n]+)>""", raw)
     guess = (name.group(1) or name.group(2)).strip() if name else ""
     return ToolCall(name=guess, raw=raw, error=f"Failed to decode tool call: {reason}. Write it as {shape}")
 
 
 def call_of(value: Any, schemas: Schemas, raw: str = "") -> ToolCall:
-    """The call a JSON value means; ValueError says why it means none."""
+    """The call in a JSON value. Raises ValueError if it is none."""
     if not isinstance(value, dict):
         raise ValueError(f'it must be a JSON object with "name" and "arguments", not {_kind(value)}')
     if isinstance(value.get("function"), dict):
@@ -96,18 +96,18 @@ def _arguments(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str,
     return {k: v for k, v in value.items() if k not in ("name", "function", "id", "type")}
 
 
-def _argument_object(given: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(given, str):
-        given = _decoded(given, schema)
-    if given is None:
+def _argument_object(value: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _decoded(value, schema)
+    if value is None:
         return {}
-    if not isinstance(given, dict):
-        raise ValueError(f'"arguments" must be a JSON object, not {_kind(given)}')
-    return given
+    if not isinstance(value, dict):
+        raise ValueError(f'"arguments" must be a JSON object, not {_kind(value)}')
+    return value
 
 
 def _decoded(text: str, schema: Mapping[str, Any]) -> Any:
-    """Arguments that were encoded twice, or the bare text of a tool's only parameter."""
+    """Decode arguments that were encoded twice, or assign bare text to the tool's only parameter."""
     if not text.strip():
         return {}
     try:
@@ -123,7 +123,7 @@ def _decoded(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def only_parameter(schema: Mapping[str, Any]) -> str | None:
-    """The parameter that an unnamed argument means: the only one, or the only or first required one."""
+    """The parameter for an unnamed argument: the only one, or the first required one."""
     properties = list(schema.get("properties") or {})
     required = list(schema.get("required") or [])
     if len(properties) == 1:
@@ -132,7 +132,7 @@ def only_parameter(schema: Mapping[str, Any]) -> str | None:
 
 
 def convert(text: str, schema: Mapping[str, Any]) -> Any:
-    """Text as the value its schema asks for; text that does not fit stays text, for the tool's own check to refuse."""
+    """The text converted to the type of its schema. Text that does not fit is returned as is; the tool rejects it."""
     types = _types(schema)
     if not types or ("string" in types and not ("null" in types and text.strip() in ("null", "None"))):
         return text
@@ -143,8 +143,8 @@ def convert(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given or ())
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set(declared or ())
     for option in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
         types |= _types(option)
     return types

@@ -1,6 +1,7 @@
-"""Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the way of Hermes and Qwen; no opened call is lost.
+"""The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-Where a JSON value can be read, it decides where the call ends, so a closing tag inside a string argument is text.
+Every opening tag gives a call, malformed or not. A valid JSON value determines where the call ends, so a closing tag
+inside a string argument is text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SHAPE = '<tool_call>{"name": "tool name", "arguments": {"parameter": "value"}}</tool_call>'
 _TAG = re.compile(r"</?tool_call>")
 _FENCE = re.compile(r"\s*```(?:json)?", re.IGNORECASE)
-# One closing brace too many is the commonest slip of all and changes nothing about what was meant.
+# An extra closing brace is the most common mistake and is harmless.
 _CLUTTER = re.compile(r"[\s}\];,]*(?:```)?\s*")
 
 

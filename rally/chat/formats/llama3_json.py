@@ -1,7 +1,7 @@
-"""Reads the bare `{"name": ..., "parameters": {...}}` of Llama 3, one or several, after `<|python_tag|>` or not.
+"""The format of Llama 3: one or several bare `{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`.
 
-An object that names no tool is an answer in JSON, not a call, and stays in the text; an object that begins like a
-call and cannot be read is a malformed call.
+An object that names no tool is an answer in JSON and stays in the text. An object that begins like a call but is not
+valid JSON is a malformed call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEXT = re.compile(rf"[;\n][ \t]*(?=\{{)|{re.escape(PYTHON_TAG)}")
 
 
 class ReadCall(NamedTuple):
-    """What stands at a start: a call, or (None) something else to pass over; and its end."""
+    """A call, or None for other text to skip, and where it ends."""
 
     call: ToolCall | None
     end: int
@@ -68,7 +68,7 @@ def _broken(text: str, begin: int, reason: str) -> ReadCall:
 
 
 def _with_opening(text: str, low: int, start: int) -> int:
-    """Where the call begins when a code fence or the bracket of a list stands before it."""
+    """Where the call begins, including a code fence or list bracket before it."""
     before = text[low:start].rstrip()
     before = before.removesuffix("[").rstrip()
     for fence in ("```json", "```"):

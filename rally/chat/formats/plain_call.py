@@ -1,7 +1,7 @@
-"""Reads `calculator(123 + 456)` and `search(query="x", topk=3)`: calls in plain text, for names of known tools only.
+"""The plain format: `calculator(123 + 456)` or `search(query="x", topk=3)`, for names of known tools only.
 
-Brackets and quotes are matched, so `calculator((1 + 2) * 3)` is one call. Outside quotes a call stays on its line: a
-bracket that is still open at its end is a malformed call, not a missing one.
+Brackets and quotes are matched, so `calculator((1 + 2) * 3)` is one call. Outside of quotes, a call must end on its
+line; otherwise it is malformed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class Split(NamedTuple):
-    """Arguments cut at the commas outside brackets and quotes, and the end past the closing bracket, if it comes."""
+    """Arguments split at the commas outside brackets and quotes, and the position after the closing bracket, if any."""
 
     parts: list[str]
     end: int | None
@@ -104,7 +104,7 @@ def _positional_names(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A quoted string without its quotes, else what the schema asks for; with no schema, a literal if it is one."""
+    """A quoted string without its quotes, otherwise the text converted by its schema or, without one, as a literal."""
     text = text.strip()
     if text[:1] in ("'", '"') or not schema:
         try:

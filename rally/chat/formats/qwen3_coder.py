@@ -1,7 +1,7 @@
-"""Reads `<tool_call><function=N><parameter=K>value</parameter></function></tool_call>`, the way of Qwen3-Coder.
+"""The format of Qwen3-Coder: `<tool_call><function=N><parameter=K>value</parameter></function></tool_call>`.
 
-Values are raw text, converted by the tool's schema. A call may lack its outer tags or those at the end of the turn;
-a parameter cut off by the end of the turn makes the call malformed, since its value is not all there.
+Values are raw text, converted by the tool's schema. The outer tags and the tags at the end of the turn are optional. A
+parameter cut off by the end of the turn makes the call malformed, since its value is incomplete.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _body(text: str, at: int, schema: Mapping[str, Any]) -> Body:
 
 
 def _unclosed_end(text: str, start: int, key: str) -> int:
-    """Where a value without its closing tag ends: at the next parameter or the end of its function, nowhere else."""
+    """Where a value without its closing tag ends: at the next parameter or the end of its function. Else ValueError."""
     following = _UNCLOSED_END.search(text, start)
     if following is None or following.group() in ("<function=", "<tool_call>"):
         raise ValueError(f"the value of parameter {key!r} is not closed with {_CLOSE}")

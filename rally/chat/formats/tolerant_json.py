@@ -1,7 +1,8 @@
-"""JSON as language models write it is read as they meant it, or refused with a reason they can use.
+"""A JSON reader that accepts the common mistakes of language models.
 
-Beyond strict JSON it reads single-quoted strings, raw newlines inside strings, trailing commas, bare keys, and the
-Python words True, False and None. It never completes what is cut off: half a call must not be executed.
+Beyond JSON it accepts single-quoted strings, raw newlines inside strings, trailing commas, bare keys, and Python's
+True, False and None. It never completes truncated input, because half a call must not be executed. Its errors are
+written for the model.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Value(NamedTuple):
 
 
 def read_json(text: str, start: int = 0) -> Value:
-    """The value that begins at `start` (leading space allowed); ValueError says in words what is wrong."""
+    """The value that begins at `start`, after optional whitespace. Raises ValueError."""
     start = _skip(text, start)
     try:
-        # The fast decoder has no depth limit of its own, so a text that might be too deep goes to the slow one.
+        # The fast decoder has no depth limit, so text that may be nested too deeply goes to the slow one.
         if text.count("{", start) + text.count("[", start) > MAX_DEPTH:
             raise ValueError
         value, end = _STRICT.raw_decode(text, start)
@@ -40,7 +41,7 @@ def read_json(text: str, start: int = 0) -> Value:
 
 
 def read_whole(text: str) -> Any:
-    """The one value that is all of `text`."""
+    """The value that makes up all of `text`. Raises ValueError."""
     value, end = read_json(text)
     rest = text[end:].strip()
     if rest:
@@ -55,7 +56,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Escaped pairs joined; half of a pair is no character and no tokenizer could encode it later."""
+    """The value with surrogate pairs joined and lone surrogates, which no tokenizer can encode, replaced."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -151,7 +152,7 @@ class _Reader:
         return _skip(self.text, at) + 1
 
     def _comma_or(self, at: int, closer: str) -> int:
-        """Past one comma, or at the closing bracket; anything else is an error."""
+        """The position after one comma, or of the closing bracket. Raises ValueError."""
         return at if self._peek(at) == closer else self._expect(at, ",")
 
     def _near(self, at: int) -> str:

@@ -1,1 +1,1 @@
-"""What code and configurations written for verl need."""
+"""Compatibility with verl: import names, agent loops, reward functions, tool schemas and configuration keys."""

@@ -1,9 +1,9 @@
-"""A loop that speaks in messages is trained on the tokens that were sampled, not on its messages encoded again.
+"""Base classes for agent loops written for verl, over tokens (`VerlAgentLoop`) or over messages (`MessageLoop`).
 
-Such a loop writes `generate(llm_server, data)` over lists of messages, asks `llm_server.generate(prompts=[history])`
-for the text of the next turn, and returns its histories. Here each episode is one such call with one prompt. A history
-that goes on from what was said before extends the segment; one that was edited opens a new segment, as a template that
-rewrites history does.
+Both are trained on the sampled tokens; messages are never encoded again. A message loop defines
+`generate(llm_server, data)`, gets the text of the next turn from `llm_server.generate(prompts=[history])`, and returns
+its histories. Each episode is one such call with one prompt. A history that continues the last one extends the segment;
+an edited history starts a new segment. The module also has the small helpers that such loops import from verl.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rally.loops.episode_builder import EpisodeBuilder
 from rally.types import Message, Segment, StopReason
 
 F = TypeVar("F", bound=Callable[..., Any])
-NOT_YET = "which loops of verl cannot yet"
+NOT_SUPPORTED = "which is not supported in loops written for verl"
 
 
 class TokenOutput(NamedTuple):
-    """One generation, by the names that such a loop reads."""
+    """One generation, with verl's field names."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -39,7 +39,7 @@ class TokenOutput(NamedTuple):
 
 @dataclass
 class AgentLoopMetrics:
-    """Seconds of an exchange, as such a loop hands them back."""
+    """The seconds of an episode, as a loop reports them."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -47,8 +47,8 @@ class AgentLoopMetrics:
 
 
 class ServerManager:
-    """The engine under the name and with the keywords that such a loop uses. Whatever its `request_id`, an episode
-    stays where its history is cached."""
+    """The engine with verl's interface. `request_id` is ignored: an episode always uses the server that caches its
+    history."""
 
     def __init__(self, server: EpisodeServer) -> None:
         self._server = server
@@ -63,26 +63,27 @@ class ServerManager:
         video_data: Any = None,
     ) -> TokenOutput:
         if image_data or video_data:
-            raise LoopError(f"the agent loop sends image_data or video_data, {NOT_YET}; leave it out")
-        said = await self._server.generate(prompt_ids, known_to_us(sampling_params))
-        return TokenOutput(list(said.ids), list(said.logprobs), "aborted" if said.finish == "abort" else "completed")
+            raise LoopError(f"the agent loop sends image_data or video_data, {NOT_SUPPORTED}; remove it")
+        generation = await self._server.generate(prompt_ids, sampling_keywords(sampling_params))
+        stop_reason = "aborted" if generation.finish == "abort" else "completed"
+        return TokenOutput(list(generation.ids), list(generation.logprobs), stop_reason)
 
 
 class VerlAgentLoop(AgentLoopBase):
-    """What a loop class written for verl derives from."""
+    """Rally's counterpart of verl's AgentLoopBase."""
 
     processor: None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         if args:
             raise LoopError(
-                f"{type(self).__name__}.__init__ is given options by name alone; take **kwargs and pass them on"
+                f"{type(self).__name__}.__init__ must pass its options to super() as keywords; use **kwargs"
             )
         super().__init__(**options)
 
     @cached_property
     def config(self) -> Any:
-        """All keys of the run, `config.actor_rollout_ref.rollout.response_length` and the like."""
+        """The configuration of the run, such as `config.actor_rollout_ref.rollout.response_length`."""
         return self.context.run_config
 
     @cached_property
@@ -94,9 +95,9 @@ class VerlAgentLoop(AgentLoopBase):
         return asyncio.get_running_loop()
 
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The images and videos of the messages by kind: none."""
+        """The images and videos of the messages, which is always none."""
         if has_images(messages):
-            raise LoopError(f"the prompt holds images, {NOT_YET}; use the tool loop, or leave them out")
+            raise LoopError(f"the prompt contains images, {NOT_SUPPORTED}; use the tool loop, or remove them")
         return {}
 
     async def apply_chat_template(
@@ -107,24 +108,24 @@ class VerlAgentLoop(AgentLoopBase):
         videos: Any = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """The ids of the first messages or, with `remove_system_prompt`, of those that follow a sampled turn."""
+        """The ids of the first messages or, with `remove_system_prompt`, of messages after a sampled turn."""
         if images or videos or has_images(messages):
-            raise LoopError(f"the agent loop renders images or videos, {NOT_YET}; leave them out")
+            raise LoopError(f"the agent loop renders images or videos, {NOT_SUPPORTED}; remove them")
         codec = self.codec if tools is None else self.codec.with_tools(tools)
         return list(codec.encode_delta(messages) if remove_system_prompt else codec.encode_prompt(messages))
 
 
-def known_to_us(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by our names, without those that say what is always so: log-probs come back, nothing is
-    penalised."""
-    always = {"logprobs": (True, 0, 1), "repetition_penalty": (1.0,)}
-    told = {key: value for key, value in sampling_params.items() if value not in always.get(key, ())}
-    return {"max_tokens" if key == "max_new_tokens" else key: value for key, value in told.items()}
+def sampling_keywords(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters by Rally's names, without those that restate a fixed behaviour (log-probs are always returned,
+    repetition is never penalized)."""
+    fixed = {"logprobs": (True, 0, 1), "repetition_penalty": (1.0,)}
+    effective = {key: value for key, value in sampling_params.items() if value not in fixed.get(key, ())}
+    return {"max_tokens" if key == "max_new_tokens" else key: value for key, value in effective.items()}
 
 
 @contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
-    """Adds the seconds spent inside to `timing_raw[name]`."""
+    """Adds the seconds of the block to `timing_raw[name]`."""
     began = time.perf_counter()
     try:
         yield
@@ -133,17 +134,17 @@ def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
 
 
 def rollout_trace_op(function: F) -> F:
-    """The function itself: every turn and call of an episode is recorded anyway (rollout.trace sends it on)."""
+    """Returns the function unchanged: every turn and call of an episode is recorded anyway (see rollout.trace)."""
     return function
 
 
 PADDING = "padding"
-"""The role of messages that only bring histories to one length; nothing here needs that, so they are left out."""
+"""The role of messages that pad histories to equal length. They are dropped."""
 
 
 @dataclass
 class DataProto:
-    """Rows in columns: `batch["prompt"]` has the messages of each, `non_tensor_batch` its other fields."""
+    """Rows as columns: `batch["prompt"]` has the messages of each row, `non_tensor_batch` the other fields."""
 
     batch: dict[str, Any] = field(default_factory=dict)
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -157,12 +158,12 @@ class DataProto:
 
 
 class ExchangeOver(BaseException):
-    """A limit of the run ended the exchange; raised through the user's loop, which has nothing to do about it. As with
-    a cancellation, code that catches every Exception must not catch it."""
+    """A limit of the run ended the episode. It is raised through the user's loop. It derives from BaseException, as
+    CancelledError does, so that `except Exception` does not catch it."""
 
 
 class MessageServer:
-    """The policy as such a loop asks it."""
+    """The policy with the interface of a message loop."""
 
     def __init__(self, loop: MessageLoop, exchange: EpisodeBuilder) -> None:
         self.exchange = exchange
@@ -171,10 +172,10 @@ class MessageServer:
         self._history: list[Message] = list(exchange.messages)
         self._closed = True
         self._began = time.perf_counter()
-        self._one_turn = asyncio.Lock()  # a second turn that is asked for meanwhile goes on from another history
+        self._one_turn = asyncio.Lock()  # concurrent requests are answered one after the other
 
     async def generate(self, prompts: Sequence[Sequence[Message]], **sampling_params: Any) -> dict[str, list[str]]:
-        """`{"text": [...]}`: the next turn of each history."""
+        """The next turn of each history, as `{"text": [...]}`."""
         if any(isinstance(history, Mapping | str) for history in prompts):
             raise LoopError("llm_server.generate takes a list of histories; write prompts=[history]")
         async with self._one_turn:
@@ -182,14 +183,14 @@ class MessageServer:
 
     async def _turn(self, history: list[Message], sampling_params: Mapping[str, Any]) -> str:
         exchange, started = self.exchange, time.perf_counter()
-        most = self._loop.settings.max_assistant_turns
-        if most and exchange.count("assistant") >= most:
+        max_turns = self._loop.settings.max_assistant_turns
+        if max_turns and exchange.count("assistant") >= max_turns:
             self._end(StopReason.MAX_TURNS)
         self._take(history, started)
-        if exchange.room <= 0:
-            self._end(exchange.out_of_room())
-        asked = known_to_us(sampling_params)
-        params = {**asked, "max_tokens": min(exchange.room, asked.get("max_tokens", exchange.room))}
+        if exchange.tokens_left <= 0:
+            self._end(exchange.limit_reached())
+        params = sampling_keywords(sampling_params)
+        params["max_tokens"] = min(exchange.tokens_left, params.get("max_tokens", exchange.tokens_left))
         try:
             async with asyncio.timeout(self._loop.context.turn_seconds(self._began)) as limit:
                 segment = exchange.segment
@@ -203,34 +204,34 @@ class MessageServer:
         self._history = [*history, {"role": "assistant", "content": parsed.text}]
         if generation.finish == "abort":
             self._end(StopReason.CANCELLED)
-        if generation.finish == "length" and exchange.room <= 0:
-            self._end(exchange.out_of_room())
+        if generation.finish == "length" and exchange.tokens_left <= 0:
+            self._end(exchange.limit_reached())
         return parsed.text
 
     def finish(self, trajectory: Sequence[Message]) -> None:
-        """Record what was said after the last turn that was sampled; nothing follows it, so it has no tokens."""
-        said = [message for message in trajectory if message["role"] != PADDING]
-        if _same(said[: len(self._history)], self._history):
-            for message in said[len(self._history) :]:
+        """Record the messages after the last sampled turn. Nothing is sampled after them, so they get no tokens."""
+        messages = [message for message in trajectory if message["role"] != PADDING]
+        if _same(messages[: len(self._history)], self._history):
+            for message in messages[len(self._history) :]:
                 self.exchange.add_closing(str(message.get("content") or ""), None, time.perf_counter(), message["role"])
 
     def _take(self, history: list[Message], started: float) -> None:
-        """Bring the exchange to where `history` is."""
+        """Extend the episode to `history`, or start a new segment if it does not continue the last one."""
         exchange, known = self.exchange, len(self._history)
         new = history[known:]
-        goes_on = _same(history[:known], self._history)
-        if goes_on and not new and not exchange.turns:
+        continues = _same(history[:known], self._history)
+        if continues and not new and not exchange.turns:
             return
         exchange.messages = list(self._history)
-        if goes_on and new and exchange.turns and all(message["role"] != "assistant" for message in new):
+        if continues and new and exchange.turns and all(message["role"] != "assistant" for message in new):
             rerender = self._loop.settings.history == "rerender"
             reason = exchange.add_observed(new, (), closed=self._closed, rerender=rerender, started=started)
             if reason is not None:
                 self._end(reason)
             return
-        self._begin_again(history)
+        self._start_segment(history)
 
-    def _begin_again(self, history: list[Message]) -> None:
+    def _start_segment(self, history: list[Message]) -> None:
         exchange = self.exchange
         full = exchange.codec.rerender(history)
         if len(full.ids) >= exchange.max_model_len:
@@ -246,16 +247,16 @@ class MessageServer:
 
 
 class MessageLoop(VerlAgentLoop):
-    """Subclass it and write `generate`; name the class in `rollout.agent_loop_class`."""
+    """A loop over messages. Subclass it, define `generate`, and name the class in `rollout.agent_loop_class`."""
 
     @abstractmethod
     async def generate(self, llm_server: MessageServer, data: DataProto, **kwargs: Any) -> DataProto:
-        """Hold the exchange of each prompt of `data.batch["prompt"]`; the histories go to `batch["response"]`.
-        `kwargs` are the sampling parameters, to be passed on to `llm_server.generate`."""
+        """Play the episode of each prompt in `data.batch["prompt"]` and put the histories into `batch["response"]`.
+        `kwargs` are the sampling parameters to pass to `llm_server.generate`."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        most = self.server.engine.max_model_len
-        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, most, self.context.began)
+        max_model_len = self.server.engine.max_model_len
+        exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         server = MessageServer(self, exchange)
         data = DataProto(
             batch={"prompt": [[dict(message) for message in self.task.prompt]]},

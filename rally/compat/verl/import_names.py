@@ -1,8 +1,8 @@
-"""A file written for verl finds the names it imports: each is the one of Rally that does the same.
+"""Makes verl's import names available, each as its counterpart in Rally.
 
-Where verl is not installed, `from verl.tools.base_tool import BaseTool` gives `rally.tools.BaseTool`, and so on down
-the table, so that tools, users, rewards and agent loops can be brought along as they are. A name or module that is not
-in the table cannot be imported, as ever. An installed verl goes before all of this.
+If verl is not installed, `from verl.tools.base_tool import BaseTool` imports `rally.tools.BaseTool`, and so on for the
+names in the table below. Tools, simulated users, rewards and agent loops written for verl then run unchanged. Importing
+any other name fails as usual. An installed verl takes precedence.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.utils.profiler": {"simple_timer": "rally.compat.verl.agent_loops.simple_timer"},
     "verl.utils.rollout_trace": {"rollout_trace_op": "rally.compat.verl.agent_loops.rollout_trace_op"},
 }
-"""Module, name, and the dotted path of what stands in for it; looked up when the name is."""
+"""For each module, its names and the dotted paths of their counterparts, which are imported on access."""
 
 PACKAGES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in range(1, name.count(".") + 2)}
 
 
 class VerlNameFinder(MetaPathFinder, Loader):
-    """Finds the modules of the table; last on the path, so that what is installed is found first."""
+    """Finds the modules of the table. It is last in sys.meta_path, so that an installed verl is found first."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if fullname in PACKAGES else None
@@ -80,16 +80,16 @@ class VerlNameFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         names = NAMES.get(module.__name__, {})
 
-        def found(name: str) -> Any:
+        def import_counterpart(name: str) -> Any:
             if name not in names:
-                raise AttributeError(f"Rally has nothing that stands in for {module.__name__}.{name}")
-            where, _, what = names[name].rpartition(".")
-            return getattr(importlib.import_module(where), what)
+                raise AttributeError(f"Rally has no counterpart of {module.__name__}.{name}")
+            target_module, _, attribute = names[name].rpartition(".")
+            return getattr(importlib.import_module(target_module), attribute)
 
-        module.__getattr__ = found  # type: ignore[method-assign]
+        module.__getattr__ = import_counterpart  # type: ignore[method-assign]
 
 
 def offer_verl_names() -> None:
-    """From now on, files written for verl can be imported in this process."""
+    """Install the finder, so that files written for verl can be imported in this process."""
     if not any(isinstance(finder, VerlNameFinder) for finder in sys.meta_path):
         sys.meta_path.append(VerlNameFinder())

@@ -1,4 +1,4 @@
-"""The score functions that reward files of verl import one by one are ours under the signatures used there."""
+"""verl's score functions, with verl's signatures, computed by Rally's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rally.rewards.registry import compute_score
 def gsm8k(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right number, `format_score` for a wrong one or none."""
+    """`score` for the right number, otherwise `format_score`."""
     right = compute_score("openai/gsm8k", solution_str, ground_truth, method=method)
     return score if right else format_score
 
@@ -25,7 +25,7 @@ def math_dapo(
 def search_r1(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for an exact match, less after more than ten answers; `format_score` for none."""
-    found = compute_score("searchR1_", solution_str, ground_truth)
-    assert isinstance(found, dict)
-    return score * float(found["score"]) or format_score
+    """`score` for an exact match, less after more than ten answers; otherwise `format_score`."""
+    result = compute_score("searchR1_", solution_str, ground_truth)
+    assert isinstance(result, dict)
+    return score * float(result["score"]) or format_score

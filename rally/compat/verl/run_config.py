@@ -1,4 +1,4 @@
-"""A loop written for verl reads the keys of the run where it looks for them, with what was left out filled in."""
+"""Converts a Config into the OmegaConf tree that loops written for verl read, with defaults filled in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rally.config import Config
 
 
 def config_for_loops(config: Config) -> DictConfig:
-    """All keys as such a loop reads them: attributes and `get`; lengths, turns and the tool file are never left out
-    because they were spelled otherwise."""
+    """All keys, readable as attributes and with `get`. Lengths, turn limits and tool files are set under verl's names,
+    also if the user set them by another key."""
     tree = config.model_dump(mode="json")
     rollout = tree["actor_rollout_ref"]["rollout"]
     rollout |= {"prompt_length": config.prompt_length, "response_length": config.response_length}
@@ -25,13 +25,13 @@ def config_for_loops(config: Config) -> DictConfig:
 
 
 def as_written(tree: dict[str, Any]) -> DictConfig:
-    """Keys that code written for verl reads, each as the user wrote it."""
+    """The keys as an OmegaConf tree, each value as the user wrote it."""
     keys: DictConfig = OmegaConf.create(_literal(tree))
     return keys
 
 
 def _literal(value: Any) -> Any:
-    """What the user wrote was interpolated before: a ${ that is left is text, and must be read as such."""
+    """Escape `${`: values are already interpolated, so a remaining one is literal text."""
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A tool schema written as Pydantic models, as tool classes of verl write it, keeps every part of it."""
+"""verl's Pydantic models of tool schemas. Unknown keys are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class SchemaPart(BaseModel):
-    """One mapping of a schema; what has no field of its own is kept as it is."""
+    """One mapping of a schema. Keys without a field are kept."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,1 +1,1 @@
-"""Data of the demo: sums that are easy with a calculator."""
+"""Recipe data of the demo: arithmetic problems for a calculator tool."""

@@ -1,7 +1,8 @@
-"""Conversations that teach a model to call the calculator, and the bad habits that training is to cure it of.
+"""Arithmetic problems as rows, and supervised conversations with good and bad habits of calling the calculator.
 
-Tool answers are exact. The habits: `good` calls and repeats the result; `guess` never calls and is wrong; `malformed`
-writes a call that cannot be parsed, is told so and guesses; `wrong_digit` calls with one digit of the expression wrong.
+Training is meant to remove the bad habits. `good` calls the tool and repeats the result; `guess` answers wrongly with
+no call; `malformed` writes a call that cannot be parsed, gets an error and guesses; `wrong_digit` calls with one wrong
+digit in the expression. A problem belongs to the split `test` when the MD5 of its expression is a multiple of ten.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ArithmeticProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class ArithmeticSpec:
-    """Which problems there are: the inclusive ranges of a, b and c, the forms they fill, and how one asks."""
+    """The space of problems: inclusive ranges of a, b and c, forms of expressions, and phrasings of questions."""
 
     a: tuple[int, int] = (11, 99)
     b: tuple[int, int] = (11, 99)
@@ -48,7 +49,7 @@ class ArithmeticSpec:
         for name in ("a", "b", "c"):
             low, high = getattr(self, name)
             if not 0 <= low <= high:
-                raise DataError(f"the range of {name} is {low} to {high}; it must run from 0 or more to no less")
+                raise DataError(f"the range of {name} is {low} to {high}; it must have 0 <= low <= high")
         for form in self.forms:
             if not _is_whole(form):
                 raise DataError(f"the form {form!r} must be {{a}}, {{b}}, {{c}} joined by + - * and brackets")
@@ -57,7 +58,7 @@ class ArithmeticSpec:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of numbers joined by + - * / and brackets; ValueError for anything else."""
+    """The exact value of an expression of numbers, + - * / and brackets. Raises ValueError for anything else."""
 
     def value(node: ast.expr) -> Fraction:
         match node:
@@ -76,7 +77,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _is_whole(form: str) -> bool:
-    """Whether a form makes expressions, and none with a division: answers are whole numbers."""
+    """Whether a form gives valid expressions without division, so that answers are whole numbers."""
     try:
         evaluate(form.format(a=7, b=5, c=3))
     except (KeyError, IndexError, ValueError):
@@ -90,7 +91,7 @@ def held_out(expression: str) -> bool:
 
 
 def draws(rng: random.Random, split: Split, spec: ArithmeticSpec) -> Iterator[ArithmeticProblem]:
-    """Problems of one split without end, repeats among them."""
+    """An endless stream of problems of one split, with repetitions."""
     misses = 0
     while misses < _MISSES_IN_A_ROW:
         numbers = {name: rng.randint(*getattr(spec, name)) for name in ("a", "b", "c")}
@@ -104,7 +105,7 @@ def draws(rng: random.Random, split: Split, spec: ArithmeticSpec) -> Iterator[Ar
 
 
 def problems(count: int, seed: int, split: Split, spec: ArithmeticSpec | None = None) -> list[ArithmeticProblem]:
-    """`count` different problems; asking for more of them only adds to the end."""
+    """`count` different problems. A larger count only appends to them."""
     spec = spec or ArithmeticSpec()
     found: dict[str, ArithmeticProblem] = {}
     stream = draws(random.Random(f"arithmetic:{seed}:{split}"), split, spec)
@@ -140,7 +141,7 @@ MALFORMED_REPLY = "Failed to decode tool call: the JSON is cut off"
 
 
 def conversation(problem: ArithmeticProblem, habit: Habit, rng: random.Random) -> list[Message]:
-    """One conversation about the problem, in the OpenAI shape."""
+    """One conversation about the problem, in OpenAI form."""
     user = {"role": "user", "content": problem.question}
     match habit:
         case "good":
@@ -148,7 +149,7 @@ def conversation(problem: ArithmeticProblem, habit: Habit, rng: random.Random) -
         case "guess":
             return [user, _final(_wrong_number(problem.answer, rng))]
         case "malformed":
-            # One closing brace short: no reader may complete it, or half a call could be executed.
+            # One closing brace is missing. A parser must not complete it, or half a call could be executed.
             text = (
                 f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{"expression": "{problem.expression}"}}\n</tool_call>'
             )
@@ -162,7 +163,7 @@ def conversation(problem: ArithmeticProblem, habit: Habit, rng: random.Random) -
 def conversations(
     count: int, mix: Mapping[str, float], spec: ArithmeticSpec, seed: int, split: Split = "train"
 ) -> Iterator[dict[str, Any]]:
-    """`count` conversations whose habits are drawn with the weights of `mix`, as rows with messages and tools."""
+    """`count` conversations with habits drawn by the weights in `mix`, as rows with messages and tools."""
     unknown = sorted(set(mix) - set(get_args(Habit)))
     if unknown:
         raise DataError(f"there is no habit {', '.join(unknown)}; the habits are {', '.join(get_args(Habit))}")
@@ -197,7 +198,7 @@ def _final(number: int) -> Message:
 
 
 def _wrong_number(answer: int, rng: random.Random) -> int:
-    """A number of as many digits that is not the answer."""
+    """A wrong number with as many digits as the answer."""
     top = 10 ** len(str(abs(answer)))
     guess = rng.randrange(top // 10, top - 1)
     guess += guess >= abs(answer)
@@ -205,7 +206,7 @@ def _wrong_number(answer: int, rng: random.Random) -> int:
 
 
 def _with_wrong_digit(expression: str, rng: random.Random) -> str:
-    # No zero, which could come first in its number; and nothing held out, which a train conversation must not show.
+    # No zero, which could lead a number, and no held-out expression, which must not be in a train conversation.
     changed = [
         f"{expression[:at]}{digit}{expression[at + 1 :]}"
         for at, old in enumerate(expression)

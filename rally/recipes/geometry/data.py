@@ -1,8 +1,8 @@
-r"""Figures with one unknown: what has to be read is drawn and nowhere else, and every answer is checked by measuring.
+r"""Geometry problems with drawn figures as rows, generated or converted from Geometry3K.
 
-The numbers are in the picture alone, so nothing can be answered without looking. A problem belongs to the split `test`
-when the MD5 of its kind and its numbers is a multiple of ten, however it is turned and drawn. Rows of the shape of
-geometry3k (images, problem, answer) are brought into the same form.
+The numbers are only in the image, so no question can be answered without it. Every answer is checked by measuring the
+figure. A problem belongs to the split `test` when the MD5 of its kind and numbers is a multiple of ten, however it is
+rotated and drawn. Rows in the format of geometry3k (images, problem, answer) are converted to the same form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MISSES_IN_A_ROW = 4_000
 
 
 class GeometryProblem(NamedTuple):
-    """`name` is its kind and numbers; `measured` is the unknown as the figure itself has it."""
+    """A problem. `name` is its kind and numbers; `measured` is the unknown, measured in the figure."""
 
     name: str
     level: int
@@ -142,7 +142,7 @@ def held_out(name: str) -> bool:
 
 
 def problems(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3)) -> list[GeometryProblem]:
-    """`count` different problems of these levels; asking for more of them only adds to the end."""
+    """`count` different problems of these levels. A larger count only appends to them."""
     rng = random.Random(f"geometry:{seed}:{split}")
     found: dict[str, GeometryProblem] = {}
     misses = 0
@@ -152,13 +152,13 @@ def problems(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3
         if problem.level in levels and held_out(problem.name) == (split == "test") and problem.name not in found:
             found[problem.name], misses = problem, 0
     if len(found) < count:
-        told = f"only {len(found)} of {count} different {split} problems of level {', '.join(map(str, levels))}"
-        raise DataError(f"{told} were found; ask for fewer, or for more levels")
+        problem_kind = f"different {split} problems of level {', '.join(map(str, levels))}"
+        raise DataError(f"only {len(found)} of {count} {problem_kind} were found; ask for fewer, or for more levels")
     return list(found.values())
 
 
 def rows(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3)) -> Iterator[Row]:
-    """Problems, turned and drawn, as rows."""
+    """Problems as rows, with rotated and drawn figures."""
     for index, problem in enumerate(problems(count, seed, split, levels)):
         rng = random.Random(f"{seed}:{problem.name}")
         picture = drawn(turned(problem.figure, rng.uniform(0, 360), mirrored=rng.random() < 0.5))
@@ -167,15 +167,15 @@ def rows(count: int, seed: int, split: str, levels: Sequence[int] = (1, 2, 3)) -
 
 
 def converted(source: Path, split: str) -> Iterator[Row]:
-    """Rows of a folder with `<split>.parquet` or `.jsonl`, columns images, problem and answer, pictures taken along."""
+    """The rows of a folder with `<split>.parquet` or `.jsonl` and the columns images, problem and answer."""
     names = [f"{split}.parquet", f"{split}.jsonl", f"data/{split}-00000-of-00001.parquet"]
     file = next((source / name for name in names if (source / name).is_file()), None)
     if file is None:
-        raise DataError(f"{source} holds no geometry problems; it must have one of {', '.join(names)}")
+        raise DataError(f"{source} has no geometry problems; it must have one of {', '.join(names)}")
     for index, row in enumerate(read_rows(file)):
         problem, answer = row.get("problem"), row.get("answer")
         if not isinstance(problem, str) or not isinstance(answer, str):
-            raise DataError(f"{file}, row {index}: there must be images, a problem and an answer, both of them text")
+            raise DataError(f"{file}, row {index}: a row must have images, and a problem and an answer as text")
         pictures = [image.read() for image in load_images(row, "images", file.parent)]
         question = problem.replace("<image>", "").strip()
         yield _row(GEOMETRY3K, question, pictures, answer, {"split": split, "index": index})
@@ -197,7 +197,7 @@ def _row(source: str, question: str, pictures: Sequence[bytes], answer: str, ext
 
 
 def _corners(a: int, b: int) -> list[Point]:
-    """A triangle over a base of length 1 with these angles there."""
+    """A triangle with a base of length 1 and these angles at the base."""
     left, right = math.radians(a), math.radians(b)
     side = math.sin(right) / math.sin(left + right)
     return [(0.0, 0.0), (1.0, 0.0), (side * math.cos(left), side * math.sin(left))]
@@ -254,7 +254,7 @@ class GeometrySizes(NamedTuple):
 def write_geometry(
     out: Path, sizes: GeometrySizes, levels: Sequence[int], source: Path | None, seed: int
 ) -> list[WrittenFile]:
-    """train.parquet and test.parquet, pictures inside: drawn here, or those of a folder like geometry3k's."""
+    """Write train.parquet and test.parquet with images: generated, or from a folder in geometry3k's format."""
     counts = dict(zip(SPLITS, sizes, strict=True))
     return [
         write_file(

@@ -1,6 +1,6 @@
-"""A figure of lines, circles and labels becomes a picture with all of it inside and upright text, the same every time.
+"""Draws a figure of lines, circles and labels as a PNG, deterministically.
 
-Coordinates are mathematical: x to the right, y up.
+The whole figure fits into the image, and text is upright. Coordinates are mathematical: x to the right, y up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARK = 14  # the little square of a right angle
 
 
 class Figure(NamedTuple):
-    """`square`: a corner with a right angle, and the ends of its two sides."""
+    """A figure. `square`: a corner with a right angle, and the ends of its two sides."""
 
     lines: tuple[tuple[Point, Point], ...]
     labels: tuple[tuple[Point, str], ...]
@@ -36,12 +36,12 @@ def middle(*points: Point) -> Point:
 
 
 def toward(a: Point, b: Point, share: float) -> Point:
-    """The point that far on the way from a to b."""
+    """The point at this share of the way from a to b."""
     return (a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1]))
 
 
 def turned(figure: Figure, degrees: float, *, mirrored: bool) -> Figure:
-    """The same figure lying otherwise; angles and lengths stay what they are."""
+    """The figure rotated and optionally mirrored. Angles and lengths do not change."""
     cos, sin = at(degrees)
 
     def move(point: Point) -> Point:
@@ -52,7 +52,7 @@ def turned(figure: Figure, degrees: float, *, mirrored: bool) -> Figure:
 
 
 def drawn(figure: Figure) -> bytes:
-    """A PNG."""
+    """The figure as a PNG."""
     from PIL import ImageDraw, ImageFont
 
     picture = load_pil().new("RGB", (SIDE, SIDE), "white")
@@ -73,14 +73,14 @@ def drawn(figure: Figure) -> bytes:
 
 
 def _write(pen: Any, place: Point, text: str, font: Any) -> None:
-    """On white, so that a line behind a number does not change it."""
+    """Write text on white, so that a line behind a number does not make it unreadable."""
     left, top, right, bottom = pen.textbbox(place, text, font=font, anchor="mm")
     pen.rectangle((left - 1, top - 1, right + 1, bottom + 1), fill="white")
     pen.text(place, text, fill="black", font=font, anchor="mm")
 
 
 def _fitted(figure: Figure) -> Figure:
-    """In pixels, y down, as large as the margin allows."""
+    """The figure in pixels, y down, as large as the margin allows."""
     points = [*(p for line in figure.lines for p in line), *(p for p, _ in figure.labels)]
     for (x, y), r in figure.circles:
         points += [(x - r, y - r), (x + r, y + r)]

@@ -1,7 +1,8 @@
-"""Every GSM8K problem becomes one row whose ground truth is the number after `####`, commas removed.
+"""GSM8K as rows and as supervised conversations with the calculator.
 
-Flavors: `tool` (the tool's state comes with the row), `agent_loop` (the same, and the row names the tool loop),
-`interaction` (no tool: a simulated user says whether the answer is right).
+The ground truth of a row is the number after `####`, without commas. Flavors: `tool` (the row has the tool's
+create_kwargs), `agent_loop` (the same, and the row names the tool loop), `interaction` (no tool; a simulated user
+checks the answer).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Flavor = Literal["tool", "interaction", "agent_loop"]
 Tool = Literal["calc_gsm8k_reward", "calculator"]
 Split = Literal["train", "test"]
 
-CALCULATOR_SCHEMA: dict[str, Any] = {  # that of the built-in tool: what is taught is what a rollout shows
+CALCULATOR_SCHEMA: dict[str, Any] = {  # equals that of the built-in tool, so that conversations match rollouts
     "type": "function",
     "function": {
         "name": "calculator",
@@ -61,10 +62,10 @@ class _Item(NamedTuple):
 
 
 def build(source: Path | None, flavor: Flavor, split: Split, tool: Tool = "calc_gsm8k_reward") -> Iterator[Row]:
-    """The rows of one split, from a folder with `<split>.jsonl` or `.parquet`, or without one from the hub."""
+    """The rows of one split, from a folder with `<split>.jsonl` or `.parquet`, or from the hub."""
     for name, choice, choices in (("flavor", flavor, get_args(Flavor)), ("tool", tool, get_args(Tool))):
         if choice not in choices:
-            raise DataError(f"the {name} {choice!r} is not known; choose one of {', '.join(choices)}")
+            raise DataError(f"unknown {name} {choice!r}; choose one of {', '.join(choices)}")
     return _rows(source, flavor, split, tool)
 
 
@@ -73,8 +74,8 @@ def _rows(source: Path | None, flavor: Flavor, split: Split, tool: Tool) -> Iter
         extra: Row = {"split": split, "index": item.number, "question": item.question, "answer": item.answer}
         extra["level"] = calculation_steps(item.answer)
         if flavor == "interaction":
-            judged = {"query": item.question, "ground_truth": item.ground_truth}
-            extra["interaction_kwargs"] = {"name": "gsm8k", **judged}
+            kwargs = {"query": item.question, "ground_truth": item.ground_truth}
+            extra["interaction_kwargs"] = {"name": "gsm8k", **kwargs}
         elif tool == "calc_gsm8k_reward":
             extra["need_tools_kwargs"] = True
             extra["tools_kwargs"] = {tool: {"create_kwargs": {"ground_truth": item.ground_truth}}}
@@ -89,14 +90,14 @@ def _rows(source: Path | None, flavor: Flavor, split: Split, tool: Tool) -> Iter
 
 
 def calculation_steps(answer: str) -> int:
-    """How many calculations the written solution takes: its notes, or its lines where it has none."""
+    """The number of calculations in the solution: its `<<...>>` notes, or its lines if it has none."""
     return answer.count("<<") or len(_ANSWER.sub("", answer).strip().splitlines())
 
 
 def sft_rows(source: Path | None) -> Iterator[Row]:
     """Conversations with the calculator, made from the `<<48/2=24>>` notes of the train split.
 
-    Solutions without notes are left out, and so are those with a note that is not exact: the tool would contradict it.
+    Solutions without notes, or with a note that is not exact, are skipped: the tool would contradict the latter.
     """
     for item in _items(source, "train"):
         notes = _ANNOTATION.findall(item.answer)
@@ -117,10 +118,10 @@ def _items(source: Path | None, split: Split) -> Iterator[_Item]:
         rows = read_rows(_file(source, split))
     for index, row in enumerate(rows):
         question, answer = row.get("question"), row.get("answer")
-        found = _ANSWER.search(answer) if isinstance(answer, str) else None
-        if not isinstance(question, str) or not isinstance(answer, str) or found is None:
+        match = _ANSWER.search(answer) if isinstance(answer, str) else None
+        if not isinstance(question, str) or not isinstance(answer, str) or match is None:
             raise DataError(f"GSM8K {split}, row {index}: there must be a question, and an answer with '#### <number>'")
-        yield _Item(index, question, answer, found[1].replace(",", ""))
+        yield _Item(index, question, answer, match[1].replace(",", ""))
 
 
 def _file(source: Path, split: Split) -> Path:
@@ -128,11 +129,11 @@ def _file(source: Path, split: Split) -> Path:
     for name in names:
         if (source / name).is_file():
             return source / name
-    raise DataError(f"{source} holds no GSM8K; it must have one of {', '.join(names)}")
+    raise DataError(f"{source} has no GSM8K; it must have one of {', '.join(names)}")
 
 
 def _solution(item: _Item) -> Iterator[Message]:
-    """The solution as it is written, up to each note; there the tool is asked, and its result begins what follows."""
+    """The written solution as turns, with a tool call in place of each note."""
     text = _ANSWER.sub("", item.answer).rstrip()
     at = 0
     for note in _ANNOTATION.finditer(text):
@@ -172,5 +173,5 @@ def write_gsm8k(
 
 
 def write_gsm8k_sft(out_dir: Path, source: Path | None, progress: Progress) -> list[WrittenFile]:
-    """sft.parquet of GSM8K: the train solutions, told with the calculator."""
+    """Write sft.parquet of GSM8K: the train solutions as conversations with the calculator."""
     return [write_file(out_dir / "sft.parquet", progress(sft_rows(source), None, "sft"))]

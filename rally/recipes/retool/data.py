@@ -1,8 +1,8 @@
-r"""Rows for an agent that computes with code: generated problems, GSM8K beside them, and AIME for validation alone.
+r"""Rows for an agent that solves mathematics with code: generated problems, GSM8K, and AIME (validation only).
 
 A generated problem belongs to the split `test` when the MD5 of its question is a multiple of ten, else to `train`. The
-answer is asked for in `\boxed{}`. Conversations for a supervised start show a program and what it printed: the caller
-runs the programs, so that the model is shown what its own tool would have said.
+answer must be in `\boxed{}`. Supervised conversations show a program and its output. The programs are run with the
+actual tool, so that the model sees the same text as in a rollout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def held_out(question: str) -> bool:
 
 
 def generate(count: int, seed: int, split: Split, stream: str = "rows") -> list[CodeProblem]:
-    """`count` different problems of a split, every family in turn as long as it has new ones."""
+    """`count` different problems of a split, from each family in turn."""
     found: dict[str, CodeProblem] = {}
     source = problems(random.Random(f"retool:{stream}:{seed}:{split}"))
     tries = count * _TRIES_PER_PROBLEM * (10 if split == "test" else 1)
@@ -55,7 +55,7 @@ def generate(count: int, seed: int, split: Split, stream: str = "rows") -> list[
 
 
 def rows(count: int, seed: int, split: Split) -> Iterator[Row]:
-    """Generated problems as rows; `extra_info.level` is their difficulty from 1 to 5."""
+    """Generated problems as rows. `extra_info.level` is their difficulty, from 1 to 5."""
     for index, problem in enumerate(generate(count, seed, split)):
         about = {"level": problem.level, "topic": problem.topic, "family": problem.family}
         yield _row(DATA_SOURCE, problem.question, str(problem.answer), {"split": split, "index": index, **about})
@@ -70,10 +70,10 @@ def gsm8k_rows(source: Path | None, split: Split) -> Iterator[Row]:
 
 
 def aime_rows(folder: Path) -> Iterator[Row]:
-    """The problems of a folder with test.jsonl (`prompt`, `answer`), to be validated on and never trained on."""
+    """The problems of a folder with test.jsonl (`prompt`, `answer`), for validation only."""
     file = folder / "test.jsonl"
     if not file.is_file():
-        raise DataError(f"{folder} has no test.jsonl; it must hold lines with a prompt and an answer")
+        raise DataError(f"{folder} has no test.jsonl; add one, with a prompt and an answer in each line")
     for index, item in enumerate(read_rows(file)):
         question, answer = item.get("prompt"), item.get("answer")
         if not isinstance(question, str) or not str(answer).isdigit():
@@ -82,14 +82,14 @@ def aime_rows(folder: Path) -> Iterator[Row]:
 
 
 def sft_rows(count: int, seed: int, run_all: RunAll, tools: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    """Conversations about train problems; `run_all` says for each program what the tool answers."""
+    """Conversations about train problems. `run_all` returns the tool's answers to the programs."""
     chosen = generate(count, seed, "train", "sft")
     outputs = run_all([problem.program for problem in chosen])
     for problem, output in zip(chosen, outputs, strict=True):
         if output.strip() != str(problem.answer):
             raise DataError(
                 f"the tool answered {output.strip()!r} to a program that prints {problem.answer}; "
-                "see that the code sandbox works here, with: rally serve sandbox"
+                "check the code sandbox with: rally serve sandbox"
             )
         yield {"messages": [*_prompt(problem.question), *_solution(problem, output)], "tools": list(tools)}
 
@@ -98,8 +98,8 @@ def _solution(problem: CodeProblem, output: str) -> Iterable[Message]:
     call = {"type": "function", "function": {"name": TOOL, "arguments": {"code": problem.program}}}
     yield {"role": "assistant", "content": problem.plan, "tool_calls": [call]}
     yield {"role": "tool", "content": output, "name": TOOL}
-    said = rf"The program prints {problem.answer}, so the answer is \boxed{{{problem.answer}}}."
-    yield {"role": "assistant", "content": said}
+    answer = rf"The program prints {problem.answer}, so the answer is \boxed{{{problem.answer}}}."
+    yield {"role": "assistant", "content": answer}
 
 
 def _row(data_source: str, question: str, answer: str, info: Row) -> Row:
@@ -117,7 +117,7 @@ def _prompt(question: str) -> list[Message]:
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
 
 
-HUB = Path("hub")  # in place of a folder: to be downloaded
+HUB = Path("hub")  # instead of a folder: download
 
 
 class RetoolSizes(NamedTuple):
@@ -127,8 +127,8 @@ class RetoolSizes(NamedTuple):
 
 
 def write_retool(out: Path, sizes: RetoolSizes, gsm8k: Path | None, aime: Path | None, seed: int) -> list[WrittenFile]:
-    """train.parquet, test.parquet and sft.parquet. With `gsm8k` (a folder, or `HUB`) its train split is trained on too,
-    and the first rows of its test split are validated on, as many as are generated for that. AIME is validated on."""
+    """Write train.parquet, test.parquet and sft.parquet. With `gsm8k` (a folder, or `HUB`), its train split is added to
+    the train rows, and the first `sizes.test` rows of its test split to the test rows. AIME is for the test rows."""
     source = None if gsm8k == HUB and not HUB.exists() else gsm8k
     train = chain(rows(sizes.train, seed, "train"), gsm8k_rows(source, "train") if gsm8k else ())
     test = chain(

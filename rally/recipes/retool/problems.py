@@ -1,8 +1,7 @@
-"""Whole-number problems whose answers are computed in two unlike ways that agree, from easy (1) to hard (5).
+"""Generates integer problems of difficulty 1 to 5, each with an answer computed in two independent ways.
 
-Each family draws its numbers from a seeded generator, tells the problem in words, and has a formula and a program. The
-program is text, as an agent would write it: here it is run in our own process to check the formula, and the recipe for
-code agents runs it once more in the sandbox.
+Each family draws its numbers from a seeded generator and has a text, a formula and a program. The program is written
+as an agent would write it. It is run in this process to check the formula, and again in the sandbox by the recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ Numbers = dict[str, int]
 
 
 class Family(NamedTuple):
-    """`draw` chooses the numbers; `text`, `plan` and `program` are filled with them; `formula` knows the answer."""
+    """A family of problems: `draw` chooses the numbers, `text`, `plan` and `program` are templates for them, and
+    `formula` computes the answer."""
 
     name: str
     topic: str
@@ -42,7 +42,7 @@ class CodeProblem(NamedTuple):
 
 
 def draw_problem(family: Family, rng: random.Random) -> CodeProblem:
-    """One problem, its answer found by the formula and confirmed by the program."""
+    """One problem, with the answer of the formula checked by the program."""
     numbers = family.draw(rng)
     answer = family.formula(**numbers)
     program = family.program.format(**numbers)
@@ -53,14 +53,14 @@ def draw_problem(family: Family, rng: random.Random) -> CodeProblem:
 
 
 def problems(rng: random.Random) -> Iterator[CodeProblem]:
-    """Problems without end, every family in turn."""
+    """An endless stream of problems, from each family in turn."""
     while True:
         for family in FAMILIES:
             yield draw_problem(family, rng)
 
 
 def run_trusted(program: str) -> str:
-    """What a program of this file prints; never to be used for anybody else's."""
+    """The output of a program of this file. It is not sandboxed: never use it for other programs."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(program, {"__name__": "program"})
@@ -135,7 +135,7 @@ def _fixed_points(n: int, k: int) -> int:
 
 
 def _subsets(n: int, k: int, m: int) -> int:
-    """By counting ways to reach each (size, remainder), number by number."""
+    """Counts the ways to reach each (size, remainder), number by number."""
     ways = {(0, 0): 1}
     for number in range(1, n + 1):
         grown = dict(ways)
@@ -161,12 +161,12 @@ def _digit_sums(n: int, s: int) -> int:
 
 
 def _lattice(n: int) -> int:
-    """Gauss' count of points in a circle, by divisors instead of by points."""
+    """The number of lattice points in a circle (Gauss), computed from divisors."""
     return 1 + 4 * sum(n // (4 * i + 1) - n // (4 * i + 3) for i in range(n // 4 + 1))
 
 
 def _stairs(n: int, m: int) -> int:
-    """Steps of 1 and of m, by how many long ones there are."""
+    """The number of ways with steps of 1 and m, summed over the number of long steps."""
     return sum(math.comb(n - long * (m - 1), long) for long in range(n // m + 1))
 
 

@@ -1,8 +1,8 @@
-"""Multi-hop questions become rows for an agent that searches; what is tested was never trained on.
+"""HotpotQA as rows for a search agent, its corpus, and supervised conversations with real search results.
 
-A question belongs to the split `test` when the MD5 of its id is a multiple of five, else to `train`, whatever else the
-source holds. The passages of all questions are one corpus: to find the right ones is the agent's task. A conversation
-to imitate searches for what an honest reader could name at that point, and reads what the search really finds.
+A question belongs to the split `test` when the MD5 of its id is a multiple of five, else to `train`, whatever the split
+in the source. The passages of all questions form one corpus. A supervised conversation searches only for what the text
+read so far mentions, and shows the results of the actual search tool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SearchAll = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the agent is told. `user` must contain {question}; an empty `system` is left out."""
+    """The prompt. `user` must contain {question}; an empty `system` is omitted."""
 
     system: str = "You answer questions from what you find with the tool `search`, not from memory."
     user: str = (
@@ -44,17 +44,17 @@ class Prompt:
     def read(cls, path: Path) -> Prompt:
         """The prompt of a YAML file with the keys `system`, `user` or both."""
         try:
-            said = yaml.safe_load(path.read_text(encoding="utf-8"))
+            texts = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise DataError(f"the prompt file {path} cannot be read; write system: and user: into it") from error
         names = [field.name for field in fields(cls)]
         if (
-            not isinstance(said, dict)
-            or not set(said) <= set(names)
-            or not all(isinstance(v, str) for v in said.values())
+            not isinstance(texts, dict)
+            or not set(texts) <= set(names)
+            or not all(isinstance(v, str) for v in texts.values())
         ):
-            raise DataError(f"the prompt file {path} must hold {' and '.join(names)}, each a text, and nothing else")
-        return cls(**said)
+            raise DataError(f"the prompt file {path} must have {' and '.join(names)}, each a text, and nothing else")
+        return cls(**texts)
 
     def __post_init__(self) -> None:
         if "{question}" not in self.user:
@@ -62,7 +62,7 @@ class Prompt:
 
     def messages(self, question: str) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        # replace, not format: a prompt may show JSON, whose braces are not ours
+        # `replace` and not `format`: a prompt may contain JSON with braces
         return [*system, {"role": "user", "content": self.user.replace("{question}", question)}]
 
 
@@ -77,12 +77,12 @@ def held_out(question_id: str) -> bool:
 
 
 def read_source(folder: Path | None) -> HotpotSource:
-    """Questions and corpus of a folder with train.jsonl and corpus.jsonl, or without one HotpotQA from the hub."""
+    """Questions and corpus, from a folder with train.jsonl and corpus.jsonl, or HotpotQA from the hub."""
     if folder is None:
         return _from_hub(download("HotpotQA", "hotpotqa/hotpot_qa", "distractor", "validation", _HOLDS))
     for name in ("train.jsonl", "corpus.jsonl"):
         if not (folder / name).is_file():
-            raise DataError(f"{folder} has no {name}; a source folder holds {_HOLDS}")
+            raise DataError(f"{folder} has no {name}; a source folder needs {_HOLDS}")
     return HotpotSource(list(read_rows(folder / "train.jsonl")), list(read_rows(folder / "corpus.jsonl")))
 
 
@@ -109,18 +109,18 @@ def rows(questions: Iterable[Row], split: Split, prompt: Prompt | None = None) -
 def sft_rows(
     questions: Iterable[Row], search_all: SearchAll, tools: Sequence[dict[str, Any]], prompt: Prompt | None = None
 ) -> Iterator[Row]:
-    """Conversations about train questions; `search_all` says what the tool finds for each query.
+    """Conversations about train questions. `search_all` returns the results of the tool for each query.
 
-    First the question itself is searched for, then the titles that are still missing, each only once it was read
-    somewhere. A question whose passages are not found that way is left out, for it would teach to guess.
+    The question itself is searched first, then the missing titles, each only after it was mentioned in a result. A
+    question whose passages cannot all be found this way is skipped, because it would train the model to guess.
     """
     prompt = prompt or Prompt()
-    asked = [item for item in _checked(questions) if not held_out(item["id"]) and item.get("supporting_titles")]
-    wanted = {title for item in asked for title in item["supporting_titles"]}
-    queries = [*(item["question"] for item in asked), *wanted]
-    found = dict(zip(queries, search_all(queries), strict=True))
-    for item in asked:
-        if steps := _search(item, found):
+    chosen = [item for item in _checked(questions) if not held_out(item["id"]) and item.get("supporting_titles")]
+    wanted = {title for item in chosen for title in item["supporting_titles"]}
+    queries = [*(item["question"] for item in chosen), *wanted]
+    results = dict(zip(queries, search_all(queries), strict=True))
+    for item in chosen:
+        if steps := _search(item, results):
             turns = [turn for step in steps for turn in _turns(step)]
             answer = {"role": "assistant", "content": f"<answer>{item['golden_answers'][0]}</answer>"}
             yield {"messages": [*prompt.messages(item["question"]), *turns, answer], "tools": list(tools)}
@@ -132,22 +132,22 @@ class _Step(NamedTuple):
     result: str
 
 
-def _search(item: Row, found: Mapping[str, str]) -> list[_Step]:
-    """The searches that find all supporting passages; none where they cannot all be found."""
+def _search(item: Row, results: Mapping[str, str]) -> list[_Step]:
+    """The searches that find all supporting passages; empty if they cannot all be found."""
     question = item["question"]
-    steps = [_Step("I search for the question as it is.", question, found[question])]
-    read, missing = question + found[question], list(item["supporting_titles"])
+    steps = [_Step("I search for the question as it is.", question, results[question])]
+    read, missing = question + results[question], list(item["supporting_titles"])
     while missing := [title for title in missing if not _holds(read, title)]:
         named = next((title for title in missing if title.partition(" (")[0] in read), None)
-        if named is None or not _holds(found[named], named):
+        if named is None or not _holds(results[named], named):
             return []
-        steps.append(_Step(f"I still need to know more about {named}.", named, found[named]))
-        read += found[named]
+        steps.append(_Step(f"I still need to know more about {named}.", named, results[named]))
+        read += results[named]
     return steps
 
 
 def _holds(text: str, title: str) -> bool:
-    """Whether the passage of that title is among what the tool told."""
+    """Whether the tool's results have the passage of that title."""
     return f'(Title: "{title}")' in text
 
 
@@ -180,7 +180,7 @@ def _from_hub(items: Iterable[Mapping[str, Any]]) -> HotpotSource:
 
 
 def write_search_r1(out: Path, source: Path | None, prompt_file: Path | None, sft: bool = False) -> list[WrittenFile]:
-    """train.parquet, test.parquet, corpus.jsonl, and for `sft` sft.parquet, whose searches are made by BM25."""
+    """Write train.parquet, test.parquet, corpus.jsonl and, with `sft`, sft.parquet with BM25 search results."""
     prompt = Prompt.read(prompt_file) if prompt_file else Prompt()
     questions, passages = read_source(source)
     written = [

@@ -1,1 +1,1 @@
-"""Two-round triage: a loop, a tool and a reward of one's own, as a user would write them."""
+"""Recipe: two-round triage, with a custom agent loop, tool and reward as a user would write them."""

@@ -1,8 +1,8 @@
-"""Incidents to be told apart in two rounds, and the knowledge base without which they can only be guessed.
+"""Incidents for two-round triage as rows, the knowledge base, and supervised conversations.
 
-An incident is a log code that nobody has seen before. What the code means, which service is at fault and what kind of
-incident it is, stands in an article of the knowledge base and nowhere else. A code belongs to the split `test` when its
-MD5 is a multiple of five, else to `train`; the knowledge base has both.
+An incident is a random log code. Which service is at fault and what kind of incident it is are only in an article of
+the knowledge base, so the verdict cannot be known without a lookup. A code belongs to the split `test` when its MD5 is
+a multiple of five, else to `train`; the knowledge base has both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = (
     *(*SERVICES, *INCIDENT_TYPES, TOOL, "query", NOTHING, FAILS, LOOK, SURE, NOTED, UNKNOWN, ROUND_2, " in "),
     *("It is ", '{"service": "', '", "incident_type": "'),
 )
-"""What a tokenizer for a very small model should hold whole."""
+"""Texts that should be single tokens in the tokenizer of a tiny model."""
 
 Split = Literal["train", "test"]
 Habit = Literal["good", "guess", "prose", "wrong_code"]
@@ -59,7 +59,7 @@ def held_out(code: str) -> bool:
 
 
 def incidents(count: int, seed: int, split: Split) -> list[Incident]:
-    """`count` incidents with different codes; what a code means depends on the seed alone."""
+    """`count` incidents with different codes. The meaning of a code depends only on the seed."""
     codes = [f"E{number}" for number in CODES if held_out(f"E{number}") == (split == "test")]
     if count > len(codes):
         raise DataError(f"there are {len(codes)} {split} incidents, not {count}; ask for fewer")
@@ -73,7 +73,7 @@ def _incident(code: str, seed: int) -> Incident:
 
 
 def articles(seed: int) -> Iterator[Row]:
-    """The knowledge base: an article for every code there is."""
+    """The knowledge base: one article for every code."""
     for number in CODES:
         known = _incident(f"E{number}", seed)
         text = f"{known.incident_type} in {known.service}"
@@ -81,7 +81,7 @@ def articles(seed: int) -> Iterator[Row]:
 
 
 def rows(count: int, seed: int, split: Split) -> Iterator[Row]:
-    """Incidents as rows for the loop of two rounds."""
+    """Incidents as rows for the two-round loop."""
     for index, incident in enumerate(incidents(count, seed, split)):
         yield {
             "data_source": DATA_SOURCE,
@@ -94,9 +94,9 @@ def rows(count: int, seed: int, split: Split) -> Iterator[Row]:
 
 
 def sft_rows(clean: int, mixed: int, mix: Mapping[Habit, float], seed: int) -> Iterator[Row]:
-    """First `clean` conversations as they should be, then `mixed` ones with habits drawn by the weights of `mix`.
+    """First `clean` good conversations, then `mixed` ones with habits drawn by the weights in `mix`.
 
-    The order matters to a model that starts from nothing: copying a code has to be learned before habits are.
+    The order matters for a model trained from scratch: it must learn to copy a code before it learns habits.
     """
     unknown = sorted(set(mix) - set(get_args(Habit)))
     if unknown or not sum(mix.values()) > 0:
@@ -110,7 +110,7 @@ def sft_rows(clean: int, mixed: int, mix: Mapping[Habit, float], seed: int) -> I
 
 
 def conversation(incident: Incident, habit: Habit, rng: random.Random) -> list[Message]:
-    """Both rounds about one incident, in the OpenAI shape."""
+    """Both rounds about one incident, in OpenAI form."""
     guess = {"service": rng.choice(SERVICES), "incident_type": rng.choice(INCIDENT_TYPES)}
     right = json.dumps(incident.verdict)
     match habit:
@@ -155,7 +155,7 @@ class TriageSizes(NamedTuple):
 
 
 def write_triage(out: Path, sizes: TriageSizes, seed: int) -> list[WrittenFile]:
-    """train.parquet, test.parquet, articles.jsonl, sft.parquet, and words.txt for the tokenizer of a toy model."""
+    """Write train.parquet, test.parquet, articles.jsonl, sft.parquet, and words.txt for the toy tokenizer."""
     written = [
         write_file(out / "train.parquet", rows(sizes.train, seed, "train")),
         write_file(out / "test.parquet", rows(sizes.test, seed, "test")),

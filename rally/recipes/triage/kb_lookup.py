@@ -1,10 +1,10 @@
-"""A lookup gives the articles that share the rarest words with the query, or says that there is none.
+"""The tool `kb_lookup`: returns the articles that share the rarest words with the query.
 
     tools:
       - class_name: rally.recipes.triage.kb_lookup.KBLookup
         config: {articles: data/triage/articles.jsonl, topk: 1}
 
-For a knowledge base of prose, `examples/knowledge_base` does the same over a BM25 index.
+For a knowledge base of prose, see `examples/knowledge_base`, which uses a BM25 index.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class KBArgs(BaseModel):
 
 
 class KBLookup(BaseTool[KBArgs]):
+    """Looks up articles by their words, weighted by inverse document frequency."""
+
     name = TOOL
     description = "Looks an incident up in the knowledge base."
     args_schema = KBArgs
@@ -56,8 +58,8 @@ class KBLookup(BaseTool[KBArgs]):
             for number in having:
                 weights[number] += math.log(1 + len(self._articles) / len(having))
         best = [self._articles[n] for n in heapq.nlargest(self._topk, weights, key=weights.__getitem__)]
-        told = "\n".join(f"{article['title']}: {article['text']}" for article in best)
-        return told or NOTHING, None, {"articles": len(best)}
+        text = "\n".join(f"{article['title']}: {article['text']}" for article in best)
+        return text or NOTHING, None, {"articles": len(best)}
 
 
 def _words(text: str) -> list[str]:

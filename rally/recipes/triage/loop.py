@@ -1,7 +1,7 @@
-"""An incident is looked into first and judged second: round 1 is the whole tool loop, round 2 one reply without tools.
+"""The agent loop of triage in two rounds: round 1 is the whole tool loop, round 2 one reply without tools.
 
-Round 2 begins when the policy has nothing more to look up, or may not look up more. If round 1 ends for any other
-reason (no room, no time, too many failures), there is no round 2 and nothing to reward.
+Round 2 begins when the policy stops calling tools or reaches a turn limit. If round 1 ends for any other reason (token
+budget, deadline, tool failures), there is no round 2 and no reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTO_ROUND_2 = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_USER_TURNS
 
 @register(LOOP)
 class TwoRounds(ToolAgentLoop):
-    """`question` is what the user says between the rounds."""
+    """The loop. `question` is the user message between the rounds."""
 
     def __init__(self, question: str = ROUND_2) -> None:
         self.question = question
@@ -29,18 +29,18 @@ class TwoRounds(ToolAgentLoop):
             return reason
         last = self.exchange.turns[-1]
         sampled = self.exchange.segment.response_ids[last.start : last.end]
-        no_room = self.exchange.add_observed(
+        limit = self.exchange.add_observed(
             [{"role": "user", "content": self.question}],
             (),
             closed=self.codec.parse(sampled).closed,
             rerender=self.settings.history == "rerender",
             started=time.perf_counter(),
         )
-        if no_room:
-            return no_room
+        if limit:
+            return limit
         return await self._in_time(self._verdict(sampling_params)) or StopReason.STOP
 
     async def _verdict(self, sampling_params: dict[str, Any]) -> StopReason | None:
-        """One reply; calls in it are not run."""
+        """Sample one reply. Calls in it are not run."""
         reason, parsed = await self._assistant_turn(sampling_params)
         return reason if parsed is None else StopReason.STOP

@@ -1,7 +1,7 @@
-"""A verdict counts when round 2, and nothing else, is one JSON object with the right service and incident type.
+"""The reward of triage: the reply of round 2 must be one JSON object with the right service and incident type.
 
-Half a point for each of the two; nothing when words stand around the JSON, for other keys, or for an exchange that
-never reached round 2. What round 1 says earns and costs nothing.
+Each of the two scores 0.5. Text around the JSON, other keys, or an episode without round 2 scores 0. Round 1 is not
+scored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def compute_score(
 
 
 def reached_round_2(messages: list[dict[str, str]]) -> bool:
-    """Whether the policy spoke after the user's second message."""
+    """Whether the policy replied to the user's second message."""
     roles = [message["role"] for message in messages]
     return roles.count("user") == 2 and roles[-2:] == ["user", "assistant"]
 
 
 def read_verdict(text: str) -> dict[str, str] | None:
-    """The verdict, if the text is one and nothing more."""
+    """The verdict, if the text is exactly one."""
     try:
         verdict = json.loads(text)
     except ValueError:

@@ -61,8 +61,8 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     report = codec.probe()
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
-    elif toolbox.schemas() and report.troubles:
-        console.warn_once("template", report.troubles)
+    elif toolbox.schemas() and report.problems:
+        console.warn_once("template", report.problems)
 
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:

@@ -1,1 +1,1 @@
-"""The tools that Rally brings along."""
+"""The built-in tools."""

@@ -1,5 +1,7 @@
-r"""Guarantees: `calc_geo3k_reward` tells the model whether its answer to a geometry problem is right, and remembers its
-best for the episode, as `calc_gsm8k_reward` does; what stands in a `\boxed{}` is the answer.
+r"""The built-in tools `calc_gsm8k_reward` and `calc_geo3k_reward`: the model checks its answer before it ends.
+
+Each call returns the score of the answer and costs NO_GAIN unless it improves on the best so far. The reward of the
+episode is its best score. GSM8K answers are numbers; a Geo3K answer may be written in `\boxed{}`.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ NO_GAIN = -0.05
 
 
 class CheckedAnswer(NamedTuple):
-    """The answer as it was understood, and what it is worth."""
+    """The parsed answer and its score."""
 
     parsed: str | None
     score: float
 
 
 class Gsm8kTool(BaseTool[Any]):
+    """`calc_gsm8k_reward`. The row gives `create_kwargs.ground_truth`."""
+
     example: ClassVar[Mapping[str, Any] | None] = {"answer": "72"}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,13 +60,13 @@ class Gsm8kTool(BaseTool[Any]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        parsed, score = self.judged(str(parameters.get("answer", "")), self._truth[instance_id])
+        parsed, score = self.check_answer(str(parameters.get("answer", "")), self._truth[instance_id])
         improved = score > self._best[instance_id]
         self._best[instance_id] = max(score, self._best[instance_id])
         text = f"Current parsed answer={parsed!r} reward={score}"
         return ToolResponse(text=text), 0.0 if improved else NO_GAIN, {"score": score, "correct": score == 1.0}
 
-    def judged(self, answer: str, truth: Any) -> CheckedAnswer:
+    def check_answer(self, answer: str, truth: Any) -> CheckedAnswer:
         marked = answer if answer.startswith("#### ") else f"#### {answer}"
         return CheckedAnswer(gsm8k.extract(marked, "flexible"), gsm8k.score(marked, truth, "flexible"))
 
@@ -75,6 +79,8 @@ class Gsm8kTool(BaseTool[Any]):
 
 
 class Geo3kTool(Gsm8kTool):
+    """`calc_geo3k_reward`: the same for geometry problems."""
+
     example: ClassVar[Mapping[str, Any] | None] = {"answer": "45"}
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
@@ -88,7 +94,7 @@ class Geo3kTool(Gsm8kTool):
             },
         }
 
-    def judged(self, answer: str, truth: Any) -> CheckedAnswer:
+    def check_answer(self, answer: str, truth: Any) -> CheckedAnswer:
         boxed = answer if last_boxed(answer) is not None else rf"\boxed{{{answer}}}"
         graded = math_answers.boxed(boxed, truth)
         return CheckedAnswer(graded.answer, float(graded.right))

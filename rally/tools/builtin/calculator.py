@@ -1,7 +1,8 @@
-"""Guarantees: `calculate` answers any expression with its value as text, or with a CalculatorError that says why not.
+"""The built-in `calculator`: a parser for arithmetic expressions, and the tool.
 
-Rationals are exact: `0.1 + 0.2` is `0.3` and `1/3*3` is `1`. A value is written in full when it is whole or a short
-decimal, else with 12 significant digits. What may be written is said in `expression.py`.
+`calculate` returns the value of an expression as text or raises CalculatorError. Rational arithmetic is exact:
+`0.1 + 0.2` is `0.3` and `1/3*3` is `1`. Integers and short decimals are written in full, other values with 12
+significant digits. The operations are in `calculator_math.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from rally.tools.base import BaseTool, at_once
+from rally.tools.base import BaseTool, instant
 from rally.tools.builtin.calculator_math import (
     BINARY,
     CONSTANTS,
@@ -61,7 +62,8 @@ def evaluate(text: str) -> Number:
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    position, brackets, previous = 0, [False], Token("end", "")  # brackets: is the innermost one a function's?
+    # `brackets` is a stack: whether each open bracket belongs to a function call, where a comma separates arguments.
+    position, brackets, previous = 0, [False], Token("end", "")
     while position < len(text):
         if text[position].isspace():
             position += 1
@@ -86,7 +88,7 @@ def _next_token(text: str, position: int, *, in_call: bool) -> Token:
 
 
 class _Parser:
-    """Precedence climbing that computes as it reads; `depth` bounds the recursion, so deep nesting is an error."""
+    """A precedence-climbing parser that evaluates while it parses. Nesting deeper than MAX_DEPTH is an error."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
@@ -192,7 +194,7 @@ SIGNIFICANT_DIGITS = 12
 MAX_DECIMAL_PLACES = 30
 
 
-@lru_cache(maxsize=4096)  # the episodes of a group ask the same question, and most of them write the same expression
+@lru_cache(maxsize=4096)  # the episodes of a group often write the same expression
 def calculate(expression: str) -> str:
     """The value of `expression` as text."""
     return _written(evaluate(expression))
@@ -210,7 +212,7 @@ def _written(value: Number) -> str:
 
 
 def _rounded(value: Fraction) -> str:
-    """Through Decimal, because a long fraction may lie outside the range of floats."""
+    """Rounded with Decimal, because a fraction may be outside the range of floats."""
     nearest = Context(prec=SIGNIFICANT_DIGITS).divide(Decimal(value.numerator), Decimal(value.denominator))
     return str(nearest.normalize()).lower()
 
@@ -239,6 +241,6 @@ class Calculator(BaseTool[Any]):
             },
         }
 
-    @at_once
+    @instant
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
         return ToolResponse(text=calculate(str(parameters.get("expression", ""))))

@@ -1,7 +1,7 @@
-"""Guarantees: every operation ends at once with a finite real number of bounded size, or with a CalculatorError.
+"""The operations and functions of the calculator.
 
-A value is a Fraction while it is rational and a float once it is not. Sizes are checked before the work is done, so
-`9**9**9` costs nothing.
+Each returns a finite real number of bounded size or raises CalculatorError. A value is a Fraction as long as it is
+rational, otherwise a float. Sizes are checked before the computation, so `9**9**9` costs nothing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Number = Fraction | float
 
 MAX_BITS = 4096  # of a numerator or denominator: about 1,200 digits
 MAX_FACTORIAL = 500
-MAX_COMB_BITS = 1024  # math.comb works for milliseconds on more, and an expression may hold many of them
+MAX_COMB_BITS = 1024  # math.comb takes milliseconds beyond this, and an expression may contain many
 MAX_EXPONENT = 1000  # of a literal such as 1e5, and of the places of round()
 
 
 class CalculatorError(RallyError):
-    """The expression has no value here; the text is a short reason."""
+    """The expression cannot be evaluated. The text is a short reason."""
 
 
 TOO_LARGE = "the numbers become too large"
 
 
 def bounded(value: Number | int) -> Number:
-    """`value` as a Number, refused when it is not finite or not small."""
+    """`value` as a Number. Raises CalculatorError if it is infinite or too large."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise CalculatorError(TOO_LARGE)
@@ -42,7 +42,7 @@ def bounded(value: Number | int) -> Number:
 
 
 def apply(function: Callable[..., Number | int], *values: Number) -> Number:
-    """`function` of `values`, with every way in which arithmetic fails turned into a reason."""
+    """`function` of `values`. Arithmetic errors become CalculatorErrors."""
     try:
         return bounded(function(*values))
     except ZeroDivisionError:

@@ -1,8 +1,8 @@
-"""Guarantees: `code_interpreter` runs the code a model writes in a sandbox, and always tells it what came of it.
+"""The built-in `code_interpreter`: runs the model's code in the local sandbox or on a sandbox server.
 
-What was printed is the answer; when nothing was, the value of a last line that is an expression. An error comes with
-its traceback, a time-out or a limit in one sentence. Code that fails is no failure of the tool: its status is `ok`, and
-the metric `code_failed` counts it. With `stateful: true` variables live until the episode ends.
+The response is what the code printed, or the value of its last expression if it printed nothing. An error is returned
+with its traceback, a timeout or exceeded limit as one sentence. Code that fails is not a failure of the tool: the
+status is `ok`, and the metric `code_failed` counts it. With `stateful: true`, variables live until the episode ends.
 
     - name: code_interpreter
       config: {num_workers: 16, default_timeout: 10, memory_limit_mb: 1024, stateful: false}
@@ -48,6 +48,8 @@ _SLACK_SECONDS = 10.0
 
 
 class CodeServer:
+    """A client for a sandbox server with SandboxFusion's `/run_code`."""
+
     def __init__(self, url: str) -> None:
         self.url = url if url.rstrip("/").endswith("/run_code") else f"{url.rstrip('/')}/run_code"
 
@@ -55,7 +57,7 @@ class CodeServer:
         try:
             import httpx
         except ImportError:
-            raise RallyError(f"a sandbox server needs httpx; install it with: {INSTALL}") from None
+            raise RallyError(f"a sandbox server needs the package httpx; run: {INSTALL}") from None
         seconds = program.timeout + program.compile_timeout + _SLACK_SECONDS
         token = os.environ.get("RALLY_SANDBOX_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -84,7 +86,7 @@ class CodeServer:
 
 
 def with_echo(code: str) -> str:
-    """The code with its last line printed, if that is an expression and nothing else prints: servers know no echo."""
+    """The code, changed to print its last expression if nothing else prints: servers do not echo."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError):
@@ -116,7 +118,7 @@ def _request(program: Program) -> dict[str, Any]:
 
 def _outcome(answer: dict[str, Any]) -> Outcome:
     if answer.get("status") == "SandboxError":
-        raise SandboxError(f"the sandbox server failed: {answer.get('message') or 'it does not say why'}")
+        raise SandboxError(f"the sandbox server failed: {answer.get('message') or 'no reason given'}")
     compiled, ran = _result(answer.get("compile_result")), _result(answer.get("run_result"))
     if compiled is None and ran is None:
         raise SandboxError("the sandbox server answered without a result")
@@ -125,16 +127,16 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
     return Outcome(isolation=isolation, run=ran, compile=compiled, files=files)
 
 
-def _result(given: dict[str, Any] | None) -> CommandResult | None:
-    if given is None:
+def _result(answer: dict[str, Any] | None) -> CommandResult | None:
+    if answer is None:
         return None
-    late = given.get("status") == "TimeLimitExceeded"
+    late = answer.get("status") == "TimeLimitExceeded"
     return CommandResult(
         status="TimeLimitExceeded" if late else "Finished",
-        return_code=given.get("return_code"),
-        seconds=given.get("execution_time") or 0.0,
-        stdout=given.get("stdout") or "",
-        stderr=given.get("stderr") or "",
+        return_code=answer.get("return_code"),
+        seconds=answer.get("execution_time") or 0.0,
+        stdout=answer.get("stdout") or "",
+        stderr=answer.get("stderr") or "",
         reason="timeout" if late else "",
     )
 
@@ -143,7 +145,7 @@ _FENCED = re.compile(r"\s*```[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 class CodeInterpreterConfig(WorkerSettings):
-    """The keys that users of this tool already type, and ours."""
+    """The keys of verl's SandboxFusionTool, and Rally's own."""
 
     type: Literal["native"] = "native"
     sandbox_fusion_url: str | None = None  # a server to use instead of a sandbox in this process
@@ -160,6 +162,8 @@ class CodeInterpreterConfig(WorkerSettings):
 
 
 class CodeInterpreter(BaseTool[Any]):
+    """The tool. Its schema may add the arguments `timeout` and `language`."""
+
     example: ClassVar[Mapping[str, Any] | None] = {"code": "print(6 * 7)"}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -167,14 +171,15 @@ class CodeInterpreter(BaseTool[Any]):
         self.settings = _checked(self.name, self.config)
         self._sessions: dict[str, SandboxSession] = {}
         self._runner: CodeServer | Sandbox
-        at_once = self.settings.at_once
+        max_concurrency = self.settings.max_concurrency
         if self.settings.url:
             self._runner = CodeServer(self.settings.url)
         else:
             self._runner = shared_sandbox(SandboxSettings(isolation=self.settings.isolation))
-            at_once = min(at_once, self._runner.at_once)  # who waits must not wait inside, where its deadline runs
+            # Calls wait for this limit before their deadline starts; they would wait in the sandbox during it.
+            max_concurrency = min(max_concurrency, self._runner.at_once)
         self.own_timeout = self.settings.default_timeout if "default_timeout" in self.config else None
-        self.limits = CallLimits(max_concurrency=at_once)
+        self.limits = CallLimits(max_concurrency=max_concurrency)
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         code = {"type": "string", "description": "The code. Print what you want to see."}
@@ -196,7 +201,7 @@ class CodeInterpreter(BaseTool[Any]):
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
         program = self._program(parameters)
         outcome = await self._run(instance_id, program)
-        text = _told(outcome, program.timeout, self.settings)
+        text = _response_text(outcome, program.timeout, self.settings)
         return ToolResponse(text=text), None, {**outcome.metrics(), "code_failed": not outcome.ok}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -214,7 +219,7 @@ class CodeInterpreter(BaseTool[Any]):
         return await self._runner.run(program)
 
     def _program(self, parameters: dict[str, Any]) -> Program:
-        """The model may ask for less time than there is, or for another language, where the schema offers that."""
+        """The program of a call. If the schema allows it, the model may choose a shorter timeout or the language."""
         code = str(parameters.get("code", ""))
         if not code.strip():
             raise BadArguments("'code' is empty")
@@ -243,11 +248,11 @@ def _checked(name: str, config: dict[str, Any]) -> CodeInterpreterConfig:
             raise ToolConfigError(f"{name}: config has no key {key!r}; its keys are {known}") from None
         raise ToolConfigError(f"{name}: config key {key!r}: {first['msg']}") from None
     if settings.stateful and settings.url:
-        raise ToolConfigError(f"{name}: stateful needs the sandbox in this process; leave out {settings.url}")
+        raise ToolConfigError(f"{name}: stateful needs the local sandbox; remove the server {settings.url}")
     return settings
 
 
-def _told(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> str:
+def _response_text(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> str:
     result = outcome.last
     shown = result.stdout or outcome.echo or ""
     parts = [shown.rstrip("\n")]
@@ -260,7 +265,7 @@ def _told(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> 
 
 
 def _ending(outcome: Outcome, timeout: float, settings: CodeInterpreterConfig) -> str:
-    """One sentence about an end that the program's own output does not explain."""
+    """One sentence for an end that the program's output does not explain."""
     result = outcome.last
     sentences = {
         "timeout": f"Error: the code ran longer than {timeout:g} seconds and was stopped.",

@@ -1,8 +1,8 @@
-"""Guarantees: `image_zoom_in_tool` shows a part of the row's image, large enough for a model to see, or says why not.
+"""The built-in `image_zoom_in_tool`: returns a crop of the row's image.
 
-The box is in pixels of the image, [left, top, right, bottom]; what lies outside is cut off, and a part that is narrower
-than `MIN_SIDE` is widened around its middle. The image is the row's `create_kwargs.image`, else the first of its
-prompt. A box that cannot be used costs 0.05.
+The box is [left, top, right, bottom] in pixels. It is clipped to the image, and a side shorter than `MIN_SIDE` is
+widened around its middle. The image is the row's `create_kwargs.image`, or the first image of its prompt. An unusable
+box is an error with a reward of -0.05.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rally.tools.limits import CallLimits, WorkerSettings
 from rally.tools.schema import ToolConfigError, from_pydantic
 from rally.types import Image, ToolResponse
 
-MIN_SIDE = 28  # pixels: one token of the models we know
+MIN_SIDE = 28  # pixels: one image token of Qwen2-VL and Qwen2.5-VL
 MAX_RATIO = 100  # of the longer side to the shorter one
-MISTAKE = -0.05
+BAD_BOX_REWARD = -0.05
 Box = tuple[int, int, int, int]
 
 
@@ -43,7 +43,7 @@ class ImageZoomInTool(BaseTool[Any]):
         except ValidationError as error:
             raise ToolConfigError(f"config of {self.name}: {from_pydantic(error)}") from None
         self.own_timeout = settings.timeout if "timeout" in self.config else None
-        self.limits = CallLimits(max_concurrency=settings.at_once)
+        self.limits = CallLimits(max_concurrency=settings.max_concurrency)
         self._images: dict[str, Image] = {}
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class ImageZoomInTool(BaseTool[Any]):
         image = self._images[instance_id]
         box = usable_box(parameters["bbox_2d"], image.width, image.height)
         if isinstance(box, str):
-            return {"success": False, "error": box}, MISTAKE, {"success": False}
+            return {"success": False, "error": box}, BAD_BOX_REWARD, {"success": False}
         label = parameters.get("label")
         text = f"The part {list(box)} of the image{f', {label}' if label else ''}:"
         return ToolResponse(text=text, image=[decoded(image).crop(box)]), 0.0, {"success": True}
@@ -90,27 +90,27 @@ class ImageZoomInTool(BaseTool[Any]):
         del self._images[instance_id]
 
 
-def usable_box(given: Sequence[float], width: int, height: int) -> Box | str:
-    """Whole pixels inside the image, or what is wrong."""
+def usable_box(bbox: Sequence[float], width: int, height: int) -> Box | str:
+    """The box in whole pixels inside the image, or a sentence that says what is wrong."""
     size = f"the image is {width} x {height} pixels"
-    if len(given) != 4:
-        return f"bbox_2d must be four numbers, [left, top, right, bottom], not {len(given)}; {size}"
-    left, top = max(0.0, given[0]), max(0.0, given[1])
-    right, bottom = min(float(width), given[2]), min(float(height), given[3])
+    if len(bbox) != 4:
+        return f"bbox_2d must be four numbers, [left, top, right, bottom], not {len(bbox)}; {size}"
+    left, top = max(0.0, bbox[0]), max(0.0, bbox[1])
+    right, bottom = min(float(width), bbox[2]), min(float(height), bbox[3])
     if not (left < right and top < bottom):
         return f"bbox_2d must be [left, top, right, bottom] with left < right and top < bottom inside it; {size}"
-    across, down = _at_least(left, right, width), _at_least(top, bottom, height)
+    across, down = _widened(left, right, width), _widened(top, bottom, height)
     ratio = (across[1] - across[0]) / (down[1] - down[0])
     if max(ratio, 1 / ratio) > MAX_RATIO:
         return f"the part is more than {MAX_RATIO} times as long as wide; choose another; {size}"
     return across[0], down[0], across[1], down[1]
 
 
-def _at_least(low: float, high: float, most: int) -> tuple[int, int]:
-    """Widened around the middle where it is too narrow, as far as there is image."""
-    first, last = int(low), min(most, -int(-high // 1))
-    missing = min(MIN_SIDE, most) - (last - first)
+def _widened(low: float, high: float, size: int) -> tuple[int, int]:
+    """The interval in whole pixels, widened around its middle to MIN_SIDE as far as the image allows."""
+    first, last = int(low), min(size, -int(-high // 1))
+    missing = min(MIN_SIDE, size) - (last - first)
     if missing > 0:
-        first = min(max(0, first - missing // 2), most - min(MIN_SIDE, most))
-        last = first + min(MIN_SIDE, most)
+        first = min(max(0, first - missing // 2), size - min(MIN_SIDE, size))
+        last = first + min(MIN_SIDE, size)
     return first, last

@@ -1,16 +1,17 @@
-"""The built-in `search`: one query or several become passages, told as Search-R1 tells them, or a line on why not.
+"""The built-in `search`: returns passages for one or several queries, in Search-R1's text format.
 
     tools:
       - name: search                                   # or class_name: verl.tools.search_tool.SearchTool
         config:
           retrieval_service_url: http://127.0.0.1:8000/retrieve    # or index_path: a folder, searched in process
           topk: 3                # passages per query
-          num_workers: 120       # requests under way at a time ...
-          rate_limit: 120        # ... of which, as verl means it, the smaller number holds
+          num_workers: 120       # concurrent requests ...
+          rate_limit: 120        # ... and, as in verl, the same; the smaller number applies
           default_timeout: 30    # seconds for a call, retries included (also spelled timeout)
 
-The limits are this tool's own: another `search` tool, to the same service or not, has its own. A service that bears
-only so many requests a second is spared with `limits: {rate_limit: N}` beside `config`.
+The passages come from a server with Search-R1's protocol or from an index in this process. The limits are per tool,
+even if two `search` tools use the same service. To limit the requests a second, write `limits: {rate_limit: N}` next to
+`config`.
 """
 
 from __future__ import annotations
@@ -35,26 +36,28 @@ from rally.types import RallyError, ToolResponse
 if TYPE_CHECKING:
     import httpx
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_ATTEMPTS = 10
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 Contents = list[list[str]]
-"""The `contents` of the passages found, best first, for each query."""
+"""The `contents` of the passages for each query, best first."""
 
 
 class SearchError(RallyError):
-    """A search that found out nothing. The text is told to the model."""
+    """A search failed. The text goes to the model."""
 
 
 class SearchSource(Protocol):
+    """Where passages come from."""
+
     async def search(self, queries: Sequence[str], topk: int, problems: list[str]) -> Contents:
-        """Passages for each query; what went wrong on the way is appended to `problems`."""
+        """The passages for each query. Problems such as failed attempts are appended to `problems`."""
         ...
 
 
 class Service:
-    """A server that speaks Search-R1's protocol."""
+    """A server with Search-R1's protocol."""
 
     def __init__(self, url: str, connections: int, token_env: str) -> None:
         self._url = url
@@ -66,13 +69,13 @@ class Service:
         _httpx()
 
     async def search(self, queries: Sequence[str], topk: int, problems: list[str]) -> Contents:
-        asked_for = 0.0
+        retry_after = 0.0
         for pause in _pauses():
-            await asyncio.sleep(max(pause, asked_for))
+            await asyncio.sleep(max(pause, retry_after))
             response = await self._ask({"queries": list(queries), "topk": topk, "return_scores": True}, problems)
-            if response is not None and response.status_code not in PASSING:
+            if response is not None and response.status_code not in RETRIED_STATUS:
                 return self._read(response, len(queries))
-            asked_for = 0.0 if response is None else _retry_after(response)
+            retry_after = 0.0 if response is None else _retry_after(response)
         raise SearchError(f"the search service failed {MAX_ATTEMPTS} times ({problems[-1]}); search again later")
 
     async def _ask(self, body: Mapping[str, Any], problems: list[str]) -> httpx.Response | None:
@@ -81,26 +84,26 @@ class Service:
         except _httpx().TransportError as error:
             problems.append(str(error) or type(error).__name__)
             return None
-        if response.status_code in PASSING:
+        if response.status_code in RETRIED_STATUS:
             problems.append(f"HTTP {response.status_code}")
         return response
 
     def _read(self, response: httpx.Response, count: int) -> Contents:
         if response.status_code == 401:
-            raise SearchError(f"the search service wants a token; set {self._token_env} where training runs")
+            raise SearchError(f"the search service needs a token; set {self._token_env} where training runs")
         if response.status_code != 200:
             raise SearchError(f"the search service at {self._url} refused the request (HTTP {response.status_code})")
         try:
             result = response.json()["result"]
-            found = [[(hit.get("document") or hit)["contents"] for hit in hits] for hits in result]
+            contents = [[(hit.get("document") or hit)["contents"] for hit in hits] for hits in result]
         except (ValueError, KeyError, TypeError, AttributeError):
-            found = []
-        if len(found) != count or not all(isinstance(text, str) for texts in found for text in texts):
+            contents = []
+        if len(contents) != count or not all(isinstance(text, str) for texts in contents for text in texts):
             raise SearchError(f"the search service at {self._url} does not answer as Search-R1's /retrieve does")
-        return found
+        return contents
 
     def _client(self) -> httpx.AsyncClient:
-        """One per event loop, because its connections belong to the loop; kept, so that connections are too."""
+        """The client of this event loop, which its connections belong to. It is kept, to reuse connections."""
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
@@ -108,17 +111,17 @@ class Service:
             learn_environment([self._token_env])
             client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {token}".encode()} if token else {},
-                timeout=None,  # the caller's deadline counts the waiting too
+                timeout=None,  # SearchTool.execute has the deadline
                 limits=httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections),
                 verify=self._url.startswith("https:"),  # reading the certificates takes half a second
-                trust_env=False,  # a proxy set for the hub must not swallow what is asked of the next machine
+                trust_env=False,  # a proxy set for the hub must not get requests to the local network
             )
             self._clients[loop] = client
         return client
 
 
 class InProcess:
-    """An index that this process has open: no server, no network."""
+    """An index opened in this process, without a server."""
 
     def __init__(self, path: str, device: str) -> None:
         from rally.retrieval import Batcher, open_index
@@ -133,20 +136,20 @@ class InProcess:
         batcher = self._batchers.get(loop)
         if batcher is None:
             batcher = self._batchers[loop] = Batcher(self._index)
-        found = await batcher.search(queries, topk)
-        return [[hit.document["contents"] for hit in hits] for hits in found]
+        hits_of_queries = await batcher.search(queries, topk)
+        return [[hit.document["contents"] for hit in hits] for hits in hits_of_queries]
 
 
 def _pauses() -> Iterator[float]:
-    """None before the first attempt, then doubling, and shaken, so that who failed together comes back apart."""
+    """No pause before the first attempt, then exponential backoff with jitter."""
     yield 0.0
     for attempt in range(MAX_ATTEMPTS - 1):
         yield min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 def _retry_after(response: httpx.Response) -> float:
-    said = response.headers.get("Retry-After", "")
-    return min(LONGEST_PAUSE, float(said)) if said.isdigit() else 0.0
+    value = response.headers.get("Retry-After", "")
+    return min(LONGEST_PAUSE, float(value)) if value.isdigit() else 0.0
 
 
 def _httpx() -> Any:
@@ -158,13 +161,15 @@ def _httpx() -> Any:
 
 
 MAX_QUERIES = 32
-NOTHING = "No search results found."
+NO_RESULTS = "No search results found."
 BETWEEN_QUERIES = "\n---\n"
 
 _log = logging.getLogger(__name__)
 
 
 class SearchSettings(WorkerSettings):
+    """The `config` of the tool."""
+
     type: Literal["native"] = "native"
     retrieval_service_url: str | None = None
     index_path: str | None = None
@@ -183,7 +188,8 @@ class SearchSettings(WorkerSettings):
             raise ToolConfigError(f"config of the search tool: {from_pydantic(error)}") from None
         if (settings.retrieval_service_url is None) == (settings.index_path is None):
             raise ToolConfigError(
-                "the search tool needs one of retrieval_service_url (as http://127.0.0.1:8000/retrieve) and index_path"
+                "the search tool needs one of retrieval_service_url (such as http://127.0.0.1:8000/retrieve) and "
+                "index_path"
             )
         return settings
 
@@ -191,11 +197,11 @@ class SearchSettings(WorkerSettings):
         if self.index_path is not None:
             return InProcess(self.index_path, self.device)
         assert self.retrieval_service_url is not None
-        return Service(self.retrieval_service_url, self.at_once, self.token_env)
+        return Service(self.retrieval_service_url, self.max_concurrency, self.token_env)
 
 
 class SearchTool(BaseTool[Any]):
-    """Without a config, its schema alone."""
+    """The tool. Without a config it has a schema but cannot search."""
 
     example: ClassVar[Mapping[str, Any] | None] = {"query": "the capital of France"}
 
@@ -206,8 +212,8 @@ class SearchTool(BaseTool[Any]):
         self._settings = SearchSettings.read(config)
         self._source = self._settings.source()
         self.own_timeout = self._settings.default_timeout if {"default_timeout", "timeout"} & config.keys() else None
-        self.limits = CallLimits(max_concurrency=self._settings.at_once)
-        self._told: set[str] = set()
+        self.limits = CallLimits(max_concurrency=self._settings.max_concurrency)
+        self._reported: set[str] = set()
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
         return {
@@ -233,7 +239,7 @@ class SearchTool(BaseTool[Any]):
         problems: list[str] = []
         try:
             async with asyncio.timeout(self._settings.default_timeout):
-                found = await self._source.search(queries, self._settings.topk, problems)
+                contents = await self._source.search(queries, self._settings.topk, problems)
         except TimeoutError:
             kind = SearchError if problems else ToolTimeout
             problems.append(f"no answer within {self._settings.default_timeout:g} seconds")
@@ -242,30 +248,30 @@ class SearchTool(BaseTool[Any]):
             problems.append(str(error))
             raise
         finally:
-            self._tell(problems)
+            self._report(problems)
         metrics = {
             "query_count": len(queries),
-            "total_results": sum(map(len, found)),
+            "total_results": sum(map(len, contents)),
             "attempts": len(problems) + 1,
         }
-        return ToolResponse(text=BETWEEN_QUERIES.join(map(told, found))), None, metrics
+        return ToolResponse(text=BETWEEN_QUERIES.join(map(format_passages, contents))), None, metrics
 
-    def _tell(self, problems: Sequence[str]) -> None:
-        """Each kind of trouble once: a run makes thousands of calls."""
-        for problem in set(problems) - self._told:
-            self._told.add(problem)
+    def _report(self, problems: Sequence[str]) -> None:
+        """Log each problem once: a run makes thousands of calls."""
+        for problem in set(problems) - self._reported:
+            self._reported.add(problem)
             _log.warning("tool %s: %s", self.name, redact(problem))
 
 
-def told(passages: Sequence[str]) -> str:
-    """The passages of one query, numbered; the first line of each is its title."""
+def format_passages(passages: Sequence[str]) -> str:
+    """The passages of one query, numbered. The first line of a passage is its title."""
     parts = (passage.partition("\n") for passage in passages)
     lines = (f"Doc {i}(Title: {title}) {text}\n" for i, (title, _, text) in enumerate(parts, start=1))
-    return "".join(lines) or NOTHING
+    return "".join(lines) or NO_RESULTS
 
 
 def read_queries(parameters: Mapping[str, Any]) -> list[str]:
-    """`query`, or `query_list`, or both, as the model wrote them."""
+    """The queries in `query` and `query_list`."""
     single, several = parameters.get("query"), parameters.get("query_list")
     queries = [*([] if single is None else [single]), *(several or [])]
     if not queries or not all(isinstance(query, str) and query.strip() for query in queries):

@@ -1,1 +1,1 @@
-"""Tools of MCP servers."""
+"""Tools of MCP servers: settings, connections, and the tools themselves."""

@@ -1,8 +1,8 @@
-"""A call to an MCP server outlives the server: it is opened again, with growing pauses, and given up for a while.
+"""Keeps a connection to an MCP server and reconnects, with growing pauses, when it is lost.
 
-A call that the server has not seen is sent once more; one that it may have seen never is. All connections of a process
-live in one thread with an event loop of its own (`Hub`). So tools can be listed before a run's event loop exists, and a
-server is heard while the run computes an update.
+After too many failures in a row, calls fail at once for LEFT_ALONE seconds. A call that the server has not seen is sent
+a second time; one that it may have seen is not. All connections of a process live in one thread with its own event loop
+(`Hub`), so tools can be listed before the event loop of the run exists, and servers are served during an update.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import mcp_types as types
 from rally.tools.mcp.config import Server
 from rally.tools.mcp.connection import CLOSING_SECONDS, CannotStart, McpConnection, McpFailure, Unsent
 
-ATTEMPTS = 8  # failures in a row after which a server is left alone
-FIRST_ATTEMPTS = 2  # the same for a program that has never run: one for each handshake
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0  # seconds before the second attempt; doubled for each after it
-LEFT_ALONE = 15.0  # seconds for which calls to a server that keeps failing fail at once
+ATTEMPTS = 8  # failures in a row after which calls fail at once
+FIRST_ATTEMPTS = 2  # the same for a program that has never started: one for each handshake
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0  # seconds before the second attempt, doubled for each further one
+LEFT_ALONE = 15.0  # seconds without a new attempt at a server that keeps failing
 
-STATE_LOST = "; what it kept from earlier calls is lost, and the next call finds it started anew"
+STATE_LOST = "; its state from earlier calls is lost, and the next call finds it restarted"
 
 Value = TypeVar("Value")
 
@@ -77,11 +77,11 @@ def hub() -> Hub:
 
 
 class McpClient:
-    """A connection to one server that is opened when needed and opened again when lost. Lives in the hub.
+    """A connection to one server, opened when needed and reopened when lost. Its methods run in the hub.
 
-    `keeps_state`: earlier calls matter to later ones, so a server that was started anew must be told to the model.
-    `old_handshake`: the server is not asked first which protocols it knows. Some end when they are, so as long as no
-    attempt went well, the next one tries the other way.
+    `keeps_state`: later calls depend on earlier ones, so the model is told when the server was restarted.
+    `old_handshake`: the server is not asked which protocols it knows. Some servers exit on that request, so until an
+    attempt has succeeded, each attempt uses the other handshake than the last.
     """
 
     def __init__(self, server: Server, *, keeps_state: bool, old_handshake: bool = False) -> None:
@@ -132,7 +132,7 @@ class McpClient:
             self._refuse_while_left_alone()
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(_seen)
-        # Shielded, because one call's deadline must not undo what another still waits for.
+        # Shielded: the deadline of one call must not cancel a connection that another call waits for.
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> McpConnection:
@@ -162,7 +162,7 @@ class McpClient:
         return ATTEMPTS if self._has_run or self.server.transport != "stdio" else FIRST_ATTEMPTS
 
     def _lost(self, connection: McpConnection) -> None:
-        """Whoever notices first counts it; the others find a new connection under way."""
+        """Count the loss once, however many calls notice it; the others wait for the new connection."""
         connection.retire()
         if connection is self._current:
             self._current = self._opening = None
@@ -171,21 +171,21 @@ class McpClient:
     def _failed(self, problem: str) -> None:
         self._failures += 1
         self._last_failure = problem
-        _tell_once(problem)
+        _warn_once(problem)
 
     def _refuse_while_left_alone(self) -> None:
         seconds = self._left_alone_until - asyncio.get_running_loop().time()
         if seconds > 0:
-            raise McpFailure(f"{self._last_failure}; it is tried again in {seconds:.0f} seconds")
+            raise McpFailure(f"{self._last_failure}; the next attempt is in {seconds:.0f} seconds")
 
 
 def _seen(opening: asyncio.Task[McpConnection]) -> None:
-    """Whoever waited for it may have given up, and asyncio would print a traceback for an error nobody looks at."""
+    """Retrieve the exception: if all waiting calls were cancelled, asyncio would log it as never retrieved."""
     if not opening.cancelled():
         opening.exception()
 
 
 @cache
-def _tell_once(problem: str) -> None:
-    """Each kind of trouble once: a run makes thousands of calls."""
+def _warn_once(problem: str) -> None:
+    """Log each problem once: a run makes thousands of calls."""
     _log.warning("%s", problem)

@@ -1,14 +1,13 @@
-"""An MCP entry of a tool YAML, in either spelling, becomes checked settings and servers, or one sentence says what is
-wrong.
+"""Reads an MCP entry of a tool YAML, in either spelling, and the server file that it names.
 
-The servers stand in a JSON file of the usual shape, `{"mcpServers": {name: server}}`, where a server is
+A mistake raises one ToolConfigError. The file is JSON of the usual form, `{"mcpServers": {name: server}}`. A server is
 
-    {"command": "uvx", "args": ["mcp-server-time"], "env": {"KEY": "${KEY}"}, "cwd": "..."}      talked to over stdio
-    {"url": "https://host/mcp", "headers": {...}, "auth_token_env": "TOKEN"}                     over streamable HTTP
+    {"command": "uvx", "args": ["mcp-server-time"], "env": {"KEY": "${KEY}"}, "cwd": "..."}      stdio
+    {"url": "https://host/mcp", "headers": {...}, "auth_token_env": "TOKEN"}                     streamable HTTP
 
-`"type": "sse"` asks for the older HTTP transport, `"disabled": true` leaves a server out. `${NAME}` is the environment
-variable of that name. Tokens, and whatever a variable, header or `env` entry with a telling name holds, are secrets
-that `redact` learns of, and no repr shows them.
+`"type": "sse"` selects the older HTTP transport, `"disabled": true` skips a server. `${NAME}` is replaced by the
+environment variable of that name. Tokens, and the values of variables, headers and `env` entries whose names look like
+secrets, are registered with `redact` and appear in no repr.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rally.redact import learn_environment, learn_tree, says_secret
 from rally.tools.schema import ToolConfigError, from_pydantic
 
 CLASS_NAMES = {"verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool"}
-"""What such an entry may name as its class: the tools are Rally's own in any case."""
+"""The class names that an MCP entry may have. Rally's own tools are used for all of them."""
 
 
 Transport = Literal["stdio", "http", "sse"]
@@ -42,7 +41,7 @@ SPELLINGS: dict[str, Transport] = {
 
 
 class McpSettings(BaseModel):
-    """What an entry says, from its top level, its `config` and its `mcp` alike."""
+    """The keys of an entry. They may be at its top level, in its `config` or in its `mcp`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,8 +70,8 @@ class Server:
     startup_timeout: float = 60.0
 
 
-class _Written(BaseModel):
-    """A server as its file writes it."""
+class _ServerEntry(BaseModel):
+    """A server as written in its file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -98,23 +97,23 @@ def is_mcp(entry: Mapping[str, Any]) -> bool:
 def read_settings(entry: Mapping[str, Any]) -> McpSettings:
     if entry.get("class_name", next(iter(CLASS_NAMES))) not in CLASS_NAMES:
         raise ToolConfigError("an entry of type mcp takes no class_name; the server's tools are used as they are")
-    said: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     top = {key: value for key, value in entry.items() if key not in ("class_name", "config", "limits", "mcp")}
     for part in (top, entry.get("config") or {}, entry.get("mcp") or {}):
         if not isinstance(part, Mapping):
             raise ToolConfigError("config and mcp of an MCP entry must be mappings")
-        given = {key: value for key, value in part.items() if key != "type"}
-        if twice := sorted(set(given) & set(said)):
+        settings = {key: value for key, value in part.items() if key != "type"}
+        if twice := sorted(set(settings) & set(merged)):
             raise ToolConfigError(f"{twice[0]!r} is written twice; write it once")
-        said |= given
+        merged |= settings
     try:
-        return McpSettings.model_validate(said)
+        return McpSettings.model_validate(merged)
     except ValidationError as error:
         raise ToolConfigError(f"an MCP entry: {from_pydantic(error)}") from None
 
 
 def read_servers(settings: McpSettings, folder: Path) -> list[Server]:
-    """The servers of the entry's file, which is looked for below the working folder, then below `folder`."""
+    """The servers of the entry's file. Its path is relative to the working folder or to `folder`."""
     written = Path(settings.mcp_servers_config_path).expanduser()
     path = next((p for p in (written, folder / written) if p.is_file()), None)
     if path is None:
@@ -125,18 +124,19 @@ def read_servers(settings: McpSettings, folder: Path) -> list[Server]:
         raise ToolConfigError(f"{path} is not valid JSON ({error})") from None
     servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
-        raise ToolConfigError(f'{path} must hold servers under the key "mcpServers"')
-    found = [_server(str(name), body, path, settings.startup_timeout) for name, body in servers.items()]
-    if not any(found):
+        raise ToolConfigError(f'{path} must have servers under the key "mcpServers"')
+    entries = [_server(str(name), body, path, settings.startup_timeout) for name, body in servers.items()]
+    enabled = [server for server in entries if server is not None]
+    if not enabled:
         raise ToolConfigError(f"every server in {path} is disabled")
-    return [server for server in found if server is not None]
+    return enabled
 
 
 def _server(name: str, body: Any, path: Path, startup_timeout: float) -> Server | None:
     where = f"{path}, server {name!r}"
     environment = _Environment(where)
     try:
-        written = _Written.model_validate(environment.filled(body))
+        written = _ServerEntry.model_validate(environment.filled(body))
     except ValidationError as error:
         raise ToolConfigError(f"{where}: {from_pydantic(error)}") from None
     if written.disabled:
@@ -159,20 +159,20 @@ def _server(name: str, body: Any, path: Path, startup_timeout: float) -> Server 
     )
 
 
-def _transport(written: _Written, where: str) -> Transport:
+def _transport(written: _ServerEntry, where: str) -> Transport:
     if (written.command is None) == (written.url is None):
         raise ToolConfigError(f"{where} needs one of command (a program to start) and url (a server that runs)")
-    said = written.type or written.transport or ("stdio" if written.url is None else "http")
-    transport = SPELLINGS.get(said)
+    name = written.type or written.transport or ("stdio" if written.url is None else "http")
+    transport = SPELLINGS.get(name)
     if transport is None or (transport == "stdio") != (written.url is None):
-        raise ToolConfigError(f"{where}: type {said!r} does not fit; it is stdio for a command, http or sse for a url")
+        raise ToolConfigError(f"{where}: type {name!r} does not fit; it is stdio for a command, http or sse for a url")
     if written.url is None and (written.headers or written.auth_token or written.auth_token_env):
         raise ToolConfigError(f"{where}: headers and tokens are for a url; give a command its secrets in env")
     return transport
 
 
 class _Environment:
-    """Fills in `${NAME}`, and remembers which values were used."""
+    """Replaces `${NAME}` by environment variables and records which were used."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -180,13 +180,13 @@ class _Environment:
 
     def value(self, name: str) -> str:
         if name not in os.environ:
-            raise ToolConfigError(f"{self._where} wants the environment variable {name}, which is not set")
+            raise ToolConfigError(f"{self._where} needs the environment variable {name}, which is not set; set it")
         self.used[name] = os.environ[name]
         return os.environ[name]
 
     def filled(self, value: Any) -> Any:
         if isinstance(value, str):
-            return re.sub(r"\$\{(\w+)\}", lambda found: self.value(found[1]), value)
+            return re.sub(r"\$\{(\w+)\}", lambda match: self.value(match[1]), value)
         if isinstance(value, list):
             return [self.filled(part) for part in value]
         if isinstance(value, Mapping):

@@ -1,6 +1,8 @@
-"""A session with an MCP server is opened, held and closed by one task, ends by name, and says what was never sent.
+"""Holds one session with an MCP server, over stdio, streamable HTTP or SSE, in one task.
 
-The SDK's task groups must be left by the task that entered them; calls may come from any task of the same event loop.
+The task opens, holds and closes the session, because the SDK's task groups must be exited by the task that entered
+them. Calls may come from any task of the same event loop. A failed call raises `Unsent` if the server has not seen it,
+and `McpFailure` otherwise; the reason why a session ended is kept.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from rally.tools.schema import BadArguments
 from rally.types import RallyError
 
 NOT_SENT = 1  # the server cannot be reached
-CUT_OFF = 2  # the request was sent, and the connection broke before an answer came
-SESSION_UNKNOWN = 3  # the server was started anew and refuses the session of the old one, the request unseen
+CUT_OFF = 2  # the request was sent, and the connection broke before the answer
+SESSION_UNKNOWN = 3  # the server was restarted and rejects the old session; it has not handled the request
 REFUSED = 4  # a token is missing or wrong
 
 SESSION_HEADER = "mcp-session-id"
-BAD_SESSION = -32000  # what servers on the TypeScript SDK answer, with HTTP 400, to a session they do not know
+BAD_SESSION = -32000  # the code of TypeScript SDK servers, with HTTP 400, for an unknown session
 
 
 class McpHttpClient(httpx2.AsyncClient):
-    """A client for one server. It has no time limits but for connecting: the call's deadline is the only one."""
+    """The HTTP client for one server. Transport errors become JSON-RPC errors with the codes above.
+
+    Only connecting has a timeout of its own; the rest is bounded by the deadline of the call.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
@@ -46,7 +51,7 @@ class McpHttpClient(httpx2.AsyncClient):
             timeout=httpx2.Timeout(None, connect=30.0),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=5.0),
             verify=url.startswith("https:"),  # reading the certificates takes half a second
-            trust_env=not local,  # a proxy for the world outside must not swallow what is asked of this machine
+            trust_env=not local,  # requests to this machine must not go through a proxy
         )
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
@@ -56,18 +61,18 @@ class McpHttpClient(httpx2.AsyncClient):
             return _failure(request, NOT_SENT, str(error) or type(error).__name__)
         except httpx2.TransportError as error:
             return _failure(request, CUT_OFF, str(error) or type(error).__name__)
-        return await _judged(request, response)
+        return await _classified(request, response)
 
 
-async def _judged(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
+async def _classified(request: httpx2.Request, response: httpx2.Response) -> httpx2.Response:
     if response.status_code in (401, 403):
         await response.aclose()
-        return _failure(request, REFUSED, f"HTTP {response.status_code}, so its token or headers are not right")
+        return _failure(request, REFUSED, f"HTTP {response.status_code}, so its token or headers are wrong")
     if SESSION_HEADER not in request.headers or response.status_code not in (400, 404):
         return response
     body = await response.aread()
     if response.status_code == 404 or _code(body) == BAD_SESSION:
-        return _failure(request, SESSION_UNKNOWN, "it was started anew")
+        return _failure(request, SESSION_UNKNOWN, "it was restarted")
     return response
 
 
@@ -80,24 +85,24 @@ def _code(body: bytes) -> int | None:
 
 
 def _failure(request: httpx2.Request, code: int, message: str) -> httpx2.Response:
-    if request.method == "DELETE":  # it ends a session, which by now is gone in any case
+    if request.method == "DELETE":  # ends a session that no longer exists
         return httpx2.Response(204, request=request)
     error = {"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": message}}
     return httpx2.Response(503, json=error, request=request)
 
 
-MAX_TOOLS = 10_000  # a server whose list has no end must not hold up the start
-LAST_WORDS = 400  # characters of a server's stderr that are worth telling
-CLOSING_SECONDS = 8.0  # the SDK kills a process within 6.5; a web server may hang on the good-bye
-IDLE_SECONDS = 86_400.0  # the SDK would end an event stream that is silent for five minutes, as during an update
+MAX_TOOLS = 10_000  # bounds the listing of a server that pages without end
+STDERR_TAIL = 400  # characters of a server's stderr to keep
+CLOSING_SECONDS = 8.0  # the SDK kills a process within 6.5 s; a web server may hang while closing
+IDLE_SECONDS = 86_400.0  # the SDK's default ends an event stream after five silent minutes, as during an update
 
 _log = logging.getLogger(__name__)
-# A traceback for every line that is no message would fill the log; a Connection tells of it once, in a sentence.
+# The SDK logs a traceback for every line that is not a message; McpConnection warns once instead.
 logging.getLogger("mcp.client.stdio").addFilter(lambda record: not str(record.msg).startswith("Failed to parse"))
 
 
 class McpFailure(RallyError):
-    """A call that an MCP server did not answer as asked. The text is told to the model."""
+    """An MCP server failed to answer a call. The text goes to the model."""
 
 
 class Unsent(McpFailure):
@@ -105,11 +110,11 @@ class Unsent(McpFailure):
 
 
 class CannotStart(McpFailure):
-    """A server that another attempt would not start either."""
+    """The server cannot be started; another attempt would fail too."""
 
 
 class McpConnection:
-    """One session. It opens at once, in a task of its own; `ready` waits for it."""
+    """One session. Its task starts to open it at once; `ready` waits until it is open."""
 
     def __init__(self, server: Server, *, old_handshake: bool = False) -> None:
         self.server = server
@@ -117,7 +122,7 @@ class McpConnection:
         self.closed = False
         self.tools: list[types.Tool] = []
         self._reason = "its connection was closed"
-        self._stderr = _LastWords()
+        self._stderr = _StderrTail()
         self._noise = 0
         self._calls = 0
         self._stop = asyncio.Event()
@@ -125,7 +130,7 @@ class McpConnection:
         self.owner = asyncio.create_task(self._hold(), name=f"mcp {server.name}")
 
     async def ready(self) -> None:
-        """Raises why there is no session: CannotStart, or McpFailure where another attempt may go better."""
+        """Wait for the session. Raises CannotStart, or McpFailure when another attempt may succeed."""
         await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
@@ -143,7 +148,7 @@ class McpConnection:
                 self._stop.set()
 
     def retire(self) -> None:
-        """No call is accepted any more; the session ends after the last one under way."""
+        """Accept no more calls. The session ends after the last running one."""
         self.closed = True
         if not self._calls:
             self._stop.set()
@@ -159,10 +164,10 @@ class McpConnection:
             self.owner.cancel()
 
     def ending(self) -> str:
-        """Why there is no session any more."""
-        words = self._stderr.text()
-        said = f", and its last words were: {words}" if words else ""
-        return redact(f"the MCP server {self.server.name!r} is gone ({self._reason}{said})")
+        """Why the session ended."""
+        text = self._stderr.text()
+        stderr = f", stderr ends with: {text}" if text else ""
+        return redact(f"the MCP server {self.server.name!r} is gone ({self._reason}{stderr})")
 
     async def _hold(self) -> None:
         try:
@@ -176,37 +181,37 @@ class McpConnection:
             self._fail(CannotStart, f"no answer within {self.server.startup_timeout:g} seconds of its start")
         except OSError as error:
             self._fail(CannotStart, error.strerror or str(error))
-        except Exception as error:  # noqa: BLE001 - whatever ends a session is told to who waits for it
-            self._fail(_kind(error), _words(error))
+        except Exception as error:  # noqa: BLE001 - any error that ends a session goes to the waiting calls
+            self._fail(_kind(error), _reason(error))
         finally:
             self.closed = True
-            self._client.cancel()  # who still waits for a start that was broken off need not
+            self._client.cancel()  # wakes calls that wait for a cancelled start
             self._stderr.close()
 
     def _fail(self, kind: type[McpFailure], reason: str) -> None:
         self._reason = reason
         if not self._client.done():
             self._client.set_exception(kind(self.ending()))
-            self._client.exception()  # looked at here: nobody may be waiting any more
+            self._client.exception()  # marks it as retrieved, in case no call waits any more
 
     def _meaning(self, error: MCPError) -> RallyError:
-        """What an error answer says about the call."""
-        name, words = self.server.name, redact(error.message.rstrip("."))
+        """The exception for an error answer."""
+        name, text = self.server.name, redact(error.message.rstrip("."))
         if error.code in (NOT_SENT, SESSION_UNKNOWN):
             self._reason = error.message
             return Unsent(self.ending())
-        if error.code == types.CONNECTION_CLOSED and error.message == "Connection closed":  # the SDK's own words
+        if error.code == types.CONNECTION_CLOSED and error.message == "Connection closed":  # the SDK's message
             self.stream_ended()
         if error.code == CUT_OFF or (error.code == types.CONNECTION_CLOSED and self.closed):
             return McpFailure(f"the MCP server {name!r} ended during this call, which may have had its effect")
         if error.code == types.INVALID_PARAMS:
-            return BadArguments(words)
-        return McpFailure(f"the MCP server {name!r} refused the call: {words} (code {error.code})")
+            return BadArguments(text)
+        return McpFailure(f"the MCP server {name!r} refused the call: {text} (code {error.code})")
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
         async with self._streams() as (read, write):
-            yield _Watched(read, self), write
+            yield _ObservedStream(read, self), write
 
     def _streams(self) -> Any:
         server = self.server
@@ -232,7 +237,7 @@ class McpConnection:
             args=list(server.args),
             env=dict(server.env),
             cwd=server.cwd,
-            encoding_error_handler="replace",  # a byte that is no UTF-8 spoils its line, not the session
+            encoding_error_handler="replace",  # invalid UTF-8 breaks one line and not the session
         )
         async with AsyncExitStack() as stack:
             with await self._stderr.open() as stderr:
@@ -246,11 +251,11 @@ class McpConnection:
     def stray_line(self) -> None:
         self._noise += 1
         if self._noise == 1:
-            _log.warning("the MCP server %r writes lines to stdout that are no messages; skipped", self.server.name)
+            _log.warning("the MCP server %r writes lines to stdout that are not messages; skipped", self.server.name)
 
 
-class _Watched:
-    """The SDK's stream of incoming messages, which also tells its connection of its end and of lines that are none."""
+class _ObservedStream:
+    """The SDK's stream of incoming messages. It notifies its connection of its end and of lines that do not parse."""
 
     def __init__(self, read: Any, connection: McpConnection) -> None:
         self._read = read
@@ -282,25 +287,25 @@ class _Watched:
         return item
 
 
-class _LastWords(asyncio.Protocol):
-    """Reads a server's stderr to its end, so that it never blocks, and keeps the last of it."""
+class _StderrTail(asyncio.Protocol):
+    """Reads a server's stderr, so that the server never blocks on it, and keeps its end."""
 
     def __init__(self) -> None:
         self._tail = b""
         self._pipe: asyncio.ReadTransport | None = None
 
     async def open(self) -> TextIO:
-        """The end to write to; it must be closed here once the server has it."""
+        """The file for the server to write to. The caller closes it once the server has started."""
         read, write = os.pipe()
         reading, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(read, "rb", 0))
         self._pipe = reading
         return os.fdopen(write, "w")
 
     def data_received(self, data: bytes) -> None:
-        self._tail = (self._tail + data)[-4 * LAST_WORDS :]
+        self._tail = (self._tail + data)[-4 * STDERR_TAIL :]
 
     def text(self) -> str:
-        return " ".join(self._tail.decode("utf-8", "replace").split())[-LAST_WORDS:]
+        return " ".join(self._tail.decode("utf-8", "replace").split())[-STDERR_TAIL:]
 
     def close(self) -> None:
         if self._pipe is not None:
@@ -308,7 +313,7 @@ class _LastWords(asyncio.Protocol):
 
 
 async def _list_tools(client: Client) -> list[types.Tool]:
-    """All pages. Later changes of the list are ignored: what the model is shown must not change during a run."""
+    """All pages of the list. Later changes are ignored: the tools of a run must not change."""
     tools: list[types.Tool] = []
     cursor: str | None = None
     while True:
@@ -318,11 +323,11 @@ async def _list_tools(client: Client) -> list[types.Tool]:
         if not cursor:
             return tools
         if len(tools) > MAX_TOOLS:
-            raise McpFailure(f"its list of tools has no end (over {MAX_TOOLS})")
+            raise McpFailure(f"it lists more than {MAX_TOOLS} tools")
 
 
 def _root(error: BaseException) -> BaseException:
-    """What is at the bottom of the SDK's nested groups."""
+    """The innermost first exception of the SDK's nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -333,7 +338,7 @@ def _kind(error: Exception) -> type[McpFailure]:
     return CannotStart if isinstance(root, MCPError) and root.code == REFUSED else McpFailure
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     root = _root(error)
     if isinstance(root, MCPError) and root.code == types.CONNECTION_CLOSED:
         return "it ended"

@@ -1,4 +1,4 @@
-"""A gate keeps to its rate, its number and its queue, hands every slot on, and finds out what a tool bears."""
+"""A limiter keeps to its rate, concurrency and queue, hands every slot on, and adapts to what a tool can take."""
 
 import asyncio
 import heapq
@@ -11,45 +11,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rally.tools import CallLimits
-from rally.tools.rate_limit import AdaptiveConcurrency, QueueFull, RateLimiter
+from rally.util.rate_limit import AdaptiveConcurrency, QueueFull, RateLimiter
 
 
-async def enter(gate: RateLimiter, seconds: float = 0.0) -> float:
-    async with gate.passage() as waited:
+async def enter(limiter: RateLimiter, seconds: float = 0.0) -> float:
+    async with limiter.slot() as waited:
         await asyncio.sleep(seconds)
     return waited
 
 
 async def test_a_burst_passes_and_then_a_steady_rate() -> None:
-    gate = RateLimiter(CallLimits(rate_limit=20))
+    limiter = RateLimiter(rate=20)
     started = time.perf_counter()
-    waits = await asyncio.gather(*(enter(gate) for _ in range(30)))
+    waits = await asyncio.gather(*(enter(limiter) for _ in range(30)))
     took = time.perf_counter() - started
     assert sum(waited < 0.04 for waited in waits) >= 15, "a second's worth is there from the start"
     assert took > 0.45, "the other ten come at twenty a second"
 
 
 async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
-    gate = RateLimiter(CallLimits(rate_limit=1))
-    await enter(gate)
-    impatient = [asyncio.create_task(enter(gate)) for _ in range(50)]
+    limiter = RateLimiter(rate=1)
+    await enter(limiter)
+    impatient = [asyncio.create_task(enter(limiter)) for _ in range(50)]
     await asyncio.sleep(0.05)
     for task in impatient:
         task.cancel()
     await asyncio.gather(*impatient, return_exceptions=True)
-    await asyncio.wait_for(enter(gate), timeout=20)
+    await asyncio.wait_for(enter(limiter), timeout=20)
 
 
-async def test_a_full_queue_refuses_at_once_and_an_open_gate_never() -> None:
-    gate = RateLimiter(CallLimits(max_concurrency=2, max_queue=3))
-    tasks = [asyncio.create_task(enter(gate, 0.1)) for _ in range(8)]
+async def test_a_full_queue_refuses_at_once_and_a_free_limiter_never() -> None:
+    limiter = RateLimiter(max_concurrency=2, max_queue=3)
+    tasks = [asyncio.create_task(enter(limiter, 0.1)) for _ in range(8)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(outcome, QueueFull) for outcome in outcomes] == [False] * 5 + [True] * 3
-    assert isinstance(await enter(gate), float), "it is open again"
-    strict = RateLimiter(CallLimits(max_concurrency=1, max_queue=0))
+    assert isinstance(await enter(limiter), float), "it is open again"
+    strict = RateLimiter(max_concurrency=1, max_queue=0)
     first, second = await asyncio.gather(enter(strict, 0.01), enter(strict), return_exceptions=True)
     assert isinstance(first, float) and isinstance(second, QueueFull)
-    bucket = RateLimiter(CallLimits(rate_limit=2, max_queue=0))
+    bucket = RateLimiter(rate=2, max_queue=0)
     outcomes = await asyncio.gather(*(enter(bucket) for _ in range(3)), return_exceptions=True)
     assert [isinstance(outcome, QueueFull) for outcome in outcomes] == [False, False, True]
 
@@ -59,12 +59,12 @@ def test_whoever_gives_up_the_number_holds_and_all_others_get_in(plan: list[tupl
     """Calls that stay for some turns of the event loop; some are cancelled at a random moment."""
 
     async def run() -> None:
-        gate = RateLimiter(CallLimits(max_concurrency=most))
+        limiter = RateLimiter(max_concurrency=most)
         inside = 0
 
         async def visit(turns: int) -> None:
             nonlocal inside
-            async with gate.passage():
+            async with limiter.slot():
                 inside += 1
                 assert inside <= most
                 try:
@@ -107,7 +107,7 @@ class Served:
                 heapq.heappush(under_way, (self.now + seconds, seconds, failed))
             self.now, seconds, failed = heapq.heappop(under_way)
             self.done += not failed
-            self.control.learn(seconds, late=failed, failed=False, waiting=True)
+            self.control.record(seconds, late=failed, failed=False, waiting=True)
             self.limits.append(self.control.limit)
 
 
@@ -145,14 +145,14 @@ def test_timeouts_alone_bring_the_number_down_and_the_bounds_hold() -> None:
 def test_some_failures_are_the_model_s_and_change_nothing() -> None:
     control = AdaptiveConcurrency(1, 16)
     for call in range(200):
-        control.learn(1.0, late=False, failed=call % 10 < 3, waiting=True)
+        control.record(1.0, late=False, failed=call % 10 < 3, waiting=True)
     assert control.limit == 16
 
 
 def test_a_tool_that_nobody_waits_for_is_given_no_more() -> None:
     control = AdaptiveConcurrency(2, 16)
     for _ in range(100):
-        control.learn(1.0, late=False, failed=False, waiting=False)
+        control.record(1.0, late=False, failed=False, waiting=False)
     assert control.limit == 2
 
 

@@ -29,6 +29,7 @@ from rally.rewards import registry
 from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode
+from rally.util.subprocesses import kill_group
 
 
 class CallPacer:
@@ -122,10 +123,9 @@ class RewardWorker:
         return self._failure(time.monotonic() - start)
 
     def kill(self) -> None:
-        """End the process and all it started. The group goes first: its number is ours only until the wait."""
+        """End the process and everything it started."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # already a zombie, on one system or other
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
         self.process.wait()
 
     def close(self) -> None:

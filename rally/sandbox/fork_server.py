@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,6 +20,7 @@ from typing import IO
 from rally.sandbox import json_socket
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import SYSTEM_PATH
+from rally.util.subprocesses import kill_group
 
 START_SECONDS = 120.0
 SEND_SECONDS = 2.0  # a word of three bytes: longer only when hundreds wait to be forked
@@ -107,8 +106,7 @@ class ForkServer:
     def stop(self) -> None:
         """End it and everything in it."""
         self.control.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.wait()
 
     def _wait_until_warm(self) -> None:

@@ -252,7 +252,7 @@ class RemoteEngine:
         await server.process.ended()
         server.serving = False
         self.router.away(server.name)
-        return f"it has died; {server.process.last_words()}"
+        return f"it has died; {server.process.log_tail()}"
 
 
 async def _all(*steps: Awaitable[None]) -> None:

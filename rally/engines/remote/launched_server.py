@@ -109,9 +109,9 @@ class LaunchedServer(ServerReplica):
         try:
             await self._answers(self._check_alive)
         except ReplicaGone as problem:
-            words = self.process.last_words()
+            log_tail = self.process.log_tail()
             await self.down()
-            raise ReplicaGone(f"{problem}; {words}") from None
+            raise ReplicaGone(f"{problem}; {log_tail}") from None
 
     async def close(self) -> None:
         await super().close()

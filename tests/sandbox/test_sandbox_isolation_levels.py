@@ -69,7 +69,7 @@ asyncio.run(main())
 def open_folder() -> Iterator[Path]:
     """A copy of the sandbox that other users can read; pytest's own folders and many homes are closed to them."""
     folder = Path(tempfile.mkdtemp(prefix="rally-levels-"))
-    for name in ("__init__.py", "module_aliases.py", "types.py", "sandbox"):
+    for name in ("__init__.py", "module_aliases.py", "types.py", "util", "sandbox"):
         copy = shutil.copytree if (PACKAGE / name).is_dir() else shutil.copy
         target = folder / "rally" / name
         target.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""Sampling: one token per row, from the row's own seed and position, whatever else is in the batch.
+"""Samples one token per row. The result does not depend on the other rows of the batch.
 
-A row's random number depends only on (seed, position), and the token is found by inverting the cumulative
-distribution, so the same request samples the same tokens alone or among others.
+The random number of a row depends only on (seed, position), and the token is found by inverting the cumulative
+distribution.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SampledBatch(NamedTuple):
-    """Of each row: the token, its log-probability under softmax(logits / temperature), which is what the trainer
-    computes, and the one after top-k, top-p and min-p as well."""
+    """For each row: the token, its log-probability under softmax(logits / temperature), as the trainer computes it, and
+    its log-probability after top-k, top-p and min-p."""
 
     ids: Ints
     logprobs: Floats
@@ -40,7 +40,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[np.f
 
 
 class Draw(NamedTuple):
-    """How each row is sampled: arrays of one entry per row."""
+    """Sampling parameters, one entry per row."""
 
     uniform: npt.NDArray[np.float64]
     temperature: Floats
@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, slots: Slots, chosen: Ints) -> Draw:
-        """For the next token of each chosen slot, whose place is already planned."""
+        """For the next token of each chosen slot, which `planned` already counts."""
         positions = slots.planned[chosen] - slots.prompt[chosen] - 1
         return cls(
             uniforms(slots.seed[chosen], positions),
@@ -72,7 +72,9 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
     filtered = _filter(logp, draw) if draw.filters.any() else logp
     cdf = filtered.exp().cumsum(-1, dtype=torch.float64)
     if not cdf[:, -1].isfinite().all():
-        raise EngineError("the model's logits are not finite (NaN or infinity); its weights are broken or diverged")
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
+        )
     u = torch.from_numpy(draw.uniform).to(device)
     ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1)
     if greedy.any():
@@ -87,7 +89,7 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
 
 
 def _filter(logp_BV: Tensor, draw: Draw) -> Tensor:
-    """Log-probabilities after top-k, top-p and min-p, renormalised; rows without a filter stay as they are."""
+    """Log-probabilities after top-k, top-p and min-p, renormalised; rows without a filter are unchanged."""
     chosen = np.flatnonzero(draw.filters)
     rows, *filters = (
         torch.from_numpy(x).to(logp_BV.device)

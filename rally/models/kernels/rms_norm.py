@@ -1,4 +1,4 @@
-"""RMS norm of a row rounds where Hugging Face's eager module rounds, and does not depend on the other rows.
+"""RMS norm kernels. They round where the eager modules of transformers round, and rows are independent.
 
 Llama and Qwen round the normalised value to the dtype and then multiply by the weight; Gemma multiplies by
 (1 + weight) in fp32 and rounds once (`offset=True`). One program reads one row once.

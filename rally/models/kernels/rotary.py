@@ -1,7 +1,8 @@
-"""One launch turns a step's q, k, v into rotated queries and stored keys and values, with Hugging Face's roundings.
+"""Rotary embedding kernels: rotate queries, and rotate and store keys and values in one launch.
 
-Each head is normed first where the model norms heads (Qwen3, Gemma3). The rotation is Hugging Face's: the first half
-of a head pairs with its second half, x * cos and rotate_half(x) * sin are each rounded, and so is their sum.
+Each head is normed first if the model norms heads (Qwen3, Gemma3). Rotation and roundings are those of transformers:
+the first half of a head pairs with its second half, x * cos and rotate_half(x) * sin are each rounded, and so is their
+sum.
 Shapes: T tokens, H query heads, K key and value heads, D channels of a head; pools are [slots, K, D].
 """
 

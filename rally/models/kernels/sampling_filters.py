@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p of every row at once: the same tokens stay as when each row is filtered alone."""
+"""Top-k, top-p and min-p filters for a batch of rows. Rows are independent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def filtered_logprobs(logp_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """Log-probabilities after top-k, then top-p, then min-p, renormalised.
 
-    A filter is off where top_k is 0 or less, top_p is 1 or min_p is 0; a row with all three off stays bit for bit as
-    it is. Tokens equal to the k-th all stay; of equal tokens at the edge of top-p the first ones stay.
+    A filter is off where top_k is 0 or less, top_p is 1 or min_p is 0; a row with all three off is returned
+    unchanged, bit for bit. All tokens equal to the k-th stay; of equal tokens at the edge of top-p the first ones stay.
     """
     size = logp_BV.shape[1]
     off_B = (top_k_B <= 0) & (top_p_B >= 1) & (min_p_B <= 0)

@@ -40,7 +40,7 @@ def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--device", "gpu"), "--device=gpu is no device that Rally knows; choose auto, cpu, cuda"),
+        (("--device", "gpu"), "--device=gpu is not a device; choose auto, cpu, cuda"),
         (("--max-model-len", str(10**10 + 1)), "but the model supports at most 10000000000; lower --max-model-len"),
         (("--max-model-len", str(10**10)), "that --memory=0.5 allows; raise it, or lower --max-model-len"),
         (("--tokenizer", "/nowhere"), "or a .gguf file as --tokenizer"),
@@ -60,7 +60,7 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_is_named_as_in_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "without config.json; name the folder that holds it as MODEL" in said(monkeypatch, str(tmp_path))
+    assert "without config.json; set MODEL to the folder that has it" in said(monkeypatch, str(tmp_path))
     assert said(monkeypatch, "nowhere.gguf") == "there is no GGUF file at nowhere.gguf; correct MODEL"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
     told = said(monkeypatch, str(tmp_path))

@@ -106,7 +106,7 @@ def test_what_the_server_cannot_do_is_told_apart_from_what_the_client_did_wrong(
         assert httpx.post(f"{url}/run_code", json=wrong).status_code == 422
     spoiled = {"code": "1", "language": "python", "files": {"a": "no base64"}}
     response = httpx.post(f"{url}/run_code", json=spoiled)
-    assert response.status_code == 422 and "'a' must be given as base64" in response.json()["detail"]
+    assert response.status_code == 422 and "'a' must be base64" in response.json()["detail"]
 
 
 async def test_a_token_keeps_strangers_out() -> None:

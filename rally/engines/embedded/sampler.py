@@ -1,7 +1,7 @@
 """Samples one token per row. The result does not depend on the other rows of the batch.
 
 The random number of a row depends only on (seed, position), and the token is found by inverting the cumulative
-distribution.
+distribution. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.request_slots import Floats, Ints, Slots
-from rally.models.kernels.sampling_filters import filtered_logprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -96,3 +95,25 @@ def _filter(logp_BV: Tensor, draw: Draw) -> Tensor:
         for x in (chosen, draw.top_k[chosen], draw.top_p[chosen], draw.min_p[chosen])
     )
     return logp_BV.index_copy(0, rows, filtered_logprobs(logp_BV[rows], *filters))
+
+
+def filtered_logprobs(logp_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """Log-probabilities after top-k, then top-p, then min-p, renormalised.
+
+    A filter is off where top_k is 0 or less, top_p is 1 or min_p is 0; a row with all three off is returned
+    unchanged, bit for bit. All tokens equal to the k-th stay; of equal tokens at the edge of top-p the first ones stay.
+    """
+    size = logp_BV.shape[1]
+    off_B = (top_k_B <= 0) & (top_p_B >= 1) & (min_p_B <= 0)
+    sorted_BV, order_BV = logp_BV.sort(dim=-1, descending=True, stable=True)
+
+    last_B = torch.where(top_k_B <= 0, size, top_k_B.clamp(max=size)).long() - 1
+    kept_BV = sorted_BV >= sorted_BV.gather(1, last_B[:, None])
+    mass_BV = sorted_BV.masked_fill(~kept_BV, -torch.inf).softmax(-1)
+    before_BV = mass_BV.cumsum(-1) - mass_BV
+    kept_BV &= (before_BV < top_p_B.to(logp_BV.dtype)[:, None]) | (top_p_B >= 1)[:, None]
+    kept_BV &= sorted_BV >= sorted_BV[:, :1] + min_p_B.double().log().to(logp_BV.dtype)[:, None]
+
+    keep_BV = torch.empty_like(kept_BV).scatter_(1, order_BV, kept_BV)
+    filtered_BV = logp_BV.masked_fill(~keep_BV, -torch.inf).log_softmax(-1)
+    return torch.where(off_B[:, None], logp_BV, filtered_BV)

@@ -191,7 +191,7 @@ class Router:
             ),
             Metric(
                 "rally_router_usable",
-                "1 if the server is given requests",
+                "1 if the server gets requests",
                 "gauge",
                 by=labelled("server", {s.name: s.usable for s in servers}),
             ),
@@ -330,19 +330,19 @@ def _after(waited: float, generation: Generation) -> Generation:
 COUNTS = {
     "requests": "Requests asked for",
     "first_turns": "Answered first requests of sessions",
-    "kept": "Later requests of sessions answered by the server of the one before",
-    "moved_from_busy": "Later requests of sessions answered elsewhere because their server had too much to do",
-    "moved_from_dead": "Later requests of sessions answered elsewhere because their server was gone",
-    "failed_tries": "Tries that a server failed under; their tokens are thrown away",
-    "refusals": "Tries that a server was too busy for",
-    "void_tries": "Tries whose server was given other weights meanwhile and could not say where",
-    "given_up": "Requests that were given up",
-    "circuits_opened": "Times a server was given no more requests for failing",
+    "kept": "Later requests of sessions answered by the same server as before",
+    "moved_from_busy": "Later requests of sessions answered by another server because theirs was overloaded",
+    "moved_from_dead": "Later requests of sessions answered by another server because theirs was gone",
+    "failed_tries": "Tries during which the server failed; their tokens are discarded",
+    "refusals": "Tries that a busy server rejected",
+    "void_tries": "Tries during which weights changed at a token that the server did not report",
+    "given_up": "Requests that failed after all tries",
+    "circuits_opened": "Times a server got no more requests because of failures",
     "forgotten_sessions": "Sessions whose server was forgotten because there were too many",
 }
 TOKENS = {
     "prompt_tokens": "Prompt tokens of answered requests",
     "cached_tokens": "Prompt tokens that servers had cached",
-    "sampled_tokens": "Tokens of answers",
+    "sampled_tokens": "Sampled tokens of answered requests",
     "recomputed_prompt_tokens": "Prompt tokens of tries that failed or were void",
 }

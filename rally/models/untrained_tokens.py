@@ -77,9 +77,8 @@ def _rows(model: str) -> EmbeddingRows | None:
     candidates = (
         (EmbeddingRows(folder / file, name) for name, file in _places(folder) if name.endswith(NAMES)) if folder else ()
     )
-    return next(
-        (rows for rows in candidates if rows.file.is_file()), None
-    )  # an index may name files that are not downloaded yet
+    # An index may name files that are not downloaded yet.
+    return next((rows for rows in candidates if rows.file.is_file()), None)
 
 
 def _places(folder: Path) -> Iterable[tuple[str, str]]:

@@ -27,7 +27,7 @@ _LEVELS: dict[Isolation, tuple[LevelName, ...]] = {
     "unprotected": ("unprotected",),
 }
 _WEAKER: dict[LevelName, str] = {
-    "landlock": "programs share this machine's process table, and disk and process limits are polled, not enforced",
+    "landlock": "programs share this machine's process table, and disk and process limits are only polled",
     "unprotected": "programs can read and change whatever the user of the sandbox can, and use the network",
 }
 _PROBE = "import os\nassert os.access(os.__file__, os.R_OK), 'this Python is not readable for other users'\nprint(1)"

@@ -38,9 +38,7 @@ class _Node:
         self.tokens = tokens
         self.page = page
         self.parent = parent
-        self.children = (
-            _NO_CHILDREN  # most nodes have none, and sharing the empty dictionary relieves the garbage collector
-        )
+        self.children = _NO_CHILDREN  # shared, to relieve the garbage collector: most nodes have none
         self.stamp = 0
 
 

@@ -186,9 +186,8 @@ class CudaIpcWeights:
         try:
             await server.load(IpcHandles(self._weights()), self.version, in_flight)
         except (EngineError, RuntimeError) as problem:  # RuntimeError: memory that torch cannot share
-            self.fall_back(
-                EngineError(str(problem))
-            )  # at once: handles that it cannot open kill SGLang, and would kill it again
+            # At once: handles that it cannot open kill SGLang, and would kill it again.
+            self.fall_back(EngineError(str(problem)))
             await self._send_files(server, in_flight)
 
     async def _send_files(self, server: ServerReplica, in_flight: InFlight) -> None:

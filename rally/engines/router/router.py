@@ -293,10 +293,9 @@ class Router:
     async def _check_health(self) -> None:
         while True:
             await asyncio.sleep(self.settings.health_every)
+            # Servers that are not on duty are not expected to answer.
             on_duty = [server.name for server in self._policy.servers.values() if server.duty is Duty.ON]
-            await asyncio.gather(
-                *(self._check(self._replicas[name]) for name in on_duty)
-            )  # others are not expected to answer
+            await asyncio.gather(*(self._check(self._replicas[name]) for name in on_duty))
             self._dispatch()
 
     async def _check(self, replica: Replica) -> None:

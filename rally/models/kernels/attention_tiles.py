@@ -12,7 +12,7 @@ BLOCK_M = 64  # rows of a tile: tokens times the heads of a group; 128 is a litt
 
 
 def extend_tokens(group: int, block_m: int = BLOCK_M) -> int:
-    """The maximum of tokens in a tile, where `group` query heads share a key/value head."""
+    """The maximum number of tokens in a tile, where `group` query heads share a key/value head."""
     return block_m // group
 
 

@@ -148,7 +148,7 @@ def _decode_kernel(
         if WINDOW:
             seen = seen & (position >= low)
         slot = page.to(tl.int64) * PAGE + position % PAGE
-        # The next block's pages are asked for now, so that its keys need not wait for them.
+        # Load the next block's page numbers now, so that its keys need not wait for them.
         page = tl.load(pages + (position + BLOCK) // PAGE, mask=position + BLOCK < end, other=0)
         place = slot[:, None] * pool_slot + kv * pool_head + column[None, :]
         # What is not seen is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.

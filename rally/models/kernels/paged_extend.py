@@ -35,7 +35,8 @@ class ExtendTuning(NamedTuple):
 
 
 def tuning(head_size: int, block_m: int) -> ExtendTuning:
-    """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
+    """One warp per 16 rows, and as many keys as its registers hold. `block`, and with it rounding, follows from both
+    arguments."""
     block = 32 if head_size > 128 or block_m <= 64 else 64
     return ExtendTuning(block, block_m // 16, 3 if head_size <= 128 else 2)
 
@@ -179,7 +180,7 @@ def _attend(
     for block in range(start, stop, BLOCK_N):
         place = block + tl.arange(0, BLOCK_N)
         slot = (page.to(tl.int64) * PAGE + place % PAGE)[:, None]
-        # The next block's pages are asked for now, so that its keys need not wait for them.
+        # Load the next block's page numbers now, so that its keys need not wait for them.
         page = tl.load(pages + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < end, other=0)
         if MASKED:
             # What no token sees is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.
@@ -196,7 +197,7 @@ def _attend(
                 seen = seen & (place[None, :] > query[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        # A row that has seen nothing yet, which a window allows, subtracts 0: infinity less infinity is no number.
+        # A row that has seen nothing yet, which a window allows, subtracts 0: infinity minus infinity would be NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top) if WINDOW else new_top
         weights = tl.exp2(scores * scale - shift[:, None])
         fade = tl.exp2(top - shift)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BACKWARD_TILE = 2048  # elements that a program of the backward pass has in hand at once
-_TURNS = 8  # tiles that it works through, so that it hands on one sum for the weight and not eight
+_BACKWARD_TILE = 2048  # elements that a program of the backward pass holds at once
+_TURNS = 8  # tiles per program, so that it writes one partial sum for the weight instead of eight
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:

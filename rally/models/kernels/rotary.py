@@ -57,7 +57,7 @@ def rotate_and_store(
 
 
 def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
-    """Every head rotated; `back` undoes it, which is what the gradient needs. Both halves of cos and sin are equal."""
+    """Rotate every head; `back` rotates back, for the gradient. Both halves of cos and sin are equal."""
     tokens, heads, size = x_THD.shape
     assert size >= 2 and size & (size - 1) == 0
     assert cos_TD.shape == sin_TD.shape == (tokens, size) and cos_TD.is_contiguous() and sin_TD.is_contiguous()

@@ -11,9 +11,8 @@ import platform
 import signal
 from typing import Any
 
-_LIBC = ctypes.PyDLL(
-    None, use_errno=True
-)  # PyDLL holds the GIL, so that the interpreter is in a consistent state during a clone
+# PyDLL holds the GIL, so that the interpreter is in a consistent state during a clone.
+_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 MACHINE = platform.machine()
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE, -1)

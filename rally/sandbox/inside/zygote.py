@@ -41,9 +41,8 @@ def main() -> None:
 
 def serve(level: LevelName, control: socket.socket) -> None:
     """Fork an execution for each connection, until the control socket closes."""
-    ours = {os.environ.get("PYTHONPATH"), ""} - set(
-        site.getsitepackages()
-    )  # keep site-packages, where other packages are too
+    # Programs must not see our PYTHONPATH, unless it is site-packages, where other packages are too.
+    ours = {os.environ.get("PYTHONPATH"), ""} - set(site.getsitepackages())
     path = [entry for entry in sys.path if entry not in ours]
     del os.environ["PYTHONPATH"]
     ids = os.getuid(), os.getgid()

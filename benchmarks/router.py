@@ -230,7 +230,7 @@ class Simulation:
 class Hashed(RoutingPolicy):
     """What many do: the session's name decides, whatever the servers have to do."""
 
-    def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
+    def _least_loaded(self, ticket: Ticket, now: float) -> ServerState | None:
         usable = [s for s in self.servers.values() if s.usable]
         return usable[zlib.crc32(str(ticket.session).encode()) % len(usable)]
 

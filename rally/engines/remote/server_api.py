@@ -66,6 +66,10 @@ class GenerationRequest:
     """The key of cached prefixes. It changes with each load of weights, since another run may use the same versions."""
 
 
+Asked = GenerationRequest
+"""The name of GenerationRequest in earlier documentation."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """How a server is launched."""

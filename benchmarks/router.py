@@ -229,7 +229,7 @@ class Simulation:
 class Hashed(RoutingPolicy):
     """A common alternative: the session's name decides, regardless of load."""
 
-    def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
+    def _least_loaded(self, ticket: Ticket, now: float) -> ServerState | None:
         usable = [s for s in self.servers.values() if s.usable]
         return usable[zlib.crc32(str(ticket.session).encode()) % len(usable)]
 

@@ -111,7 +111,7 @@ def engine(
     get_format(tool_format)  # a name that does not exist is told now, and not to the first client
     token = check_exposure(host, "RALLY_ENGINE_TOKEN")
     check_free(host, port)
-    module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, called="MODEL")
+    module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, option="MODEL")
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
     settings = EngineSettings(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
@@ -120,7 +120,7 @@ def engine(
         memory_share=memory,
         in_flight=in_flight,
         seed=seed,
-        words=_options(),
+        option_names=_options(),
     )
 
     def create() -> object:
@@ -138,7 +138,7 @@ def _options() -> OptionNames:
     from rally.engines.embedded.settings import OptionNames
 
     length = "--max-model-len"
-    return OptionNames(max_model_len=length, lengths=length, memory="--memory", plain="--dtype=float32")
+    return OptionNames(max_model_len=length, lengths=length, memory="--memory", torch_attention="--dtype=float32")
 
 
 def _served(
@@ -148,7 +148,7 @@ def _served(
     from rally.models.load import load_tokenizer
     from rally.services.admission import Served
 
-    tokenizer = load_tokenizer(path, called="--tokenizer")
+    tokenizer = load_tokenizer(path, option="--tokenizer")
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))

@@ -197,7 +197,7 @@ class Controller:
 
     def _told(self, number: int) -> str:
         again = "start the same command again to go on from the last checkpoint"
-        words = self.members[number - 1].last_words()
+        words = self.members[number - 1].log_tail()
         return f"rank {number} of {self.count}, which held a part of the policy, has ended; {again}; {words}"
 
     def _silence(self) -> str:

@@ -18,7 +18,7 @@ from rally.config import Config
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.doctor.case import DoctorCase, Finding
 from rally.engines.base import EngineError
-from rally.engines.remote.launched_server import ask
+from rally.engines.remote.launched_server import probe_package
 
 OURS = "rally-rl"
 SHOWN = ("torch", "transformers", "tokenizers")
@@ -89,7 +89,7 @@ def _server(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.name != "embedded" and rollout.mode != "server":
         try:
-            ask(rollout.server.python or sys.executable, rollout.server_kind)
+            probe_package(rollout.server.python or sys.executable, rollout.server_kind)
         except EngineError as error:
             yield str(error)
 

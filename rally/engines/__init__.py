@@ -1,4 +1,4 @@
-"""Rollout engines behind one protocol."""
+"""Rollout engines behind one protocol: embedded in the trainer's process, or remote servers behind a router."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ def build_engine(
     *,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> EmbeddedEngine:
-    """The engine called `name` (rollout.name) over the trainer's module; `decode` is needed for stop strings."""
+    """The embedded engine over the trainer's module. Its only `name` is "embedded"; `decode` is needed for stop
+    strings."""
     if name != "embedded":
-        raise EngineError(f"{name!r} is a server; build a RemoteEngine of rally.engines.remote over it")
+        raise EngineError(f"{name!r} is not an embedded engine; use rally.engines.remote.RemoteEngine for servers")
     from rally.engines import embedded
 
     return embedded.EmbeddedEngine(model, settings, decode=decode)
 
 
 def __getattr__(name: str) -> object:
-    """The embedded engine needs torch; it is imported when it is asked for."""
+    """Import the embedded engine, which needs torch, on first use."""
     if name in ("EmbeddedEngine", "EngineSettings"):
         from rally.engines import embedded
 

@@ -1,4 +1,9 @@
-"""One of several servers that sample from the same weights; what may go wrong with it has four names."""
+"""The protocols that engines implement, and their errors.
+
+`Engine` is what an agent loop uses, `TrainingEngine` what the trainer uses, `LockstepEngine` what a deterministic
+rollout uses, and `Replica` is one server behind the router. A replica fails in one of four ways: ReplicaGone,
+ReplicaBusy, SampleVoid, or a plain EngineError if the request itself is at fault.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +16,46 @@ from rally.types import Generation, ImageSpan, RallyError, SamplingParams
 
 
 class UtilizationClock:
-    """One thread at a time may enter and leave; `seconds` grows when the last piece under way ends."""
+    """Counts the seconds in which at least one piece of work runs; `seconds` grows when the last one ends. Only one
+    thread at a time may enter and leave."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._under_way = 0
+        self._active = 0
         self._since = 0.0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        if not self._under_way:
+        if not self._active:
             self._since = time.perf_counter()
-        self._under_way += 1
+        self._active += 1
         try:
             yield
         finally:
-            self._under_way -= 1
-            if not self._under_way:
+            self._active -= 1
+            if not self._active:
                 self.seconds += time.perf_counter() - self._since
 
 
-NO_IMAGES = "servers are given tokens alone, and the prompt holds images; set rollout.name=embedded"
+NO_IMAGES = "the prompt contains images, and rollout servers accept only tokens; set rollout.name=embedded"
 
 
 class EngineError(RallyError):
-    """A request or a setting that the engine cannot honour, in one sentence."""
+    """A request or a setting that the engine does not support."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What an agent loop may ask of an engine."""
+    """The interface that agent loops use."""
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that the next token will be sampled under."""
+        """The version of the weights that the next token is sampled with."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens, prompt and response together, that one history may hold."""
+        """The maximum length of prompt and response together, in tokens."""
         ...
 
     async def generate(
@@ -60,7 +66,7 @@ class Engine(Protocol):
         session: str | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Generation:
-        """Sample one continuation of a prompt, some of whose tokens may be `images`. Cancelling the awaiting task
+        """Sample one continuation of a prompt; `images` are the spans of its image tokens. Cancelling the awaiting task
         cancels the request."""
         ...
 
@@ -70,53 +76,53 @@ class Engine(Protocol):
 
 
 class TrainingEngine(Engine, Protocol):
-    """An engine that follows a policy while it is trained."""
+    """The interface that the trainer uses: an engine whose weights follow the policy."""
 
     @property
     def busy_seconds(self) -> float:
-        """For how long, so far, anything was being sampled."""
+        """Total seconds in which at least one request was being sampled."""
         ...
 
     def begin_at(self, version: int) -> None:
-        """The weights are version `version` of a run that goes on here; before `start`."""
+        """Set the weight version of a resumed run; called before `start`."""
         ...
 
     async def start(self) -> None:
-        """Ready to sample from the trainer's weights; whatever stands in the way is said now, in words."""
+        """Get ready to sample from the trainer's weights; raises if that is not possible."""
         ...
 
     async def rest(self) -> None:
-        """Nothing is asked until `publish`; memory that sampling needs may be given to the update."""
+        """Called before an update: no request comes until `publish`, so the engine may release its memory."""
         ...
 
     def updating(self) -> AbstractContextManager[None]:
-        """Change the weights inside; at the end they are a new version."""
+        """A context in which the weights may be changed; leaving it starts a new version."""
         ...
 
     async def publish(self) -> dict[str, float]:
-        """After an update: whatever is sampled from now on is of the new version. Returns what it took, as metrics."""
+        """Called after an update: everything sampled from now on uses the new version. Returns metrics."""
         ...
 
 
 @runtime_checkable
 class LockstepEngine(Protocol):
-    """An engine whose steps depend on who takes part, and not on who was quick: it is told who does."""
+    """An engine whose steps depend on which sessions take part and not on their timing, so it must know them."""
 
     def expect(self, session: str) -> None:
-        """An exchange begins; no step is made while it is neither waiting for a reply nor at its end."""
+        """A session begins. The engine makes no step while the session runs and has no request waiting."""
         ...
 
     def dismiss(self, session: str) -> None:
-        """The exchange has ended."""
+        """The session has ended."""
         ...
 
 
 class ReplicaGone(EngineError):
-    """The server cannot be reached, died in mid-request or answered with an error of its own; another may do it."""
+    """The server is unreachable, died during a request or returned a server error; another one may answer."""
 
 
 class ReplicaBusy(EngineError):
-    """The server has more than it can do and says so; the same one may take the request a little later."""
+    """The server is overloaded; it may accept the same request later."""
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -124,12 +130,12 @@ class ReplicaBusy(EngineError):
 
 
 class SampleVoid(EngineError):
-    """What the server sampled is of no use through no fault of its own: its weights changed meanwhile. Ask again."""
+    """The weights changed while the server sampled, so the result is unusable. Repeat the request."""
 
 
 class Replica(Protocol):
-    """A server behind the router. A request that is the caller's own mistake raises a plain EngineError: no other
-    server would take it either."""
+    """A server behind the router. An invalid request raises a plain EngineError: no other server would accept it
+    either."""
 
     @property
     def name(self) -> str:
@@ -141,9 +147,9 @@ class Replica(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Whether it answers now, and with the weights it should have; never raises."""
+        """Whether it answers now and has the current weights; never raises."""
         ...
 
     async def close(self) -> None:
-        """Let go of its connections, and of its process if it is ours."""
+        """Close its connections, and end its process if Rally started it."""
         ...

@@ -1,4 +1,4 @@
-"""Numbers become the text that Prometheus reads; names, labels and values come out well-formed or not at all."""
+"""Formats metrics in the Prometheus text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class Metric:
-    """One name with a value for each set of labels. A counter only ever grows; its name ends in `_total`."""
+    """One metric: a value, or a value for each set of labels (`by`). The name of a counter ends in `_total`."""
 
     name: str
     help: str
@@ -33,11 +33,12 @@ class Metric:
 
 
 def labelled(label: str, values: Mapping[str, float]) -> dict[tuple[tuple[str, str], ...], float]:
-    """Values under one label."""
+    """Values by one label, for `Metric.by`."""
     return {((label, text),): value for text, value in values.items()}
 
 
 def exposition(metrics: Iterable[Metric]) -> str:
+    """The body of a response to a Prometheus scrape."""
     return "".join(f"{line}\n" for metric in metrics for line in metric.lines())
 
 

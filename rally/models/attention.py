@@ -1,9 +1,9 @@
-"""One attention function for every use of the trainer's module; the caller says which by passing a context.
+"""The attention function of the trainer's module, for ordinary, packed and paged forwards.
 
-`rally_attention` is registered with transformers under the name "rally". A forward that passes no context gets the
-ordinary sdpa attention with the ordinary mask; a packed or paged forward happens only where a context object is handed
-in as the keyword `rally`, so a training forward can never be paged by accident. The keyword travels through gradient
-checkpointing too, where a context variable would be lost in the autograd thread.
+`rally_attention` is registered with transformers as "rally". Without a context it is the ordinary sdpa attention with
+the ordinary mask. A packed or paged forward needs a context object, passed as the keyword `rally`, so a training
+forward is never paged by accident. A keyword also survives gradient checkpointing, where a context variable would be
+lost in the autograd thread.
 
 Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, B sequences, L key length.
 """
@@ -27,8 +27,8 @@ NAME = "rally"
 
 
 class Scores(NamedTuple):
-    """How a layer turns products of queries and keys into weights. `softcap` bounds scores by a tanh (Gemma 2);
-    `sinks_H` take part in the softmax of each head without a value (gpt-oss)."""
+    """How a layer computes attention weights from scores. `softcap` bounds scores by a tanh (Gemma 2); `sinks_H` take
+    part in the softmax of each head without a value (gpt-oss)."""
 
     scale: float
     window: int | None = None
@@ -37,12 +37,12 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own attention functions can do it."""
+        """Whether torch's own attention functions support it."""
         return self.softcap is None and self.sinks_H is None
 
 
 class AttentionContext(Protocol):
-    """How the packed tokens of one forward attend to each other, and to what was computed before."""
+    """How the packed tokens of one forward attend to each other and to cached keys and values."""
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
         """Attention output [T, H, D]."""
@@ -79,7 +79,7 @@ def rally_attention(
 
 
 def install(model: PreTrainedModel) -> None:
-    """Make `model` use `rally_attention`; its ordinary forwards compute what they computed before."""
+    """Make `model` use `rally_attention`; the results of ordinary forwards do not change."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
@@ -88,8 +88,8 @@ def install(model: PreTrainedModel) -> None:
 def packed_hidden(
     model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: SeenImages | None = None
 ) -> Tensor:
-    """Last hidden states [T, hidden] of packed tokens; of a model that sees, positions are [3, T] and some tokens may
-    be of images. A 4-D mask makes transformers build none of its own."""
+    """Last hidden states [T, hidden] of packed tokens. For a vision-language model positions are [3, T], and `seen` are
+    the image tokens. The 4-D mask keeps transformers from building its own."""
     no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
     if seen is not None:
         return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
@@ -104,8 +104,8 @@ def packed_hidden(
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, product: Callable[..., Tensor] | None = None) -> Tensor:
-    """Logits of hidden states, with the final scaling some families have; rollout and training both call this.
-    `product` takes the place of a plain head's (hidden, weight, bias)."""
+    """Logits of hidden states, with the final scaling of some families; used by rollout and training. `product`
+    replaces the matrix product (hidden, weight, bias) of a plain head."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     if product is not None and isinstance(head, nn.Linear):
@@ -121,7 +121,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, product: Callable[..., T
 
 
 def _head(head: nn.Module, hidden: Tensor) -> Tensor:
-    """In float32 where a GPU can: a logit of 20 in bfloat16 is off by up to 0.06, which is what its logprob shows."""
+    """In float32 on a GPU: a bfloat16 logit of 20 is off by up to 0.06, and so would its log-probability be."""
     half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
     if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
         return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
@@ -131,7 +131,7 @@ def _head(head: nn.Module, hidden: Tensor) -> Tensor:
 def grouped_attention(
     q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """Attention where G query heads share a key/value head: [B, t, H, D]. A window is the mask's business.
+    """Attention where G query heads share a key/value head: [B, t, H, D]. A window must be part of the mask.
 
     With a mask, or for one query, the heads of a group become further queries, and keys and values are read once. The
     causal kernel needs queries in order, so there keys and values are repeated.
@@ -144,7 +144,7 @@ def grouped_attention(
         q = q_BtHD.transpose(1, 2)
         if scores.plain:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale).transpose(1, 2)
-        return _spelled_out(q, k, v, scores, mask, causal).transpose(1, 2)
+        return _explicit_attention(q, k, v, scores, mask, causal).transpose(1, 2)
     g = h // kv
     q = q_BtHD.view(b, t, kv, g, d).permute(0, 2, 3, 1, 4).reshape(b, kv, g * t, d)
     if mask is not None and t > 1:
@@ -153,10 +153,10 @@ def grouped_attention(
     return out.view(b, kv, g, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, h, d)
 
 
-def _spelled_out(
+def _explicit_attention(
     q_BHtD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """For the variants that torch's attention functions do not know."""
+    """Attention variants that torch's functions do not support, in plain operations."""
     weights = q_BHtD.float() @ k_BHLD.float().transpose(2, 3) * scores.scale
     if scores.softcap is not None:
         weights = torch.tanh(weights / scores.softcap) * scores.softcap
@@ -172,7 +172,7 @@ def _spelled_out(
 
 
 def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
-    """[B, 1, t, length] mask: query i of a row sits at position starts + i and sees what is not after it."""
+    """Causal mask [B, 1, t, length]: query i of a row has position starts + i. With a sliding `window`, if given."""
     queries = starts[:, None, None] + torch.arange(t, device=starts.device)[None, :, None]
     keys = torch.arange(length, device=starts.device)[None, None, :]
     mask = keys <= queries

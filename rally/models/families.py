@@ -1,4 +1,4 @@
-"""The decoder families whose layers we know part by part; a fused rollout and a fused training rest on it.
+"""Model families: what the engine supports, KV shapes, and the parts of decoder layers that fused forwards use.
 
 Shapes: T packed tokens, C hidden size, D head size.
 """
@@ -14,6 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class KVShape(NamedTuple):
+    """Layers, key/value heads and head size."""
+
     layers: int
     heads: int
     size: int
@@ -24,7 +26,7 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def shape_of(config: PreTrainedConfig) -> KVShape:
-    """The same of a model whose weights nobody has loaded."""
+    """The KV shape from a configuration alone."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -32,7 +34,7 @@ def shape_of(config: PreTrainedConfig) -> KVShape:
 
 
 def mlp_size(config: PreTrainedConfig) -> int:
-    """The width of a layer's MLP as one token meets it."""
+    """The width of a layer's MLP for one token: in a mixture of experts, of the active ones."""
     config = config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None)
     if experts and getattr(config, "moe_intermediate_size", None):
@@ -41,11 +43,12 @@ def mlp_size(config: PreTrainedConfig) -> int:
 
 
 def power_of_two(size: int) -> bool:
-    """Whether the kernels have a head of this size: a power of two, and large enough for a tensor core."""
+    """Whether the kernels support this head size: a power of two, and large enough for a tensor core."""
     return size >= 16 and size & (size - 1) == 0
 
 
 def unsupported_by_kernels(model: PreTrainedModel) -> str | None:
+    """The attention feature of the model that the paged kernels lack; None if they support it."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return "attention soft-capping"
@@ -55,16 +58,17 @@ def unsupported_by_kernels(model: PreTrainedModel) -> str | None:
 
 
 def unsupported_attention(model: PreTrainedModel) -> str | None:
+    """The attention feature of the model that the embedded engine lacks; None if it supports it."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     if kinds:
-        return f"layers of the kind {', '.join(sorted(kinds))}"
+        return f"layers of type {', '.join(sorted(kinds))}"
     if getattr(config, "kv_lora_rank", None):
         return "latent attention"
     if not getattr(model, "_supports_attention_backend", False):
-        return "an attention function of its own"
+        return "its own attention function"
     return None
 
 
@@ -78,23 +82,24 @@ class Norm(Protocol):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What one decoder layer is made of."""
+    """The parts of one decoder layer."""
 
     attention: Any
     mlp: Any
     input_norm: Norm
     middle_norm: Norm  # of the residual, before the MLP
-    attention_norm: Norm | None  # of what attention gives, before it is added (Gemma)
+    attention_norm: Norm | None  # of the attention output, before it is added (Gemma)
     mlp_norm: Norm | None
     q_norm: Norm | None
     k_norm: Norm | None
     scale: float
     window: int | None
-    kind: str | None  # the layer's rotary embedding, where there are several
+    kind: str | None  # selects the rotary embedding, if there are several
 
 
 def known(model: PreTrainedModel) -> bool:
-    """Whether its layers are as `parts_of` says. A text model inside one for images has them elsewhere."""
+    """Whether `parts_of` describes the model's layers. It does not for the text model inside a vision-language
+    model."""
     config = model.config.get_text_config()
     if not hasattr(model.base_model, "layers"):
         return False
@@ -108,11 +113,12 @@ def activation_name(model: PreTrainedModel) -> str:
 
 
 def offset_norms(model: PreTrainedModel) -> bool:
-    """Whether the weight of a norm is what is added to 1."""
+    """Whether norms multiply by 1 + weight (Gemma)."""
     return bool(model.config.get_text_config().model_type.startswith("gemma"))
 
 
 def parts_of(module: Any, model: PreTrainedModel) -> LayerParts:
+    """The parts of one decoder layer of a `known` model."""
     attention, config = module.self_attn, model.config.get_text_config()
     gemma = offset_norms(model)
     mistral_window = config.sliding_window if config.model_type == "mistral" else None
@@ -134,10 +140,10 @@ def parts_of(module: Any, model: PreTrainedModel) -> LayerParts:
 def rotary_of(
     base: Any, like_TC: Tensor, positions_T: Tensor, kinds: Iterable[str | None]
 ) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """Cosines and sines [T, D] of every kind of layer."""
-    found = {}
+    """Cosines and sines [T, D] for each kind of layer."""
+    rotary = {}
     for kind in kinds:
-        named = {} if kind is None else {"layer_type": kind}
-        cos, sin = base.rotary_emb(like_TC.unsqueeze(0), positions_T.unsqueeze(0), **named)
-        found[kind] = cos[0], sin[0]
-    return found
+        options = {} if kind is None else {"layer_type": kind}
+        cos, sin = base.rotary_emb(like_TC.unsqueeze(0), positions_T.unsqueeze(0), **options)
+        rotary[kind] = cos[0], sin[0]
+    return rotary

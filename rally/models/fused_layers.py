@@ -1,9 +1,8 @@
-"""The decoder's forward as a short list of kernels over the trainer's own weights, for the families we know.
+"""The rollout forward of known decoder families, in few kernels over the trainer's own weights.
 
-It computes what the module computes and rounds where it rounds; linear layers with adapters round as in the training
-forward (adapters.py). Projections that share an input run as one product over packed weights, and so do the first
-matrices of their adapters; the module's parameters become views into the packed tensors, so there is one copy of them,
-and an optimizer that writes in place writes here.
+Results and roundings equal those of the module; linear layers with adapters round as in the training forward (lora.py).
+Projections that share an input run as one product over packed weights, and so do the first matrices of their adapters.
+The module's parameters become views into the packed tensors, so there is one copy, which an in-place optimizer updates.
 
 Shapes: T packed tokens, C hidden size, F width of the MLP, H, K, D as in attention.py.
 """
@@ -46,12 +45,12 @@ class PagedReader(Protocol):
 
 
 class Packed:
-    """Linear layers of one input as one product; their parameters are views into it. Adapters are those that are
-    switched on when it is made."""
+    """Linear layers with the same input as one product; their parameters become views into the packed weight. Uses the
+    adapters that are enabled when it is made."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        plain = [found for layer in layers if (found := plain_linear(layer)) is not None]
-        assert len(plain) == len(layers), "refused by `fusable`"
+        plain = [one for layer in layers if (one := plain_linear(layer)) is not None]
+        assert len(plain) == len(layers), "`fusable` must be checked first"
         bases, self.adapters = [one.base for one in plain], [one.adapter for one in plain]
         self.sizes = [base.out_features for base in bases]
         self.weight = self._pack([base.weight for base in bases])
@@ -71,7 +70,7 @@ class Packed:
         return whole
 
     def __call__(self, x_TC: Tensor, product: Callable[..., Tensor]) -> Tensor:
-        """What the layers give, side by side; `product` is the one of the base."""
+        """The concatenated outputs of the layers; `product` computes the base layers."""
         y_TF = product(x_TC, self.weight, self.bias)
         if self.inner is not None:
             parts = zip(y_TF.split(self.sizes, 1), F.linear(x_TC, self.inner).split(self.ranks, 1), strict=True)
@@ -82,8 +81,7 @@ class Packed:
 
 
 def _is_packed(parameters: Sequence[Tensor]) -> bool:
-    """Whether they already lie one behind the other in one piece of memory, as another decoder of the module left
-    them."""
+    """Whether they are already adjacent in one storage, because another FusedDecoder packed them."""
     sizes = [p.numel() for p in parameters]
     places = itertools.accumulate([parameters[0].storage_offset(), *sizes[:-1]])
     memory = {p.untyped_storage().data_ptr() for p in parameters}
@@ -104,8 +102,8 @@ class _Layer:
 
 
 class FusedDecoder:
-    """The forward of one module, which must be `fusable`. With `invariant`, what a token gives depends on its history
-    alone, to the last bit, and not on what else is computed beside it."""
+    """The forward of one `fusable` module. With `invariant` it is batch-invariant: the result of a token depends, to
+    the last bit, only on its own history."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, *, invariant: bool = False) -> None:
         config = model.config.get_text_config()
@@ -194,8 +192,8 @@ def _layer(module: Any, model: PreTrainedModel) -> _Layer:
 
 
 def fusable(model: PreTrainedModel, *, invariant: bool = False) -> bool:
-    """Whether we know this family, and nobody has put modules into it (quantised layers, say) that are not plain
-    adapters; for an `invariant` forward, no adapters either, not even to its head."""
+    """Whether FusedDecoder supports the model: a known family whose linear layers are plain, with or without adapters
+    (not quantised, say). An `invariant` forward supports no adapters, not even on the LM head."""
     if not known(model) or (invariant and getattr(model, "_hf_peft_config_loaded", False)):
         return False
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

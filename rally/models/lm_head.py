@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens straight from hidden states: all logits are float32, and never all in memory.
+"""Log-probabilities and entropies from hidden states, in chunks: logits are float32 and never all in memory at once.
 
 Shapes: U positions, C hidden size, V vocabulary.
 """
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: what stays in a cache; what fills a GPU
+MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
 
 
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
-    """The matrix V x C that alone makes logits out of hidden states; None where the head does more than that."""
+    """The weight [V, C] of an LM head that is nothing but a matrix; None if the head does more."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    more = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
-    return head.weight if type(head) is nn.Linear and head.bias is None and not more else None
+    scaled = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+    return head.weight if type(head) is nn.Linear and head.bias is None and not scaled else None
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """How many positions have their logits in memory at once."""
+    """The number of positions per chunk."""
     return max(1, MAX_LOGITS["cuda" if device.type == "cuda" else "cpu"] // vocabulary)
 
 
@@ -71,7 +71,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 class _Known(NamedTuple):
-    """What the backward pass knows of each position before it computes the logits again."""
+    """For each position, what the backward pass has before it computes the logits again."""
 
     targets: Tensor
     entropy: Tensor
@@ -81,7 +81,7 @@ class _Known(NamedTuple):
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32; on a GPU the sums of a bf16 product are float32 already, and are not rounded on the way out."""
+    """a @ b in float32. A GPU accumulates a bf16 product in float32, which is then not rounded."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
@@ -93,7 +93,7 @@ def _logits(hidden: Tensor, weight_VC: Tensor, temperature: float) -> Tensor:
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log of the sum of exponentials; one further tensor as large as the logits."""
+    """Log-probability, entropy and logsumexp; needs one more tensor of the size of the logits."""
     probability = torch.softmax(logits, dim=-1)
     highest, at = logits.max(dim=-1)
     normaliser = highest - probability.gather(1, at[:, None]).squeeze(1).log()
@@ -102,7 +102,7 @@ def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _logits_gradient(logits: Tensor, known: _Known, with_entropy: bool) -> Tensor:
-    """In place of the logits: the gradient of both outputs with respect to them.
+    """Overwrite the logits with the gradient of both outputs with respect to them.
 
     d logp / d logit_j = [j is the target] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy).
     """

@@ -1,4 +1,7 @@
-"""Models and tokenizers come in from a folder, a hub name or a GGUF file; what comes out can be saved again."""
+"""Loads models, configurations and tokenizers from a folder, a hub name or a GGUF file.
+
+Loaded models can be saved again, GGUF ones too. `option` is the name of the user's option, for error messages.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +30,30 @@ from rally.models.vision_io import auto_class
 from rally.types import RallyError
 
 WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""In the order in which transformers looks for them: beside the one, the other is not read."""
+"""In the order in which transformers looks for them: if the first exists, the second is not read."""
 PATH_KEY = "model.path"
 
 
 class LoadError(RallyError):
-    """A model or tokenizer that cannot be had, in one sentence."""
+    """A model or tokenizer that cannot be loaded."""
 
 
-def pick_device(name: str = "auto", called: str = "trainer.device") -> torch.device:
-    """`called`: what the user calls it."""
+def pick_device(name: str = "auto", option: str = "trainer.device") -> torch.device:
+    """The torch device for `name`; LoadError if it does not exist here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name != "cpu" and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise LoadError(f"{called}={name} is no device that Rally knows; choose auto, cpu, cuda or one GPU, as cuda:1")
+        raise LoadError(f"{option}={name} is not a device; choose auto, cpu, cuda or one GPU such as cuda:1")
     device, gpus = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and gpus == 0:
-        raise LoadError(f"{called}={name}, but torch sees no GPU here; use {called}=cpu or leave it out")
+        raise LoadError(f"{option}={name}, but torch finds no GPU; use {option}=cpu or leave it out")
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise LoadError(f"{called}={name}, but the last GPU that torch sees here is cuda:{gpus - 1}; choose that")
+        raise LoadError(f"{option}={name}, but the last GPU that torch finds is cuda:{gpus - 1}; choose one up to that")
     return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on a GPU that has it; elsewhere float32, because on most CPUs bf16 is slower."""
+    """`auto` is bf16 on a GPU that supports it, otherwise float32, because bf16 is slower on most CPUs."""
     if name != "auto":
         dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
@@ -67,10 +70,9 @@ def load_model(
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
     kind: Any = None,
-    called: str = PATH_KEY,
+    option: str = PATH_KEY,
 ) -> PreTrainedModel:
-    """A causal language model, which may also see images, or what else `kind` is, in eval mode. `called`: what the user
-    calls its path."""
+    """A causal or vision-language model in eval mode; `kind` is another transformers class to load with."""
     device = device or torch.device("cpu")
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
@@ -79,26 +81,26 @@ def load_model(
         **(overrides or {}),
     }
     if is_adapter_folder(path):
-        apart = f"name its base as {PATH_KEY} and this folder as model.lora_adapter_path, or "
-        told = f"{path} holds LoRA adapters, not a whole model; {apart if called == PATH_KEY else ''}"
-        raise LoadError(f"{told}make it whole with: rally merge {path}")
-    where, found = _locate(path, called)
+        apart = f"set {PATH_KEY} to its base model and model.lora_adapter_path to this folder, or "
+        hint = f"{apart if option == PATH_KEY else ''}merge it into a whole model with: rally merge {path}"
+        raise LoadError(f"{path} contains LoRA adapters, not a whole model; {hint}")
+    where, source = _locate(path, option)
     if kind is None:
-        kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code, called=called))
+        kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code, option=option))
     try:
-        model: Any = kind.from_pretrained(where, **kwargs, **found)
+        model: Any = kind.from_pretrained(where, **kwargs, **source)
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("model", path, problem, called)) from problem
-    if "gguf_file" in found:
+        raise LoadError(_load_error("model", path, problem, option)) from problem
+    if "gguf_file" in source:
         model = _without_quantization(model)
-    model = _in_own_memory(model.to(device)).eval()
+    model = _copied_from_file(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def _in_own_memory(model: Any) -> Any:
-    """On a CPU a loaded weight is a view of its file, and begins wherever it begins there. In memory of its own it does
-    not change when somebody touches the file, and sums over it do not depend on how long the file's header is."""
+def _copied_from_file(model: Any) -> Any:
+    """Copy CPU weights, which are views of the mapped file. A copy does not change with the file, and its alignment, on
+    which the rounding of sums depends, does not follow from the length of the file's header."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -110,16 +112,16 @@ def load_model_config(
     *,
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
-    called: str = PATH_KEY,
+    option: str = PATH_KEY,
 ) -> PreTrainedConfig:
-    """What a model is, without its weights."""
-    where, found = _locate(path, called)
+    """The configuration of a model, without its weights."""
+    where, source = _locate(path, option)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **found, **(overrides or {})
+            where, trust_remote_code=trust_remote_code, **source, **(overrides or {})
         )
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("configuration of the model", path, problem, called)) from problem
+        raise LoadError(_load_error("configuration of the model", path, problem, option)) from problem
     return config
 
 
@@ -129,22 +131,22 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     spelled: Sequence[str] = (),
-    called: str = PATH_KEY,
+    option: str = PATH_KEY,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or a GGUF file; a tokenizer.json in the folder is the truth.
+    """The tokenizer of a folder, a hub name or a GGUF file. A tokenizer.json in the folder takes precedence.
 
-    A template in place of its own, as text or as the path of a .jinja file, goes wherever the tokenizer goes: into
-    checkpoints and to servers too. So does it that added tokens are spelled out in ordinary ones.
+    `chat_template`, text or the path of a .jinja file, replaces the tokenizer's own. `spelled` are added tokens to be
+    encoded as ordinary ones. Both are saved with the tokenizer, into checkpoints and for servers.
     """
-    where, found = _locate(path, called)
+    where, source = _locate(path, option)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            where, trust_remote_code=trust_remote_code, **found
+            where, trust_remote_code=trust_remote_code, **source
         )
         if not _agrees(tokenizer, Path(where) / "tokenizer.json"):
             tokenizer = _plain_tokenizer(where)
     except (OSError, ValueError, ImportError) as problem:
-        raise LoadError(_sentence("tokenizer", path, problem, called)) from problem
+        raise LoadError(_load_error("tokenizer", path, problem, option)) from problem
     if chat_template is not None:
         tokenizer.chat_template = _template(chat_template)
     if spelled:
@@ -154,56 +156,63 @@ def load_tokenizer(
 
 def _spell_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise LoadError(f"model.spelled_tokens needs a tokenizer.json, and {tokenizer.name_or_path} has none")
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    named = [one for one in told["added_tokens"] if one["content"] in tokens]
+        raise LoadError(
+            f"model.spelled_tokens needs a tokenizer.json, and {tokenizer.name_or_path} has none; leave the key out"
+        )
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    named = [one for one in stored["added_tokens"] if one["content"] in tokens]
     if control := [one["content"] for one in named if one["special"]]:
         raise LoadError(
-            f"model.spelled_tokens names {', '.join(control)}, which the model is steered with; name only tokens that "
-            "are part of what it writes"
+            f"model.spelled_tokens contains {', '.join(control)}, which are control tokens; list only tokens that are "
+            "part of the text that the model writes"
         )
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     for one in named:
         if one["content"] in own:
-            told["added_tokens"].remove(one)
-        else:  # a number that nobody has would be given to the next token, and so all after it would move
+            stored["added_tokens"].remove(one)
+        else:  # keep the id in use: a free one would go to the next token and shift all later ids
             one.update(content=f"<|spelled_{one['id']}|>", special=True)
-    spelled = Tokenizer.from_str(json.dumps(told))  # it can be given tokens, but they cannot be taken away
+    spelled = Tokenizer.from_str(json.dumps(stored))  # rebuilt, because added tokens cannot be removed
     if whole := [text for text in tokens if own.get(text) in spelled.encode(text, add_special_tokens=False).ids]:
         raise LoadError(
-            f"model.spelled_tokens names {', '.join(whole)}, which the tokenizer writes whole also as ordinary text; "
-            "leave that out and teach the model with `rally sft`"
+            f"model.spelled_tokens contains {', '.join(whole)}, which the tokenizer encodes as one token even as "
+            "ordinary text; leave that out and train the model on it with `rally sft`"
         )
     tokenizer._tokenizer = spelled
 
 
 def weights_folder(path: str) -> Path | None:
-    """Where a model's weights lie on this machine as safetensors; of a name on a hub, in its cache."""
+    """The local folder of a model's safetensors; for a hub name, in the cache. None if there is none."""
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in WEIGHTS):
         return folder
     cached = (try_to_load_from_cache(path, name) for name in WEIGHTS) if is_name(path) else ()
-    return next((Path(found).parent for found in cached if isinstance(found, str)), None)
+    return next((Path(file).parent for file in cached if isinstance(file, str)), None)
 
 
-def _template(given: str) -> str:
-    if "{{" in given or "{%" in given:
-        return given
-    if not given.endswith(".jinja"):
-        told = "is neither the text of one nor the path of a .jinja file; name one"
-        raise LoadError(f"the chat template {given!r} {told}")
+def _template(text_or_path: str) -> str:
+    if "{{" in text_or_path or "{%" in text_or_path:
+        return text_or_path
+    if not text_or_path.endswith(".jinja"):
+        raise LoadError(
+            f"the chat template {text_or_path!r} is neither the text of a template nor the path of a .jinja file; give "
+            "one of the two"
+        )
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(text_or_path).expanduser().read_text(encoding="utf-8")
     except OSError as problem:
-        raise LoadError(f"the chat template {given} cannot be read ({problem.strerror}); name another file") from None
+        raise LoadError(
+            f"the chat template {text_or_path} cannot be read ({problem.strerror}); give another file"
+        ) from None
 
 
-def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Path) -> bool:
-    """transformers may choose a class by model family that replaces the file's own pre-tokenizer, silently."""
-    if not truth.is_file():
+def _agrees(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """Whether the tokenizer encodes as tokenizer.json does: transformers may choose a class by model family that
+    silently replaces the pre-tokenizer."""
+    if not file.is_file():
         return True
     text = 'user\nWhat is 12*34? {"name": "x"}  é\n'
-    ids = Tokenizer.from_file(str(truth)).encode(text, add_special_tokens=False).ids
+    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
     return bool(ids == tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -212,18 +221,18 @@ def _plain_tokenizer(where: str) -> PreTrainedTokenizerBase:
     return plain
 
 
-def _locate(path: str, called: str) -> tuple[str, dict[str, Any]]:
-    """Where to load from, and how: the name of a GGUF file inside that folder, or from the disk alone."""
+def _locate(path: str, option: str) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and the keyword arguments for it: the name of a GGUF file, or to use only local files."""
     file = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not file.is_file():
-            raise LoadError(f"there is no GGUF file at {path}; correct {called}")
+            raise LoadError(f"there is no GGUF file at {path}; correct {option}")
         return str(file.resolve().parent), {"gguf_file": file.name}
     return (str(file) if file.exists() else path), on_disk_alone(path)
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """A model read from GGUF is dequantised but refuses to be saved; the same weights in a plain module do not."""
+    """A model loaded from GGUF is dequantised but cannot be saved, so copy its weights into a plain module."""
     config = model.config
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
@@ -235,21 +244,22 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _sentence(kind: str, path: str, problem: Exception, called: str) -> str:
+def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
     first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
     if (trained := Path(path) / "actor").is_dir():
-        return f"{path} is a whole checkpoint; name the model in it: {trained}"
+        return f"{path} is a whole checkpoint; give the model in it: {trained}"
     file = "tokenizer_config.json" if kind == "tokenizer" else "config.json"
     if Path(path).is_dir() and not (Path(path) / file).exists():
-        told = f"the {kind} cannot be loaded from {path}, a folder without {file}"
-        return f"{told}; name the folder that holds it as {called}"
+        return (
+            f"the {kind} cannot be loaded from {path}, a folder without {file}; set {option} to the folder that has it"
+        )
     if is_name(path) and (why := why_unreachable()):
         absent = isinstance(problem.__cause__, LocalEntryNotFoundError)
         first = f"{'it is not on this machine' if absent else first}, and {why}"
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
-    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {called}"
+    hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {option}"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
 
 

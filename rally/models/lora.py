@@ -1,8 +1,10 @@
-"""LoRA: small trained matrices beside frozen weights; while they are switched off, the module is its base model.
+"""LoRA adapters: adding, computing, saving and merging them. With adapters disabled the module is its base model.
 
-Adapters are put into the module itself (PEFT's layers take the place of the linear ones), so the engine, the trainer
-and the reference share one copy of the base. They have the dtype of the weights beside them and, like all trained
-parameters, float32 masters in the optimizer.
+PEFT's layers replace the linear layers of the module, so the engine, the trainer and the reference share one copy of
+the base. Adapters have the dtype of the base weights and, like all trained parameters, float32 masters in the
+optimizer.
+
+Shapes: T tokens, C features in, F features out, R rank.
 """
 
 from __future__ import annotations
@@ -27,29 +29,31 @@ from rally.models.parallel import model_state, ranks_of
 from rally.models.vision import tower_of
 from rally.types import RallyError
 
-NAME = "default"  # what PEFT calls the only adapter of a module
+NAME = "default"  # PEFT's name for the only adapter of a module
 
 
 class Adapter(NamedTuple):
+    """The two matrices of an adapter; it adds scale * (x A^T) B^T."""
+
     a_RC: Tensor
     b_FR: Tensor
     scale: float
 
 
 class PlainLinear(NamedTuple):
-    """A linear layer and its adapter, if it has one that is switched on."""
+    """A linear layer and its enabled adapter, if any."""
 
     base: nn.Linear
     adapter: Adapter | None
 
 
 def plain_linear(layer: nn.Module) -> PlainLinear | None:
-    """What the layer computes with; None where it does more than a linear layer with one plain adapter does."""
+    """The parts of a linear layer with at most one plain adapter; None for any other layer."""
     if type(layer) is nn.Linear:
         return PlainLinear(layer, None)
     if not hasattr(layer, "lora_A"):
         return None
-    from peft.tuners.lora import Linear  # an extra, which must be there if a layer is PEFT's
+    from peft.tuners.lora import Linear  # an optional dependency, installed if the layer is PEFT's
 
     if type(layer) is not Linear or type(layer.base_layer) is not nn.Linear or layer.merged:
         return None
@@ -59,13 +63,13 @@ def plain_linear(layer: nn.Module) -> PlainLinear | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether its one active adapter adds scale (x A^T) B^T in the dtype of the base, and nothing else."""
+    """Whether the layer has one active adapter, in the dtype of the base, without dropout or a variant."""
     if layer.active_adapters != [NAME] or NAME not in layer.lora_A:
         return False
     weights = (layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
     drops = layer.training and not isinstance(layer.lora_dropout[NAME], nn.Identity)
-    more = drops or layer.fan_in_fan_out or layer.lora_variant or layer.lora_B[NAME].bias is not None
-    return not more and len({(weight.dtype, weight.device) for weight in weights}) == 1
+    special = drops or layer.fan_in_fan_out or layer.lora_variant or layer.lora_B[NAME].bias is not None
+    return not special and len({(weight.dtype, weight.device) for weight in weights}) == 1
 
 
 def _adapter(layer: Any) -> Adapter:
@@ -73,12 +77,12 @@ def _adapter(layer: Any) -> Adapter:
 
 
 def switches(model: nn.Module) -> list[tuple[bool, bool]]:
-    """Of each adapted layer, whether its adapters are off, and whether they are merged into its weight."""
+    """For each adapted layer: whether its adapters are disabled, and whether they are merged into its weight."""
     return [(m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]  # type: ignore[misc]
 
 
 def linear(layer: nn.Module, x_TC: Tensor) -> Tensor:
-    """What the layer gives, with gradients; a base that is trained itself is its module's business."""
+    """The output of the layer, with gradients. If the base itself is trained, its module computes it."""
     plain = plain_linear(layer)
     if plain is None or any(parameter.requires_grad for parameter in plain.base.parameters()):
         return layer(x_TC)  # type: ignore[no-any-return]
@@ -89,12 +93,12 @@ def linear(layer: nn.Module, x_TC: Tensor) -> Tensor:
 
 
 def add_adapted(y_TF: Tensor, h_TR: Tensor, b_FR: Tensor, scale: float) -> None:
-    """Add what an adapter makes of h = x A^T to what the base made of x, where it lies."""
+    """Add an adapter's output, from h = x A^T, to the base layer's output in place."""
     y_TF.addmm_(h_TR, b_FR.t(), alpha=scale)
 
 
 class _Adapted(Function):
-    """Nothing is kept for the backward pass but x and h."""
+    """A linear layer with an adapter that keeps only x and h for the backward pass."""
 
     @staticmethod
     def forward(
@@ -123,12 +127,12 @@ TOWER = r"(.*\.)?visual\..*"
 
 
 class LoraError(RallyError):
-    """Adapters that cannot be made or used as asked."""
+    """Adapters that cannot be made or used with these settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """New adapters of `rank`; or, with `start`, those of a folder, whose rank is then the one that counts."""
+    """New adapters of `rank`; or, with `start`, those of a folder, whose rank then applies."""
 
     rank: int = 0
     alpha: int = 16
@@ -139,9 +143,10 @@ class LoraSettings:
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, saved: str | None = None) -> None:
-    """Freeze the module and put adapters into it: those `saved` by a checkpoint, or as the settings say.
+    """Freeze the module and add adapters to it: those `saved` by a checkpoint, or as the settings say.
 
-    New ones change nothing yet: the second matrix of each is zero. `base` is where the module came from.
+    New ones do not change the output yet, because the second matrix of each is zero. `base` is the path or hub name of
+    the module.
     """
     peft = _peft()
     folder = saved or settings.start
@@ -152,19 +157,21 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
             torch.manual_seed(settings.seed)
             model.add_adapter(config, NAME)
     except ValueError as problem:
-        raise LoraError(f"LoRA cannot be put into this model ({problem}); change model.target_modules") from problem
-    _refuse_tied(model)
+        raise LoraError(f"LoRA cannot be added to this model ({problem}); change model.target_modules") from problem
+    _check_tied(model)
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     if folder:
-        found = peft.set_peft_model_state_dict(model, peft.utils.load_peft_weights(folder, "cpu"), NAME)
-        lost = [name for name in found.missing_keys if "lora_" in name] + list(found.unexpected_keys)
-        if lost:
-            raise LoraError(f"the adapters in {folder} are not of this model ({lost[0]} does not fit); name its base")
+        result = peft.set_peft_model_state_dict(model, peft.utils.load_peft_weights(folder, "cpu"), NAME)
+        mismatched = [name for name in result.missing_keys if "lora_" in name] + list(result.unexpected_keys)
+        if mismatched:
+            raise LoraError(
+                f"the adapters in {folder} do not fit this model ({mismatched[0]}); set model.path to their base"
+            )
     model.eval()
 
 
 def lora_rank(settings: LoraSettings) -> int:
-    """The rank of the adapters: as said, or as the folder they come from says."""
+    """The rank of the adapters: as configured, or that of the folder they come from."""
     return settings.rank or int(_stored(Path(settings.start))["r"] if settings.start else 0)
 
 
@@ -178,7 +185,7 @@ def is_adapter_folder(path: str | Path) -> bool:
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The base model while inside, in eval mode: what the policy was before any training."""
+    """Disable the adapters inside the block, in eval mode: the policy before any training."""
     training = model.training
     model.disable_adapters()
     model.eval()
@@ -190,13 +197,13 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' own tensors, by the names that PEFT reads."""
-    found = _peft().get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    return {f"base_model.model.{name}": value for name, value in found.items()}
+    """The tensors of the adapters, by PEFT's names."""
+    state = _peft().get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"base_model.model.{name}": value for name, value in state.items()}
 
 
 def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path) -> None:
-    """A folder in PEFT's layout; `weights` are `adapter_weights` of this or an earlier moment."""
+    """Write a folder in PEFT's layout; `weights` come from `adapter_weights`, now or earlier."""
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[NAME].save_pretrained(folder)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS, {"format": "pt"})
@@ -204,13 +211,13 @@ def save_adapters(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pa
 
 @torch.no_grad()
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the plain model that computes what this one does, but for one rounding to the weights' dtype."""
+    """The weights of an equivalent model without adapters, up to one rounding to the dtype of the weights."""
     from peft.tuners.lora import LoraLayer
 
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     state, merged = model_state(model), {}
     if ranks_of(model).number > 0:
-        return {}  # rank 0 alone has them whole
+        return {}  # only rank 0 has the whole tensors
     for key, value in state.items():
         if "lora_" in key:
             continue
@@ -222,16 +229,16 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _delta(owner: str, layer: Any, state: Mapping[str, Tensor]) -> Tensor:
-    """What an adapter adds to the weight beside it, from the whole tensors: a layer may hold only a part of them."""
-    looked_up = f"{owner}.lora_embedding_A.{NAME}" in state
-    kind = f"lora_embedding_{{}}.{NAME}" if looked_up else f"lora_{{}}.{NAME}.weight"
+    """What an adapter adds to its base weight, from the whole tensors: a layer may hold only a shard."""
+    is_embedding = f"{owner}.lora_embedding_A.{NAME}" in state
+    kind = f"lora_embedding_{{}}.{NAME}" if is_embedding else f"lora_{{}}.{NAME}.weight"
     a, b = (state[f"{owner}.{kind.format(matrix)}"].float() for matrix in "AB")
     delta: Tensor = (b @ a) * layer.scaling[NAME]
-    return delta.T if looked_up or layer.fan_in_fan_out else delta
+    return delta.T if is_embedding or layer.fan_in_fan_out else delta
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without adapters and without memory: it knows how to save the weights it is handed."""
+    """The model without adapters, on the meta device: used to save weights that are passed to it."""
     with torch.device("meta"):
         twin: Any = type(model)(copy.deepcopy(model.config))
     twin = twin.to(model.dtype)
@@ -242,12 +249,12 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_resumable(actor: Path, lora: LoraSettings | None) -> None:
-    """A checkpoint goes on in the way it was trained, with LoRA or without."""
+    """Raise LoraError unless the checkpoint and the run agree on using LoRA."""
     adapters = is_adapter_folder(actor)
     if adapters and lora is None:
-        raise LoraError(f"{actor} was trained with LoRA; set model.lora_rank={_stored(actor).get('r')} to go on")
+        raise LoraError(f"{actor} was trained with LoRA; set model.lora_rank={_stored(actor).get('r')} to resume it")
     if lora is not None and not adapters:
-        raise LoraError(f"{actor} was trained without LoRA; leave model.lora_rank out, or begin another run with it")
+        raise LoraError(f"{actor} was trained without LoRA; leave model.lora_rank out, or start a new run with it")
 
 
 def _peft() -> Any:
@@ -269,7 +276,7 @@ def _new_config(settings: LoraSettings) -> Any:
 
 
 def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
-    """All linear layers of a model that sees are those of its language: who wants to adapt how it looks says so."""
+    """By default, exclude the vision tower; explicit targets may include it."""
     if settings.targets != LoraSettings.targets or tower_of(model) is None:
         return settings
     excluded = _names(settings.excluded)
@@ -279,15 +286,19 @@ def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings
 
 def _read_config(folder: str, settings: LoraSettings) -> Any:
     if not is_adapter_folder(folder):
-        raise LoraError(f"{folder} holds no {CONFIG}; {KEY} must name a folder of LoRA adapters")
+        raise LoraError(f"{folder} contains no {CONFIG}; set {KEY} to a folder of LoRA adapters")
     stored = _stored(Path(folder))
     if stored.get("peft_type") != "LORA" or stored.get("use_dora") or stored.get("modules_to_save"):
-        raise LoraError(f"{folder} holds adapters other than plain LoRA; train new ones, without {KEY}")
-    asked = {"r": settings.rank or None, "lora_alpha": None if settings.start else settings.alpha}
-    for name, value in asked.items():
+        raise LoraError(
+            f"{folder} contains adapters other than plain LoRA, which are not supported; train new ones, without {KEY}"
+        )
+    configured = {"r": settings.rank or None, "lora_alpha": None if settings.start else settings.alpha}
+    for name, value in configured.items():
         if value is not None and value != stored[name]:
             key = "model.lora_rank" if name == "r" else "model.lora_alpha"
-            raise LoraError(f"the adapters in {folder} were made with {key}={stored[name]}, not {value}; set it so")
+            raise LoraError(
+                f"the adapters in {folder} have {key}={stored[name]}, not {value}; set {key}={stored[name]}"
+            )
     config = _peft().LoraConfig.from_pretrained(folder)
     config.inference_mode = False
     return config
@@ -300,9 +311,9 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _names(texts: Sequence[str]) -> str | list[str]:
-    """A single text that is no name is a pattern for whole names; names stand for all modules that end in them."""
-    alone = len(texts) == 1 and (texts[0] == "all-linear" or not _is_name(texts[0]))
-    return texts[0] if alone else list(texts)
+    """PEFT's form of module names: a single text that is not a name is a pattern, names match suffixes."""
+    pattern = len(texts) == 1 and (texts[0] == "all-linear" or not _is_name(texts[0]))
+    return texts[0] if pattern else list(texts)
 
 
 def _is_name(text: str) -> bool:
@@ -310,7 +321,7 @@ def _is_name(text: str) -> bool:
 
 
 def _check_names(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """PEFT passes over a name in silence as long as another one fits."""
+    """Raise LoraError for a name that matches no module: PEFT ignores it silently if another one matches."""
     if settings.start:
         return
     modules = [name for name, _ in model.named_modules()]
@@ -318,11 +329,11 @@ def _check_names(model: PreTrainedModel, settings: LoraSettings) -> None:
         for text in texts if isinstance(_names(texts), list) else ():
             if not any(name == text or name.endswith(f".{text}") for name in modules):
                 linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is torch.nn.Linear})
-                raise LoraError(f"model.{key}={text} names no module of this model; use {', '.join(linear)}")
+                raise LoraError(f"model.{key}={text} matches no module of this model; use {', '.join(linear)}")
 
 
-def _refuse_tied(model: PreTrainedModel) -> None:
-    """Adapters beside a shared matrix would change one of its two uses, and merging them the other one too."""
+def _check_tied(model: PreTrainedModel) -> None:
+    """Raise LoraError for adapters on tied embeddings: they change one use of the matrix, and merging changes both."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(hasattr(e, "base_layer") for e in embeddings):
-        raise LoraError("the embeddings of this model are also its head, so LoRA can adapt neither; leave them out")
+        raise LoraError("this model's embeddings are tied to its LM head, so LoRA cannot adapt either; leave them out")

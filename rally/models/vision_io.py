@@ -1,4 +1,4 @@
-"""What a model needs to see images comes in with it and is saved with it: its class, and its image processor."""
+"""Loads and saves what a vision-language model needs beside its weights: its class and its image processor."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from transformers import (
 
 from rally.hub import on_disk_alone
 from rally.images.patches import Patches
-from rally.models.vision import FAMILIES, give_sight, sight_of, tower_of
+from rally.models.vision import FAMILIES, patches_of, set_patches, tower_of
 from rally.types import RallyError
 
 OPTIONS = (
     *("min_pixels", "max_pixels", "size", "resample", "do_rescale", "rescale_factor"),
     *("do_normalize", "image_mean", "image_std"),
 )
-"""Of image processors, which pass over a name they do not know. How patches are cut belongs to the tower's weights."""
+"""The options of image processors that may be set; processors ignore unknown ones. The patch size is not among them,
+because the weights of the tower depend on it."""
 
 
 class VisionError(RallyError):
-    """A model that cannot see, or cannot be kept from learning to, as asked."""
+    """A vision setting that the model does not support."""
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads a model of this kind whole."""
+    """The transformers class that loads the whole model."""
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
 def patches_for(
     config: PreTrainedConfig, path: str, options: Mapping[str, Any], trust_remote_code: bool = False
 ) -> Patches | None:
-    """How the model at `path` cuts images; None for a model for text. The same settings give the same object."""
+    """The image preprocessing of the model at `path`; None for a text model. Equal settings give the same object."""
     if config.model_type not in FAMILIES:
         if options:
-            raise VisionError("data.mm_processor_kwargs has no effect, the model is for text alone; leave it out")
+            raise VisionError("data.mm_processor_kwargs is set, but the model is text-only; leave it out")
         return None
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise VisionError(
-            f"data.mm_processor_kwargs.{unknown[0]} is nothing that can be set; known are {', '.join(OPTIONS)}"
+            f"data.mm_processor_kwargs.{unknown[0]} is not a known option; use one of {', '.join(OPTIONS)}"
         )
     return _patches(path, json.dumps(dict(options), sort_keys=True), config.image_token_id, trust_remote_code)
 
@@ -56,31 +57,33 @@ def patches_for(
 @lru_cache(maxsize=8)
 def _patches(path: str, options: str, token: int, trust_remote_code: bool) -> Patches:
     try:
-        # of the two processors that transformers has, this one needs no torchvision and is the same on every device
+        # the "pil" backend needs no torchvision and gives the same pixels on every device
         processor = AutoImageProcessor.from_pretrained(
             path, backend="pil", trust_remote_code=trust_remote_code, **json.loads(options), **on_disk_alone(path)
         )
     except (OSError, ValueError, TypeError) as problem:
         first = str(problem).strip().splitlines()[0]
         raise VisionError(
-            f"the image processor of {path!r} cannot be loaded ({first}); the model's folder must hold its "
-            "preprocessor_config.json, and data.mm_processor_kwargs what that takes"
+            f"the image processor of {path!r} cannot be loaded ({first}); the model's folder must contain "
+            "preprocessor_config.json, and data.mm_processor_kwargs only options that the processor accepts"
         ) from problem
     return Patches(processor, token)
 
 
-def share_sight(model: PreTrainedModel, patches: Patches, key: str) -> None:
-    """Let a model, which `key` names, look at the images of the policy, cut as the policy cuts them."""
+def share_patches(model: PreTrainedModel, patches: Patches, key: str) -> None:
+    """Give another model, configured by `key`, the image preprocessing of the policy."""
     processor: Any = patches.processor
     vision: Any = getattr(model.config, "vision_config", None)
-    cut = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
-    if tower_of(model) is None or cut != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
-        raise VisionError(f"{key} cannot look at images as the policy does; name a model of the policy's family")
-    give_sight(model, patches)
+    sizes = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    if tower_of(model) is None or sizes != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
+        raise VisionError(
+            f"the model of {key} does not take images as the policy does; use a model of the policy's family"
+        )
+    set_patches(model, patches)
 
 
 def freeze_tower(model: PreTrainedModel) -> None:
-    """What looks at images stays as it is (actor.freeze_vision_tower)."""
+    """Exclude the vision tower from training (actor.freeze_vision_tower)."""
     tower = tower_of(model)
     if tower is None:
         raise VisionError(
@@ -90,8 +93,8 @@ def freeze_tower(model: PreTrainedModel) -> None:
 
 
 def processor_files(model: PreTrainedModel) -> Mapping[str, bytes]:
-    """The files of the image processor, for beside the weights; none of a model for text."""
-    patches = sight_of(model)
+    """The files of the image processor, to be saved beside the weights; none for a text model."""
+    patches = patches_of(model)
     return {} if patches is None else _saved(patches)
 
 

@@ -1,7 +1,7 @@
-"""What looking at images takes in memory, as a formula over a model's configuration: no weight is loaded for it.
+"""Estimates the memory of image inputs from a model's configuration, without loading weights.
 
-Numbers are of one patch; times patches and the bytes of a number they are memory. Those inside a block are what torch
-keeps of it for a backward pass, counted in the towers of the three families; a forward alone needs no more.
+Sizes are elements per patch: multiply by the number of patches and the element size. The sizes of a block are what
+torch keeps of it for the backward pass, counted in the towers of the three families; a forward needs no more.
 """
 
 from __future__ import annotations
@@ -11,45 +11,48 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from rally.images.patches import Patches
-from rally.models.vision import KEPT_BYTES
+from rally.models.vision import FEATURE_CACHE_BYTES
 
-INSIDE = {"qwen2_vl": (11, 3), "qwen2_5_vl": (15, 4), "qwen3_vl": (11, 2)}
-"""Of a block, in widths of the tower and of its MLP: attention and norms, and what becomes of the MLP's halves."""
-OF_A_MERGER = 5  # widths of the tower: patches that are normed and joined to a token's, and its two layers
+BLOCK_SIZES = {"qwen2_vl": (11, 3), "qwen2_5_vl": (15, 4), "qwen3_vl": (11, 2)}
+"""Elements of a block, in multiples of the tower's width (attention and norms) and of its MLP's width."""
+MERGER_WIDTHS = 5  # in widths of the tower: normed and joined patches, and the two layers of the merger
 
 
 class VisionShape(NamedTuple):
+    """Dimensions of a vision tower, and elements per patch that its parts need."""
+
     depth: int
     width: int
-    inside: int  # numbers of a patch inside one block
-    ends: int  # and before the first and after the last
-    patches: int  # of a token
-    features: int  # numbers that a token is given
+    block: int  # elements per patch inside one block
+    ends: int  # elements per patch before the first block and after the last
+    patches: int  # per token
+    features: int  # elements of the features of a token
 
-    def looking(self) -> int:
-        """Numbers of a patch while it is looked at, and nothing is learned."""
-        return self.ends + self.inside
+    def forward_size(self) -> int:
+        """Elements per patch of a forward without gradients."""
+        return self.ends + self.block
 
-    def learning(self, *, checkpointing: bool) -> int:
-        """Numbers of a patch that wait for a backward pass: of every block all, or its input and one block's all."""
-        return self.ends + (self.depth * self.width + self.inside if checkpointing else self.depth * self.inside)
+    def training_size(self, *, checkpointing: bool) -> int:
+        """Elements per patch kept for the backward pass: all of every block, or with checkpointing the input of each
+        and all of one."""
+        return self.ends + (self.depth * self.width + self.block if checkpointing else self.depth * self.block)
 
 
 def vision_shape(config: PreTrainedConfig) -> VisionShape | None:
-    """None for a model for text."""
-    if config.model_type not in INSIDE:
+    """The vision tower's shape; None for a text model."""
+    if config.model_type not in BLOCK_SIZES:
         return None
     vision: Any = config.vision_config
-    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL calls what it gives its hidden size
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # in Qwen2-VL, hidden_size is the output width
     mlp = getattr(vision, "intermediate_size", None) or width * vision.mlp_ratio
-    of_width, of_mlp = INSIDE[config.model_type]
+    of_width, of_mlp = BLOCK_SIZES[config.model_type]
     deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return VisionShape(
         depth=vision.depth,
         width=width,
-        inside=of_width * width + of_mlp * mlp,
-        ends=pixels + OF_A_MERGER * width * (1 + deep),
+        block=of_width * width + of_mlp * mlp,
+        ends=pixels + MERGER_WIDTHS * width * (1 + deep),
         patches=vision.spatial_merge_size**2,
         features=config.get_text_config().hidden_size * (1 + deep),
     )
@@ -58,12 +61,12 @@ def vision_shape(config: PreTrainedConfig) -> VisionShape | None:
 def vision_bytes(
     config: PreTrainedConfig, max_model_len: int, max_batched_tokens: int, width: int, patches: Patches | None
 ) -> int:
-    """Of an engine: the largest image while it is looked at, features that are kept, and those of a step. 0 for a model
-    for text; `width` is the bytes of a number."""
+    """What an engine needs: the forward of the largest image, the feature cache, and the features of a step. 0 for a
+    text model; `width` is the size of an element in bytes."""
     tower = vision_shape(config)
     if tower is None:
         return 0
     fits = max_model_len * tower.patches
-    most = fits if patches is None else min(fits, patches.most)
-    given = (most // tower.patches + max_batched_tokens) * tower.features
-    return KEPT_BYTES + (most * tower.looking() + given) * width
+    largest = fits if patches is None else min(fits, patches.most)
+    features = (largest // tower.patches + max_batched_tokens) * tower.features
+    return FEATURE_CACHE_BYTES + (largest * tower.forward_size() + features) * width

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rally.config import Config
-from rally.engines import build_engine
+from rally.engines import EmbeddedEngine
 from rally.loops import Job, Runner
 from rally.models.load import pick_device
 from rally.runs import build
@@ -100,7 +100,7 @@ async def sample_again(
 ) -> dict[str, Episode]:
     """The episodes as they are sampled now, by id."""
     model = build.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
-    engine = build_engine("embedded", model, build.engine_settings_of(config), decode=inputs.codec.decode)
+    engine = EmbeddedEngine(model, build.engine_settings_of(config), decode=inputs.codec.decode)
     engine.begin_at(version_of(checkpoint))
     await engine.start()
     try:

@@ -1,4 +1,4 @@
-"""Guarantees: a corpus becomes a whole index, and a query becomes passages of it, best first, never invented."""
+"""Retrieval: builds BM25, dense and hybrid indexes over a corpus of passages, and searches them."""
 
 from rally.retrieval.hits import RetrievalError
 from rally.retrieval.index import BuiltIndex, IndexSpec, Kind, ScoredPassage, SearchIndex, build_index, open_index

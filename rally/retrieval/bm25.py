@@ -1,7 +1,7 @@
-"""BM25 over all words of a passage, through tantivy: no model, no GPU, memory-mapped, any text is a valid query.
+"""BM25 search with tantivy: no model, no GPU, memory-mapped. Any text is a valid query.
 
-Words are runs of letters and digits, lowercased, without accents, stemmed as English; a Chinese or Japanese
-character is a word of its own. A query's stop words are left out, unless it has no other words ("The Who").
+Words are runs of letters and digits, lowercased, without accents, stemmed as English. Each Chinese or Japanese
+character is a word. Stop words of a query are dropped, unless it has no other words ("The Who").
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from rally.retrieval.hits import Hit, best_first, require
 
 FIELD, NUMBER, ANALYZER = "contents", "number", "rally"
 HEAP_BYTES = 512 * 1024 * 1024
-LONGEST_WORD = 64
+MAX_WORD_LENGTH = 64
 _IDEOGRAPHS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _WORD = rf"[{_IDEOGRAPHS}]|[\p{{L}}\p{{N}}\p{{M}}--[{_IDEOGRAPHS}]]+"
 
 
 class Bm25Writer:
-    """Adds passages by number; what was added is on disk when the block ends.
+    """Adds passages by number; they are on disk when the block ends.
 
-    One thread writes, so that the same corpus gives the same index and ties fall the same way.
+    It writes with one thread, so that the same corpus gives the same index and the same order of ties.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,6 +49,8 @@ class Bm25Writer:
 
 
 class Bm25:
+    """A `Ranker` over a BM25 index."""
+
     def __init__(self, folder: Path) -> None:
         self._tantivy = require("tantivy", "tantivy")
         index = self._tantivy.Index.open(str(folder))
@@ -65,12 +67,12 @@ class Bm25:
         words = dict.fromkeys(self._rare_words.analyze(text) or self._all_words.analyze(text))
         if not words:
             return []
-        found = self._searcher.search(self._any_of(words), topk, count=False).hits
-        numbers = self._searcher.fast_field_values(NUMBER, [address for _, address in found])
-        return best_first([Hit(number, score) for number, (score, _) in zip(numbers, found, strict=True)])
+        hits = self._searcher.search(self._any_of(words), topk, count=False).hits
+        numbers = self._searcher.fast_field_values(NUMBER, [address for _, address in hits])
+        return best_first([Hit(number, score) for number, (score, _) in zip(numbers, hits, strict=True)])
 
     def _any_of(self, words: dict[str, None]) -> Any:
-        """Built from terms, not parsed: what a model writes is full of what a query language would stumble over."""
+        """A query built from terms instead of parsed: model output is full of query syntax characters."""
         should, term = self._tantivy.Occur.Should, self._tantivy.Query.term_query
         terms = [(should, term(self._schema, FIELD, word, "freq")) for word in words]
         return self._tantivy.Query.boolean_query(terms)
@@ -85,10 +87,10 @@ def _schema(tantivy: Any) -> Any:
 
 def _analyzer(tantivy: Any, stop_words: bool) -> Any:
     kind = tantivy.Filter
-    filters = [kind.remove_long(LONGEST_WORD), kind.lowercase(), kind.ascii_fold()]
+    filters = [kind.remove_long(MAX_WORD_LENGTH), kind.lowercase(), kind.ascii_fold()]
     if stop_words:
         filters.append(kind.stopword("english"))
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.regex(_WORD))
-    for each in (*filters, kind.stemmer("english")):
-        builder = builder.filter(each)
+    for filter_ in (*filters, kind.stemmer("english")):
+        builder = builder.filter(filter_)
     return builder.build()

@@ -1,6 +1,6 @@
-"""The passages of an index stay on disk, memory-mapped, as the very JSON that an answer carries.
+"""Reads a corpus, and stores its passages for an index: memory-mapped, in the JSON form that responses contain.
 
-Two files: `passages.jsonl`, one passage a line, and `offsets.npy`, where each begins (and, last, where the file ends).
+Two files: `passages.jsonl`, one passage per line, and `offsets.npy`, the offset of each line and of the end.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rally.retrieval.hits import RetrievalError
 
 
 class Passage(NamedTuple):
-    """A line of the corpus as JSON, with `contents`, and what is searched."""
+    """A line of the corpus as JSON, which always has `contents`, and its contents."""
 
     raw: bytes
     contents: str
 
 
 def count_passages(path: Path) -> int:
-    """How many lines hold something; a progress bar wants to know before the first is read."""
+    """The number of lines that are not blank."""
     with _opened(path) as lines:
         return sum(not line.isspace() for line in lines)
 
 
 def read_passages(path: Path) -> Iterator[Passage]:
-    """The passages in order; lines are counted from 1, as editors do."""
+    """The passages in order. Error messages count lines from 1."""
     with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
@@ -53,7 +53,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _passage(line: bytes, where: str) -> Passage:
     try:
-        row = json.loads(line, parse_constant=_refuse)
+        row = json.loads(line, parse_constant=_reject_constant)
     except UnicodeDecodeError:
         raise RetrievalError(f"{where}: this is not UTF-8; write the corpus in UTF-8") from None
     except (ValueError, RecursionError) as error:
@@ -63,22 +63,22 @@ def _passage(line: bytes, where: str) -> Passage:
     if "contents" not in row:
         row["contents"] = _joined(row, where)
     if not isinstance(row["contents"], str) or not row["contents"].strip():
-        raise RetrievalError(f"{where}: `contents` must be text that is not empty")
+        raise RetrievalError(f"{where}: `contents` must be a non-empty string")
     try:
         return Passage(json.dumps(row, ensure_ascii=False).encode(), row["contents"])
     except UnicodeEncodeError:
-        raise RetrievalError(f"{where}: half a surrogate pair is no text; write whole characters") from None
+        raise RetrievalError(f"{where}: half of a surrogate pair is not valid text; write whole characters") from None
 
 
 def _joined(row: dict[str, Any], where: str) -> str:
     title, text = row.get("title", ""), row.get("text")
     if not isinstance(text, str) or not isinstance(title, str) or not text.strip():
-        raise RetrievalError(f"{where}: a passage needs `contents`, or `title` and `text`, as text that is not empty")
+        raise RetrievalError(f"{where}: a passage needs `contents`, or `title` and `text`, as non-empty strings")
     return f'"{title}"\n{text}'
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON value")
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 LINES, OFFSETS = "passages.jsonl", "offsets.npy"
@@ -105,14 +105,14 @@ class PassageWriter:
 
 
 class Passages:
-    """The passages by number, counted from 0. Safe to read from several threads."""
+    """The passages by number, from 0. They may be read from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self._offsets = np.load(folder / OFFSETS, mmap_mode="r")
         with (folder / LINES).open("rb") as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if len(self._lines) != int(self._offsets[-1]):
-            raise RetrievalError(f"the index {folder} is damaged ({LINES} has another length); build it again")
+            raise RetrievalError(f"the index {folder} is damaged ({LINES} has a wrong length); build it again")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -1,7 +1,7 @@
-"""Passages by the inner product of vectors: exact (flat) or approximate (HNSW), and never a passage that is not there.
+"""Dense search by the inner product of vectors: exact (flat) or approximate (HNSW).
 
-On the CPU faiss searches, over a memory-mapped file. On a GPU a flat index is a matrix of half precision in its memory,
-searched by torch, so that no other build of faiss is needed. Shapes: N passages, Q queries, K hits, H vector width.
+On the CPU faiss searches a memory-mapped file. On a GPU a flat index is a half-precision matrix in GPU memory, searched
+with torch, so that faiss-gpu is not needed. Shapes: N passages, Q queries, K hits, H vector width.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from rally.retrieval.hits import Hit, RetrievalError, best_first, require
 Vectors = Literal["flat", "hnsw"]
 
 NEIGHBOURS, BUILD_BREADTH, SEARCH_BREADTH = 32, 128, 128
-"""Of HNSW: links per passage, and how many candidates are kept while building and while searching."""
+"""HNSW parameters: links per passage (M), efConstruction and efSearch."""
 CHUNK = 1_000_000
-"""Rows of the matrix that a GPU scores at once: 21 million passages and 64 queries would be 2.7 GB of scores."""
+"""Rows of the matrix that a GPU scores at once: the scores of 21 million passages and 64 queries would be 2.7 GB."""
 
 Floats = np.ndarray[Any, Any]
 
 
 class Nearest(NamedTuple):
-    """`numbers_QK` is -1 where there is no K-th passage."""
+    """The nearest passages; `numbers_QK` is -1 where there is no K-th one."""
 
     scores_QK: Floats
     numbers_QK: Floats
 
 
 def write_vectors(path: Path, chunks: Iterable[Floats], width: int, kind: Vectors) -> None:
+    """Build a faiss index from chunks of vectors, and write it."""
     faiss = require("faiss", "faiss-cpu")
     if kind == "flat":
         index = faiss.IndexFlatIP(width)
@@ -46,8 +47,8 @@ def write_vectors(path: Path, chunks: Iterable[Floats], width: int, kind: Vector
     faiss.write_index(index, str(path))
 
 
-def bring_vectors(file: Path, path: Path, passages: int) -> Vectors:
-    """Put a faiss file that somebody made before at `path`, if it can be searched as our own; says what it is."""
+def import_vectors(file: Path, path: Path, passages: int) -> Vectors:
+    """Link or copy an existing faiss file to `path`; returns its kind. RetrievalError if it cannot be used."""
     faiss = require("faiss", "faiss-cpu")
     try:
         index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY)
@@ -55,10 +56,12 @@ def bring_vectors(file: Path, path: Path, passages: int) -> Vectors:
         raise RetrievalError(f"{file} cannot be read as a faiss index ({str(error).splitlines()[0]})") from None
     if index.metric_type != faiss.METRIC_INNER_PRODUCT or not isinstance(index, (faiss.IndexFlat, faiss.IndexHNSW)):
         kind = type(index).__name__
-        raise RetrievalError(f"{file} is a {kind}; it must be a flat or HNSW index by inner product, so build one here")
+        raise RetrievalError(
+            f"{file} is a {kind}; only flat and HNSW indexes by inner product can be used, so build one without it"
+        )
     if index.ntotal != passages:
         raise RetrievalError(
-            f"{file} has {index.ntotal:,} vectors and the corpus {passages:,} passages; they must match"
+            f"{file} has {index.ntotal:,} vectors and the corpus {passages:,} passages; the numbers must be equal"
         )
     try:
         os.link(file.resolve(), path)
@@ -68,12 +71,14 @@ def bring_vectors(file: Path, path: Path, passages: int) -> Vectors:
 
 
 class Dense:
+    """A `Ranker` over vectors."""
+
     def __init__(self, path: Path, encoder: Encoder, kind: Vectors, device: str) -> None:
         faiss = require("faiss", "faiss-cpu")
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_READ_ONLY)
         if index.d != encoder.width:
             raise RetrievalError(
-                f"the vectors in {path} are {index.d} wide and the encoder's {encoder.width}; build the index again"
+                f"the vectors in {path} have {index.d} dimensions, the encoder's {encoder.width}; build the index again"
             )
         self._encoder = encoder
         on_gpu = kind == "flat" and device != "cpu"
@@ -90,6 +95,8 @@ class Dense:
 
 
 class OnCpu:
+    """Search with faiss."""
+
     def __init__(self, index: Any, kind: Vectors) -> None:
         self._index = index
         self._kind = kind
@@ -102,7 +109,7 @@ class OnCpu:
 
 
 class OnGpu:
-    """Scores are products of half precision, so passages whose scores agree to three digits may change places."""
+    """Search with torch. Scores are half-precision products, so passages with equal scores to three digits may swap."""
 
     def __init__(self, index: Any, device: str) -> None:
         import torch
@@ -120,9 +127,9 @@ class OnGpu:
         numbers: list[torch.Tensor] = []
         first = 0
         for chunk_NH in self._chunks:
-            found = (queries @ chunk_NH.T).topk(min(topk, len(chunk_NH)), dim=1)
-            best.append(found.values.float())
-            numbers.append(found.indices + first)
+            top_here = (queries @ chunk_NH.T).topk(min(topk, len(chunk_NH)), dim=1)
+            best.append(top_here.values.float())
+            numbers.append(top_here.indices + first)
             first += len(chunk_NH)
         scores_QM, numbers_QM = torch.cat(best, dim=1), torch.cat(numbers, dim=1)
         top = scores_QM.topk(min(topk, scores_QM.shape[1]), dim=1)

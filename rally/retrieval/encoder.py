@@ -1,6 +1,8 @@
-"""A text becomes the same vector, to rounding, whatever else is in its batch; texts that were cut are counted.
+"""The text encoder of dense search, run with transformers, and its settings by model family and model files.
 
-Runs the encoder through transformers. Shapes: B texts of a batch, T tokens, H the width of the vector.
+The vector of a text does not depend on its batch, up to rounding. Truncated texts are counted.
+
+Shapes: B texts of a batch, T tokens, H vector width.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from rally.retrieval.hits import RetrievalError
 
 Pooling = Literal["mean", "cls", "last", "max"]
 
-LONGEST = 512
+MAX_LENGTH = 512
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """`max_length` is in tokens, prefix and special tokens included."""
+    """How texts are encoded. `max_length` is in tokens, including prefix and special tokens."""
 
     pooling: Pooling = "mean"
     normalize: bool = True
     query_prefix: str = ""
     passage_prefix: str = ""
-    max_length: int = LONGEST
+    max_length: int = MAX_LENGTH
 
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):
@@ -40,7 +42,7 @@ class EncoderSettings:
             raise RetrievalError(f"max_length must be at least 1 token, not {self.max_length}")
 
 
-_FAMILIES: tuple[tuple[str, EncoderSettings], ...] = (  # the first whose pattern is found in the model's name
+_FAMILIES: tuple[tuple[str, EncoderSettings], ...] = (  # the first whose pattern matches the model's name
     (r"\be5-.*instruct", EncoderSettings(query_prefix=_WEB_SEARCH)),
     (r"\be5\b", EncoderSettings(query_prefix="query: ", passage_prefix="passage: ")),
     (r"\bbge-m3\b", EncoderSettings(pooling="cls")),
@@ -61,10 +63,10 @@ _POOLING_KEYS: dict[str, Pooling] = {
 _POOLING_NAMES: dict[Any, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
 
 
-def recipe_for(model: str, said: Mapping[str, Any]) -> EncoderSettings:
-    """The recipe of a folder or of a model on the Hugging Face hub; `said` is what the user gives, or None."""
-    given = {name: value for name, value in said.items() if value is not None}
-    return replace(_from_files(model, _of_family(model), given.get("pooling")), **given)
+def settings_for(model: str, overrides: Mapping[str, Any]) -> EncoderSettings:
+    """The settings of a model folder or hub name; values of `overrides` that are not None take precedence."""
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    return replace(_from_files(model, _of_family(model), chosen.get("pooling")), **chosen)
 
 
 def _of_family(model: str) -> EncoderSettings:
@@ -73,7 +75,7 @@ def _of_family(model: str) -> EncoderSettings:
 
 
 def _from_files(model: str, recipe: EncoderSettings, pooling: Pooling | None) -> EncoderSettings:
-    """What the encoder's own files say; a `pooling` that the user gives is not looked up."""
+    """The settings in the encoder's own files. The pooling is not read if the user sets it."""
     modules = _read(model, "modules.json")
     if modules is None:
         return recipe
@@ -94,7 +96,7 @@ def _from_files(model: str, recipe: EncoderSettings, pooling: Pooling | None) ->
 
 
 def _by_dot_product(model: str, settings: Mapping[str, Any]) -> bool:
-    """Older models say in their name alone that their vectors are not to be normalised."""
+    """Whether vectors are compared without normalisation; older models say so only in their name."""
     return settings.get("similarity_fn_name") == "dot" or "-dot" in Path(model).name
 
 
@@ -103,12 +105,12 @@ def _pooling(model: str, file: str) -> Pooling:
     modes = {pooling for key, pooling in _POOLING_KEYS.items() if config.get(key)}
     modes |= {_POOLING_NAMES[config["pooling_mode"]]} if config.get("pooling_mode") in _POOLING_NAMES else set()
     if len(modes) != 1:
-        raise RetrievalError(f"the pooling in {file} of the encoder {model} is not supported; give one with --pooling")
+        raise RetrievalError(f"the pooling in {file} of the encoder {model} is not supported; set one with --pooling")
     return modes.pop()
 
 
 def _read(model: str, file: str) -> Any:
-    """A JSON file of the model; None where it has no such file."""
+    """A JSON file of the model; None if it has no such file."""
     from transformers.utils.hub import cached_file
 
     try:
@@ -127,21 +129,25 @@ BATCH = 64
 
 
 class EncodedTexts(NamedTuple):
+    """Vectors of texts."""
+
     vectors: np.ndarray[Any, Any]
     """One row of float32 per text."""
     cut: int
-    """How many texts were longer than the encoder reads."""
+    """The number of texts that were truncated."""
 
 
 class Encoder:
+    """A loaded encoder."""
+
     def __init__(self, model: str, recipe: EncoderSettings, device: str) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
         try:
-            found, dtype = on_disk_alone(model), torch.float32 if device == "cpu" else torch.float16
-            self._tokenizer = AutoTokenizer.from_pretrained(model, **found)
-            loaded = AutoModel.from_pretrained(model, dtype=dtype, adapter_kwargs=found, **found)
+            source, dtype = on_disk_alone(model), torch.float32 if device == "cpu" else torch.float16
+            self._tokenizer = AutoTokenizer.from_pretrained(model, **source)
+            loaded = AutoModel.from_pretrained(model, dtype=dtype, adapter_kwargs=source, **source)
         except (OSError, ValueError) as error:
             raise RetrievalError(f"the encoder {model} cannot be loaded ({str(error).splitlines()[0]})") from None
         self._model = loaded.to(device).eval()
@@ -161,7 +167,7 @@ class Encoder:
         return self._encode([self._recipe.passage_prefix + text for text in texts])
 
     def _encode(self, texts: list[str]) -> EncodedTexts:
-        """In batches of about the same length, so that little of a batch is padding."""
+        """Encode in batches of similar length, to limit padding."""
         clean = [text.encode("utf-8", "replace").decode() for text in texts]
         vectors, cut = np.empty((len(clean), self.width), dtype=np.float32), 0
         by_length = sorted(range(len(clean)), key=lambda index: len(clean[index]))
@@ -174,7 +180,7 @@ class Encoder:
     def _encode_batch(self, texts: list[str]) -> EncodedTexts:
         import torch
 
-        # One too many tells a text that is cut from one that just fits.
+        # One token more than fits, to detect truncated texts.
         longer = self._tokenizer(texts, truncation=True, max_length=self._max_length + 1)
         batch = self._tokenizer(
             texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
@@ -188,7 +194,7 @@ class Encoder:
 
 
 def pool(hidden_BTH: torch.Tensor, mask_BT: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """One vector per text from those of its tokens; padding, on either side, has no part in it."""
+    """One vector per text from those of its tokens, ignoring padding on either side."""
     import torch
 
     rows_B = torch.arange(len(hidden_BTH), device=hidden_BTH.device)

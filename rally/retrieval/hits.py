@@ -1,4 +1,4 @@
-"""A search gives each query its hits, best first: at most `topk`, none that is not there, in an order that repeats."""
+"""The interface of rankers: a search returns at most `topk` hits per query, best first, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rally.types import RallyError
 
 
 class RetrievalError(RallyError):
-    """A corpus, an index or a search that is not what it must be."""
+    """An invalid corpus, index or search."""
 
 
 def require(module: str, package: str) -> Any:
-    """An optional library, or the command that installs it."""
+    """Import an optional library; RetrievalError with the command that installs it if it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -24,18 +24,18 @@ def require(module: str, package: str) -> Any:
 
 
 class Hit(NamedTuple):
-    """A passage by its number, and how well it fits; scores compare within one query."""
+    """The number of a passage, and its score, which is comparable within one query."""
 
     number: int
     score: float
 
 
 class Ranker(Protocol):
-    """One way to find passages. `search` may be called from several threads."""
+    """A search method. `search` may be called from several threads."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]: ...
 
 
 def best_first(hits: Sequence[Hit]) -> list[Hit]:
-    """By score; of equals, the passage that stands first in the corpus."""
+    """Sorted by score; ties in the order of the corpus."""
     return sorted(hits, key=lambda hit: (-hit.score, hit.number))

@@ -1,11 +1,9 @@
-"""An index folder is whole or not there, says what it is made of, and answers queries with passages, best first.
+"""Builds, opens and searches index folders. A folder is written beside its path, flushed and renamed last.
 
-    meta.json                        what the index is, and how its encoder is used
-    passages.jsonl, offsets.npy      the passages, memory-mapped
-    bm25/                            words (bm25, hybrid)
-    vectors.faiss                    vectors (dense, hybrid)
-
-It is written beside its place, flushed, and renamed last.
+meta.json                        kind and size of the index, and settings of its encoder
+passages.jsonl, offsets.npy      the passages, memory-mapped
+bm25/                            the word index (bm25, hybrid)
+vectors.faiss                    the vectors (dense, hybrid)
 """
 
 from __future__ import annotations
@@ -22,27 +20,29 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from rally.retrieval.bm25 import Bm25, Bm25Writer
 from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read_passages
-from rally.retrieval.dense import Dense, Floats, Vectors, bring_vectors, write_vectors
-from rally.retrieval.encoder import Encoder, EncoderSettings, recipe_for
+from rally.retrieval.dense import Dense, Floats, Vectors, import_vectors, write_vectors
+from rally.retrieval.encoder import Encoder, EncoderSettings, settings_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
 
 DAMPING = 60
-"""The usual constant: with it, being second in both rankings beats being first in only one."""
+"""The usual constant of reciprocal rank fusion: second in both rankings beats first in only one."""
 DEPTH = 100
-"""How far down each ranking is read."""
+"""The number of hits that are taken from each ranking."""
 
 
 class Hybrid:
+    """A `Ranker` that fuses the rankings of several."""
+
     def __init__(self, *rankers: Ranker) -> None:
         self._rankers = rankers
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         rankings = [ranker.search(queries, max(DEPTH, topk)) for ranker in self._rankers]
-        return [fuse(of_one_query)[:topk] for of_one_query in zip(*rankings, strict=True)]
+        return [fuse(ranking)[:topk] for ranking in zip(*rankings, strict=True)]
 
 
 def fuse(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
-    """A passage earns 1 / (DAMPING + rank) from each ranking it is in, ranks counted from 1."""
+    """Reciprocal rank fusion: a passage scores 1 / (DAMPING + rank) in each ranking, with ranks from 1."""
     scores: dict[int, float] = defaultdict(float)
     for ranking in rankings:
         for rank, hit in enumerate(ranking, start=1):
@@ -52,16 +52,16 @@ def fuse(rankings: Sequence[Sequence[Hit]]) -> list[Hit]:
 
 Kind = Literal["bm25", "dense", "hybrid"]
 Progress = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
-"""Passes items through and shows how many have come, of the total if that is known."""
+"""Wraps an iterable to show progress, with the total if it is known and a label."""
 
 FORMAT = 1
-META, WORDS, VECTORS = "meta.json", "bm25", "vectors.faiss"
-ENCODED_AT_ONCE = 4096
+META, BM25_FOLDER, VECTORS = "meta.json", "bm25", "vectors.faiss"
+ENCODE_BATCH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSpec:
-    """What to build. `recipe` overrides single fields of what the encoder's own files say."""
+    """What to build. `recipe` overrides fields of the encoder's default settings."""
 
     kind: Kind = "bm25"
     encoder: str | None = None
@@ -69,22 +69,24 @@ class IndexSpec:
     device: str = "cpu"
     recipe: dict[str, Any] = field(default_factory=dict)
     ready: Path | None = None
-    """A faiss file of vectors that were made before, one per passage in their order; it says what `vectors` is."""
+    """An existing faiss file with one vector per passage, in order; it determines `vectors`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.vectors not in get_args(Vectors):
-            raise RetrievalError(f"there is no {self.vectors} index of the kind {self.kind!r}")
+            raise RetrievalError(
+                f"there is no {self.vectors} index of kind {self.kind!r}; use --kind bm25, dense or hybrid"
+            )
         if self.kind != "bm25" and self.encoder is None:
             raise RetrievalError(f"a {self.kind} index needs --encoder, a folder or a name such as intfloat/e5-base-v2")
         shape = None if self.vectors == "flat" else "hnsw"
         about_vectors = {"encoder": self.encoder, **self.recipe, "vectors": shape, "faiss": self.ready}
-        idle = next((name for name, value in about_vectors.items() if value is not None), None)
-        if self.kind == "bm25" and idle is not None:
-            raise RetrievalError(f"a bm25 index has no vectors, so {idle} does nothing; give --kind dense or hybrid")
+        unused = next((name for name, value in about_vectors.items() if value is not None), None)
+        if self.kind == "bm25" and unused is not None:
+            raise RetrievalError(f"a bm25 index has no vectors, so {unused} has no effect; use --kind dense or hybrid")
 
 
 class BuiltIndex(NamedTuple):
-    """`recipe` is how the encoder is used, `cut` how many passages were longer than it reads, where it read them."""
+    """A finished index. `recipe` are the encoder's settings, `cut` the number of truncated passages, if it read any."""
 
     path: Path
     passages: int
@@ -92,15 +94,15 @@ class BuiltIndex(NamedTuple):
     cut: int | None
 
     def facts(self) -> list[list[str]]:
-        """What a user should see of how the encoder is used: nothing fails when it is wrong."""
+        """The encoder's settings, to show to the user: wrong ones do not fail but give bad results."""
         if self.recipe is None:
             return []
-        used = [[name, json.dumps(value, ensure_ascii=False)] for name, value in asdict(self.recipe).items()]
-        return used if self.cut is None else [*used, ["passages cut to max_length", f"{self.cut:,}"]]
+        rows = [[name, json.dumps(value, ensure_ascii=False)] for name, value in asdict(self.recipe).items()]
+        return rows if self.cut is None else [*rows, ["passages cut to max_length", f"{self.cut:,}"]]
 
 
 class ScoredPassage(NamedTuple):
-    """A passage as the JSON that stands in the corpus, and its score."""
+    """A passage as its JSON in the corpus, and its score."""
 
     raw: bytes
     score: float
@@ -112,7 +114,7 @@ class ScoredPassage(NamedTuple):
 
 
 class SearchIndex:
-    """Safe to search from several threads."""
+    """An open index. It may be searched from several threads."""
 
     def __init__(self, passages: Passages, ranker: Ranker, kind: Kind) -> None:
         self._passages = passages
@@ -123,42 +125,42 @@ class SearchIndex:
         return len(self._passages)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
-        """For each query at most `topk` passages, best first; fewer where fewer fit."""
+        """At most `topk` passages for each query, best first."""
         if topk < 1:
             raise RetrievalError(f"topk must be at least 1, not {topk}")
-        found = self._ranker.search(queries, min(topk, len(self)))
-        return [[ScoredPassage(self._passages.raw(hit.number), hit.score) for hit in hits] for hits in found]
+        rankings = self._ranker.search(queries, min(topk, len(self)))
+        return [[ScoredPassage(self._passages.raw(hit.number), hit.score) for hit in hits] for hits in rankings]
 
 
 def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = lambda items, *_: items) -> BuiltIndex:
-    """Read the corpus, and leave a whole index at `out` or nothing."""
+    """Build an index of the corpus at `out`. On failure nothing is left."""
     if not corpus.is_file():
-        raise RetrievalError(f"the corpus {corpus} does not exist")
+        raise RetrievalError(f"the corpus {corpus} does not exist; give the path of a .jsonl or .jsonl.gz file")
     if out.exists():
         raise RetrievalError(f"{out} exists already; remove it, or give another folder with --out")
-    recipe = None if spec.encoder is None else recipe_for(spec.encoder, spec.recipe)
+    recipe = None if spec.encoder is None else settings_for(spec.encoder, spec.recipe)
     with _aside(out) as folder:
-        total = _write_words(corpus, folder, spec.kind, progress)
+        total = _write_passages(corpus, folder, spec.kind, progress)
         vectors, cut = spec.vectors, None
         if spec.ready is not None:
-            vectors = bring_vectors(spec.ready, folder / VECTORS, total)
+            vectors = import_vectors(spec.ready, folder / VECTORS, total)
         elif recipe is not None:
             cut = _write_vectors(folder, spec, recipe, progress)
         meta: dict[str, Any] = {"format": FORMAT, "kind": spec.kind, "passages": total}
         if recipe is not None:
-            meta |= {"encoder": _lasting(spec.encoder), "vectors": vectors, "recipe": asdict(recipe), "cut": cut}
+            meta |= {"encoder": _absolute(spec.encoder), "vectors": vectors, "recipe": asdict(recipe), "cut": cut}
         (folder / META).write_text(json.dumps(meta, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     return BuiltIndex(out, total, recipe, cut)
 
 
 def open_index(path: str | Path, device: str = "cpu") -> SearchIndex:
-    """An index ready to search; an encoder runs on `device`, and so does a flat search by vectors."""
+    """Open an index. The encoder and flat vector search run on `device`."""
     folder = Path(path).expanduser()
     meta = _read_meta(folder)
     kind: Kind = meta["kind"]
     rankers: list[Ranker] = []
     if kind != "dense":
-        rankers.append(Bm25(folder / WORDS))
+        rankers.append(Bm25(folder / BM25_FOLDER))
     if kind != "bm25":
         encoder = Encoder(meta["encoder"], EncoderSettings(**meta["recipe"]), device)
         rankers.append(Dense(folder / VECTORS, encoder, meta["vectors"], device))
@@ -177,17 +179,17 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _write_words(corpus: Path, folder: Path, kind: Kind, progress: Progress) -> int:
+def _write_passages(corpus: Path, folder: Path, kind: Kind, progress: Progress) -> int:
     total = count_passages(corpus)
     if not total:
-        raise RetrievalError(f"the corpus {corpus} has no passages")
+        raise RetrievalError(f"the corpus {corpus} has no passages; write one JSON object per line")
     rows = progress(read_passages(corpus), total, "passages")
     if kind == "dense":
         with PassageWriter(folder) as stored:
             for passage in rows:
                 stored.add(passage)
         return total
-    with PassageWriter(folder) as stored, Bm25Writer(folder / WORDS) as words:
+    with PassageWriter(folder) as stored, Bm25Writer(folder / BM25_FOLDER) as words:
         for number, passage in enumerate(rows):
             stored.add(passage)
             words.add(number, passage.contents)
@@ -204,7 +206,7 @@ def _write_vectors(folder: Path, spec: IndexSpec, recipe: EncoderSettings, progr
         texts: list[str] = []
         for number in progress(range(len(passages)), len(passages), "vectors"):
             texts.append(passages.contents(number))
-            if len(texts) == ENCODED_AT_ONCE or number == len(passages) - 1:
+            if len(texts) == ENCODE_BATCH or number == len(passages) - 1:
                 encoded = encoder.passages(texts)
                 cut += encoded.cut
                 texts.clear()
@@ -214,15 +216,15 @@ def _write_vectors(folder: Path, spec: IndexSpec, recipe: EncoderSettings, progr
     return cut
 
 
-def _lasting(encoder: str | None) -> str:
-    """A folder by its whole path, because a server is started from somewhere else; a hub's name as it is."""
+def _absolute(encoder: str | None) -> str:
+    """The absolute path of a folder, because a server may be started elsewhere; a hub name unchanged."""
     assert encoder is not None
     return str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
 
 
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block ends well, and is gone when it does not."""
+    """A temporary folder beside `out`, renamed to it if the block succeeds and removed if not."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     part.mkdir()
@@ -238,7 +240,7 @@ def _aside(out: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, so that a machine that loses its power does not keep the name and lose what it names."""
+    """fsync, so that a power failure cannot leave the name without the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,6 +30,7 @@ from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
 from rally.types import Episode
 from rally.util.rate_limit import TokenBucket
+from rally.util.subprocesses import kill_group
 
 LOAD_SECONDS = 120.0  # a user's module may import something large
 GRACE_SECONDS = 2.0  # the worker exits by itself at the deadline; after this much longer it is killed
@@ -107,8 +108,7 @@ class RewardWorker:
     def kill(self) -> None:
         """Kill the process and all it started. The group is killed before the wait, which frees its number."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # already a zombie; systems differ
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
         self.process.wait()
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
         return 0
     size = policy._replace(trained=policy.parameters)
     if config.critic.model.path:
-        size = size_from(load_model_config(config.critic.model.path, called="critic.model.path"))
+        size = size_from(load_model_config(config.critic.model.path, option="critic.model.path"))
     return sum(cost.bytes for cost in _trained(size, width))
 
 
@@ -176,8 +176,8 @@ def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: 
     lora, features = lora_of(config.model, 0), tokens * tower.features * width
     patches = tokens * tower.patches * width
     if config.actor.freeze_vision_tower or (lora is not None and lora.targets == LoraSettings.targets):
-        return Images(features, features + patches * tower.looking())
-    learned = tower.learning(checkpointing=config.model.enable_gradient_checkpointing)
+        return Images(features, features + patches * tower.forward_size())
+    learned = tower.training_size(checkpointing=config.model.enable_gradient_checkpointing)
     return Images(features + patches * learned, 0)
 
 

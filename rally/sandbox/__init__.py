@@ -1,4 +1,4 @@
-"""Guarantees: code of a stranger runs behind walls that hold, within limits that hold, and leaves nothing behind."""
+"""The sandbox: runs untrusted code in isolation, within resource limits, and leaves nothing behind."""
 
 from rally.sandbox.isolation_levels import Isolation
 from rally.sandbox.languages import LANGUAGES, installed

@@ -1,20 +1,18 @@
-"""Guarantees: a jail is a warm fork server behind one level of isolation; it was proven to run before it is handed out.
+"""Starts the sandbox's fork server behind one level of isolation (bubblewrap, Landlock or none).
 
-Everything a program may see is listed here: system folders and the Python installation, all read-only. A jail ends when
-its control socket closes, so also when the process that made it is killed.
+This module lists everything that a program can see: system folders and the Python installation, all read-only. The fork
+server ends when its control socket closes, so also when the process that started it is killed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,9 +20,10 @@ from typing import IO
 from rally.sandbox import json_socket
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import SYSTEM_PATH
+from rally.util.subprocesses import kill_group
 
 START_SECONDS = 120.0
-SEND_SECONDS = 2.0  # a word of three bytes: longer only when hundreds wait to be forked
+SEND_SECONDS = 2.0  # for three bytes; blocks only if hundreds of executions wait to be forked
 INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (as root), or run: make sandbox"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
@@ -35,27 +34,28 @@ _GROUP = b"user:x:1000:\nnogroup:x:65534:\n"
 
 
 class ForkServerFailed(Exception):
-    """A level of isolation cannot be had here; the text says why."""
+    """A level of isolation is not available here; the text says why."""
 
 
 def package_folder() -> Path:
+    """The folder of the package `rally`."""
     return Path(__file__).resolve().parents[1]
 
 
 def python_folders() -> list[str]:
-    """Where this Python lives: its environment, its base, and where its executable really is."""
+    """The folders of this Python: its environment, its base, and the real location of its executable."""
     real = Path(sys.executable).resolve().parents[1]
     folders = dict.fromkeys(str(Path(folder)) for folder in (sys.base_prefix, real, sys.prefix))
     return [folder for folder in folders if not folder.startswith("/usr/") and folder not in ("/", "/usr")]
 
 
 def readable_folders() -> tuple[str, ...]:
-    """All that a program sees of this machine when it is not in a file system of its own."""
+    """Everything that a program can read at a level without its own file system."""
     return (*_SYSTEM, *_SETTINGS, *python_folders(), str(package_folder()))
 
 
 def environment(python_path: str, home: str) -> dict[str, str]:
-    """The whole environment of a program: nothing of ours, so no secret either."""
+    """The whole environment of a program. Nothing is inherited, so it contains no secrets."""
     return {
         "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
         "PYTHONPATH": python_path,
@@ -70,31 +70,33 @@ def environment(python_path: str, home: str) -> dict[str, str]:
 
 @dataclass
 class ForkServer:
+    """A running fork server (inside/zygote.py), from which executions are forked."""
+
     level: LevelName
     process: subprocess.Popen[bytes]
     control: socket.socket
 
     @classmethod
     def start(cls, level: LevelName, modules: Sequence[str]) -> ForkServer:
-        """Start a fork server and wait until it is warm; JailFailed says why it is not."""
+        """Start a fork server and wait until it has imported its modules; ForkServerFailed if it does not."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
             command = [sys.executable, "-m", "rally.sandbox.inside.zygote", level, str(theirs.fileno()), *modules]
             try:
-                jail = cls(level, _spawn(level, command, theirs, errors), control)
+                fork_server = cls(level, _spawn(level, command, theirs, errors), control)
             except OSError as error:
                 control.close()
                 raise ForkServerFailed(str(error)) from None
             theirs.close()
             try:
-                jail._wait_until_warm()
+                fork_server._wait_until_ready()
             except OSError as error:
-                jail.stop()
+                fork_server.stop()
                 raise ForkServerFailed(_last_line(errors) or str(error)) from None
-        return jail
+        return fork_server
 
     def connect(self) -> socket.socket:
-        """A connection whose other end becomes one execution. What arrives on it first is a handle on that."""
+        """A connection whose other end becomes one execution. The first message on it carries a pidfd of that."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.control, [b"run"], [theirs.fileno()])
@@ -107,11 +109,10 @@ class ForkServer:
     def stop(self) -> None:
         """End it and everything in it."""
         self.control.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.process.wait()
 
-    def _wait_until_warm(self) -> None:
+    def _wait_until_ready(self) -> None:
         self.control.settimeout(START_SECONDS)
         if not self.control.recv(1 << 10):
             raise json_socket.SocketClosed("it ended before it was ready")
@@ -138,11 +139,11 @@ def _spawn_in_bubblewrap(command: list[str], theirs: socket.socket, errors: IO[b
     if bubblewrap is None:
         raise ForkServerFailed(f"it is not installed; install it with: {INSTALL_BUBBLEWRAP}")
     with _data(_PASSWD) as passwd, _data(_GROUP) as group:
-        given = {"/etc/passwd": passwd.fileno(), "/etc/group": group.fileno()}
+        files = {"/etc/passwd": passwd.fileno(), "/etc/group": group.fileno()}
         return subprocess.Popen(
-            [bubblewrap, *walls(given), "--", *command],
+            [bubblewrap, *bubblewrap_arguments(files), "--", *command],
             env={},
-            pass_fds=[theirs.fileno(), *given.values()],
+            pass_fds=[theirs.fileno(), *files.values()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -150,36 +151,36 @@ def _spawn_in_bubblewrap(command: list[str], theirs: socket.socket, errors: IO[b
         )
 
 
-def walls(given: dict[str, int]) -> list[str]:
-    """bubblewrap's arguments; `given` are files by the descriptor their content is read from."""
-    words = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    words += ["--hostname", "sandbox", "--dir", "/tmp", "--dir", "/mnt", "--proc", "/proc", "--tmpfs", "/dev"]
+def bubblewrap_arguments(files: dict[str, int]) -> list[str]:
+    """The arguments of bwrap; `files` maps paths to the descriptors that their content is read from."""
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--hostname", "sandbox", "--dir", "/tmp", "--dir", "/mnt", "--proc", "/proc", "--tmpfs", "/dev"]
     for name in _DEVICES:
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--dir", "/dev/shm", "--remount-ro", "/dev"]
+        arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    arguments += ["--symlink", "/proc/self/fd", "/dev/fd", "--dir", "/dev/shm", "--remount-ro", "/dev"]
     for path in _SYSTEM:
         if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
+            arguments += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
-            words += ["--ro-bind", path, path]
-    words += _open_folders([*python_folders(), f"{_INSIDE}/rally", *_SETTINGS])
+            arguments += ["--ro-bind", path, path]
+    arguments += _open_folders([*python_folders(), f"{_INSIDE}/rally", *_SETTINGS])
     for path in (*python_folders(), *_SETTINGS):
-        words += ["--ro-bind-try", path, path]
-    words += ["--ro-bind", str(package_folder()), f"{_INSIDE}/rally"]
-    for path, descriptor in given.items():
-        words += ["--perms", "0644", "--ro-bind-data", str(descriptor), path]
-    words += ["--remount-ro", "/", "--chdir", "/", "--clearenv"]
+        arguments += ["--ro-bind-try", path, path]
+    arguments += ["--ro-bind", str(package_folder()), f"{_INSIDE}/rally"]
+    for path, descriptor in files.items():
+        arguments += ["--perms", "0644", "--ro-bind-data", str(descriptor), path]
+    arguments += ["--remount-ro", "/", "--chdir", "/", "--clearenv"]
     for name, value in environment(_INSIDE, "/tmp").items():
-        words += ["--setenv", name, value]
-    return words
+        arguments += ["--setenv", name, value]
+    return arguments
 
 
 def _open_folders(paths: Sequence[str]) -> list[str]:
-    """The folders above `paths`, made readable for all: bubblewrap would make them for root alone."""
+    """Arguments that create the parents of `paths`, readable for all: by default only root could read them."""
     above = {str(parent) for path in paths for parent in Path(path).parents} - {"/", "/usr"}
-    return [word for path in sorted(above) for word in ("--perms", "0755", "--dir", path)]
+    return [argument for path in sorted(above) for argument in ("--perms", "0755", "--dir", path)]
 
 
 def _data(content: bytes) -> IO[bytes]:

@@ -1,4 +1,7 @@
-"""Guarantees: the strongest level of isolation that really runs here is taken, and a weaker one never goes unsaid."""
+"""Chooses the strongest level of isolation that works on this machine, by running a probe program at it.
+
+A level weaker than bubblewrap is always logged as a warning.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rally.sandbox.fork_server import INSTALL_BUBBLEWRAP, ForkServer, ForkServer
 from rally.sandbox.inside import landlock
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import plan
-from rally.sandbox.messages import order, outcome, scratch_folder
+from rally.sandbox.messages import outcome_of, request_message, scratch_folder
 from rally.sandbox.program import Limits, Program, SandboxError
 
 Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
@@ -24,7 +27,7 @@ _LEVELS: dict[Isolation, tuple[LevelName, ...]] = {
     "unprotected": ("unprotected",),
 }
 _WEAKER: dict[LevelName, str] = {
-    "landlock": "programs share this machine's process table, and disk and process limits are watched, not walled",
+    "landlock": "programs share this machine's process table, and disk and process limits are only polled",
     "unprotected": "programs can read and change whatever the user of the sandbox can, and use the network",
 }
 _PROBE = "import os\nassert os.access(os.__file__, os.R_OK), 'this Python is not readable for other users'\nprint(1)"
@@ -33,13 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 def strongest(isolation: Isolation) -> ForkServer:
-    """A warm jail at the strongest level allowed; SandboxError says what kept each from running."""
+    """A fork server at the strongest level allowed; SandboxError says why each of them failed."""
     if isolation not in _LEVELS:
         raise SandboxError(f"isolation must be one of {', '.join(_LEVELS)}, not {isolation!r}")
     reasons = []
     for level in _LEVELS[isolation]:
         try:
-            jail = _proven(level)
+            fork_server = _probed(level)
         except ForkServerFailed as failed:
             reasons.append(f"{level}: {failed}")
             continue
@@ -48,37 +51,37 @@ def strongest(isolation: Isolation) -> ForkServer:
             _log.warning("the sandbox runs at the weaker level %s%s: %s", level, because, _WEAKER[level])
         else:
             _log.info("the sandbox runs at the level %s", level)
-        return jail
+        return fork_server
     raise SandboxError(
         f"code cannot be isolated here ({'; '.join(reasons)}); {INSTALL_BUBBLEWRAP}; "
-        "or, for code you trust with this machine, write isolation: unprotected"
+        "or, for code that you trust with this machine, set isolation: unprotected"
     )
 
 
-def _proven(level: LevelName) -> ForkServer:
-    """A jail in which a program ran."""
+def _probed(level: LevelName) -> ForkServer:
+    """A fork server that has run the probe program."""
     if level == "landlock" and landlock.abi() < landlock.NEEDED_ABI:
         raise ForkServerFailed(f"this kernel has Landlock version {landlock.abi()}, {landlock.NEEDED_ABI} is needed")
-    jail = ForkServer.start(level, WARM_MODULES)
+    fork_server = ForkServer.start(level, WARM_MODULES)
     try:
-        _run_probe(jail)
+        _run_probe(fork_server)
     except (OSError, ForkServerFailed) as failed:
-        jail.stop()
+        fork_server.stop()
         raise ForkServerFailed(str(failed)) from None
-    return jail
+    return fork_server
 
 
-def _run_probe(jail: ForkServer) -> None:
+def _run_probe(fork_server: ForkServer) -> None:
     program = Program(code=_PROBE, timeout=_PROBE_SECONDS)
-    with scratch_folder(jail.level) as folder, closing(jail.connect()) as stream:
+    with scratch_folder(fork_server.level) as folder, closing(fork_server.connect()) as stream:
         stream.settimeout(2 * _PROBE_SECONDS)
-        word = stream.recv(1024)  # the handle that comes with it is not taken: the probe ends by itself
-        if word[:1] != b"+":
-            raise ForkServerFailed(word[1:].decode("utf-8", "replace") or "its fork server ended")
-        json_socket.send(stream, order(program, plan(program), Limits(), folder, session=False))
+        greeting = stream.recv(1024)  # its pidfd is not received: the probe ends by itself
+        if greeting[:1] != b"+":
+            raise ForkServerFailed(greeting[1:].decode("utf-8", "replace") or "its fork server ended")
+        json_socket.send(stream, request_message(program, plan(program), Limits(), folder, session=False))
         message = json_socket.receive(stream)
     if "failed" in message:
         raise ForkServerFailed(message["failed"])
-    result = outcome(message, jail.level).last
+    result = outcome_of(message, fork_server.level).last
     if result.stdout.strip() != "1":
-        raise ForkServerFailed(f"a probe failed: {(result.stderr.strip().splitlines() or [result.reason])[-1]}")
+        raise ForkServerFailed(f"a probe program failed: {(result.stderr.strip().splitlines() or [result.reason])[-1]}")

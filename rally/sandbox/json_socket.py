@@ -1,6 +1,7 @@
-"""Guarantees: one message is one JSON object, whole, or a WireClosed; both sides of the isolation speak only this.
+"""JSON messages over a socket, between the host and the sandbox.
 
-A message is its length in 8 bytes and then UTF-8 JSON. A reader refuses more than it is prepared to hold.
+A message is its length in 8 bytes, then a UTF-8 JSON object of at most MAX_MESSAGE bytes. A reader gets a whole message
+or SocketClosed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Message = dict[str, Any]
 
 
 class SocketClosed(ConnectionError):
-    """The other side is gone, or sent what is no message."""
+    """The other side has closed the connection, or sent an invalid message."""
 
 
 def pack(message: Message) -> bytes:
@@ -29,7 +30,7 @@ def length_of(header: bytes) -> int:
     """The size of the body that follows `header`."""
     size: int = LENGTH.unpack(header)[0]
     if size > MAX_MESSAGE:
-        raise SocketClosed(f"a message of {size} bytes is no message")
+        raise SocketClosed(f"a message of {size} bytes is too long")
     return size
 
 
@@ -37,9 +38,9 @@ def unpack(body: bytes) -> Message:
     try:
         message = json.loads(body)
     except ValueError:
-        raise SocketClosed("what arrived is no message") from None
+        raise SocketClosed("an invalid message was received") from None
     if not isinstance(message, dict):
-        raise SocketClosed("what arrived is no message")
+        raise SocketClosed("an invalid message was received")
     return message
 
 
@@ -56,6 +57,6 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         part = connection.recv(min(size - len(parts), 1 << 20))
         if not part:
-            raise SocketClosed("the other side is gone")
+            raise SocketClosed("the other side closed the connection")
         parts += part
     return bytes(parts)

@@ -1,4 +1,7 @@
-"""Guarantees: a language is a file name and one or two commands, found here or refused with what to install."""
+"""The languages of the sandbox: for each, a file name and one or two commands.
+
+A language that is not installed raises SandboxError with the command that installs it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ Command = dict[str, object]
 
 @dataclass(frozen=True)
 class CommandPlan:
+    """The file that holds the code, and the commands to run."""
+
     main: str
     steps: list[Command]
 
 
 def plan(program: Program) -> CommandPlan:
-    """The commands that run `program`."""
+    """The commands that run `program`; SandboxError if its language is unknown or not installed."""
     if program.language not in _PLANS:
         known = ", ".join(LANGUAGES)
-        raise SandboxError(f"this sandbox does not run {program.language!r}; the languages are {known}")
+        raise SandboxError(f"the language {program.language!r} is not supported; use one of {known}")
     name, commands = _PLANS[program.language](program)
     while name in program.files:
         name = f"_{name}"
@@ -35,24 +40,24 @@ def plan(program: Program) -> CommandPlan:
 
 
 def installed() -> list[str]:
-    """The languages that would run on this machine."""
-    found = []
+    """The languages that are installed on this machine."""
+    languages = []
     for language in LANGUAGES:
         try:
             plan(Program(code="", language=language))
         except SandboxError:
             continue
-        found.append(language)
-    return found
+        languages.append(language)
+    return languages
 
 
 _Commands = tuple[str, list[list[str] | None]]
-_MAIN = "\0main"  # stands for the file's name until that is known
+_MAIN = "\0main"  # a placeholder for the name of the file
 
 
 def _python(program: Program) -> _Commands:
     if program.args:
-        raise SandboxError("args are for the language 'pytest'; give a python program its input by stdin or files")
+        raise SandboxError("a python program takes no args; pass its input by stdin or files")
     return "main.py", [None]
 
 
@@ -63,15 +68,15 @@ def _pytest(program: Program) -> _Commands:
 
 
 def _bash(program: Program) -> _Commands:
-    return "main.sh", [[_found("bash", "bash"), _MAIN, *program.args]]
+    return "main.sh", [[_which("bash", "bash"), _MAIN, *program.args]]
 
 
 def _nodejs(program: Program) -> _Commands:
-    return "main.js", [[_found("node", "nodejs"), _MAIN, *program.args]]
+    return "main.js", [[_which("node", "nodejs"), _MAIN, *program.args]]
 
 
 def _cpp(program: Program) -> _Commands:
-    compiler = _found("g++", "g++")
+    compiler = _which("g++", "g++")
     return "main.cpp", [[compiler, "-std=c++17", _MAIN, "-o", "program", "-lpthread"], ["./program", *program.args]]
 
 
@@ -84,8 +89,8 @@ _PLANS: dict[str, Callable[[Program], _Commands]] = {
 }
 
 
-def _found(command: str, package: str) -> str:
-    """Only below the system's folders: a sandbox sees no others."""
+def _which(command: str, package: str) -> str:
+    """The path of a command in the system's folders, the only ones that a sandbox sees."""
     path = shutil.which(command, path=SYSTEM_PATH)
     if path is None:
         raise SandboxError(f"{command} is not installed in {SYSTEM_PATH}; on Debian: apt-get install {package}")
@@ -96,5 +101,5 @@ def _step(program: Program, command: list[str] | None, name: str, is_last: bool)
     return {
         "name": "run" if is_last else "compile",
         "timeout": program.timeout if is_last else program.compile_timeout,
-        "argv": None if command is None else [name if word == _MAIN else word for word in command],
+        "argv": None if command is None else [name if argument == _MAIN else argument for argument in command],
     }

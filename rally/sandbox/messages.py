@@ -1,4 +1,4 @@
-"""Programs and outcomes as the plain messages that cross the isolation."""
+"""Converts programs and outcomes to and from the JSON messages between the host and the sandbox."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from rally.sandbox.program import CommandResult, Limits, Outcome, Program
 FOLDER = "/tmp/work"
 
 
-def order(program: Program, steps: CommandPlan, limits: Limits, folder: str, session: bool) -> json_socket.Message:
-    """What a supervisor is told; inside/order.py reads it."""
+def request_message(
+    program: Program, steps: CommandPlan, limits: Limits, folder: str, session: bool
+) -> json_socket.Message:
+    """The message to a supervisor; inside/request.py reads it."""
     caps = {
         "memory": (program.memory_mb or limits.memory_mb) << 20,
         "disk": limits.disk_mb << 20,
@@ -44,7 +46,8 @@ def order(program: Program, steps: CommandPlan, limits: Limits, folder: str, ses
     }
 
 
-def outcome(message: json_socket.Message, level: LevelName) -> Outcome:
+def outcome_of(message: json_socket.Message, level: LevelName) -> Outcome:
+    """The outcome from a supervisor's message."""
     results = {step.pop("name"): CommandResult(**step) for step in message["steps"]}
     return Outcome(
         isolation=level,
@@ -60,7 +63,7 @@ def outcome(message: json_socket.Message, level: LevelName) -> Outcome:
 
 @contextmanager
 def scratch_folder(level: LevelName) -> Iterator[str]:
-    """Where a program works: in a tmpfs of its own, or, where it has none, a folder that is gone afterwards."""
+    """The folder that a program works in: in its own tmpfs, or else a temporary folder that is removed afterwards."""
     if level == "bubblewrap":
         yield FOLDER
         return

@@ -1,4 +1,4 @@
-"""Guarantees: programs and outcomes cross the isolation as plain messages, and come out as they went in."""
+"""The types of the sandbox: programs, limits, and outcomes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ CommandStatus = Literal["Finished", "TimeLimitExceeded"]
 
 
 class SandboxError(RallyError):
-    """The sandbox itself cannot do this, through no fault of the program. One sentence says what to do."""
+    """The sandbox failed or does not support a request; not an error of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one execution, all its processes together. Disk is memory too: a tmpfs under /tmp, /mnt and /dev/shm."""
+    """Limits of one execution, for all its processes together. Disk is a tmpfs under /tmp, /mnt and /dev/shm, so it is
+    memory too."""
 
     memory_mb: int = 1024
     disk_mb: int = 128
     files: int = 10_000
-    output_bytes: int = 1 << 20  # kept of each stream; the rest is counted
+    output_bytes: int = 1 << 20  # kept of each stream; the rest is only counted
     processes: int = 64  # and threads
     open_files: int = 256  # of each process
-    cpu_seconds: float | None = None  # of each step; without it as much as the step may take of wall time
+    cpu_seconds: float | None = None  # per step; by default the timeout of the step
 
     def __post_init__(self) -> None:
         for name in ("memory_mb", "disk_mb", "files", "output_bytes", "processes", "open_files"):
@@ -35,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Code and all it is given: `files` are written into its folder first, `fetch_files` are read back at the end."""
+    """Code and its inputs: `files` are written into its folder first, `fetch_files` are read back at the end."""
 
     code: str
     language: str = "python"
@@ -46,7 +47,7 @@ class Program:
     files: Mapping[str, bytes] = field(default_factory=dict)
     fetch_files: tuple[str, ...] = ()
     memory_mb: int | None = None
-    echo: bool = False  # hand back the value of a last line that is an expression, when nothing was printed
+    echo: bool = False  # return the value of a final expression if nothing was printed
 
     def __post_init__(self) -> None:
         for name in ("timeout", "compile_timeout"):
@@ -56,7 +57,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """How one command ended. `reason`: timeout, cpu, memory, processes or disk ended it; empty when it did itself."""
+    """How one command ended. `reason` is the limit that ended it (timeout, cpu, memory, processes, disk), or empty."""
 
     status: CommandStatus
     return_code: int | None
@@ -74,7 +75,7 @@ class CommandResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a program; `run` is None when it did not compile. `state_lost` only says something of a session."""
+    """The result of a program; `run` is None if it did not compile. `state_lost`: a session lost its variables."""
 
     isolation: str
     run: CommandResult | None
@@ -91,13 +92,13 @@ class Outcome:
 
     @property
     def last(self) -> CommandResult:
-        """The command that decided."""
+        """The result of the last command that ran."""
         result = self.run or self.compile
         assert result is not None, "a program has at least one command"
         return result
 
     def metrics(self) -> dict[str, float | str]:
-        """What is worth logging of any execution."""
+        """Metrics of the execution, for logs."""
         return {
             "isolation": self.isolation,
             "seconds": sum(r.seconds for r in (self.compile, self.run) if r is not None),

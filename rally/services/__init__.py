@@ -1,1 +1,1 @@
-"""HTTP servers that users can also run alone."""
+"""HTTP servers, also usable on their own: the engine, retrieval and the sandbox."""

@@ -1,5 +1,5 @@
-"""Requests reach the engine through one desk: more than it may hold are sent away, all are counted, and one whose
-client has gone is cancelled."""
+"""Admission of requests to the engine: rejects those beyond `max_requests`, counts all for metrics, and cancels
+requests whose client disconnects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Refused(RallyError):
-    """A request that is not answered: the HTTP status, and what OpenAI's clients read beside the sentence."""
+    """A rejected request: the HTTP status, the message, and OpenAI's further error fields."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
@@ -31,12 +31,12 @@ class Refused(RallyError):
 
 
 class ClientGone(Exception):
-    """Nobody is left to be answered."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served: an engine, its tokenizer, and the name that clients call it by."""
+    """What is served: an engine, its tokenizer, and the model name for clients."""
 
     engine: EmbeddedEngine
     tokenizer: PreTrainedTokenizerBase
@@ -47,19 +47,21 @@ class Served:
 
 
 class SamplingAsk(NamedTuple):
+    """One request to the engine."""
+
     prompt_ids: Sequence[int]
     params: SamplingParams
 
 
 class RequestEvent(NamedTuple):
-    """A request, known by its place among those that belong together, sampled something or has ended."""
+    """New tokens or the end of a request; `choice` is its number among those of one client request."""
 
-    place: int
-    said: SampledTokens | Generation
+    choice: int
+    update: SampledTokens | Generation
 
 
 class Admission:
-    """`generate` for one request, `follow` for several that belong together."""
+    """`generate` runs one request, `follow` several of one client request."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -71,7 +73,7 @@ class Admission:
         engine = self.served.engine
         if self._held >= self.served.max_requests:
             self._ends["busy"] += 1
-            raise Refused(429, f"{self._held} requests are here already; ask again later", retry_after=1)
+            raise Refused(429, f"{self._held} requests are already running or waiting; try again later", retry_after=1)
         self._held += 1
         try:
             generation = await engine.generate(ask.prompt_ids, ask.params, on_tokens=on_tokens)
@@ -87,35 +89,36 @@ class Admission:
             self._held -= 1
         self._ends[generation.finish] += 1
         if generation.finish == "abort":
-            told = "the engine has given this request up, because it gets new weights or is being stopped; ask again"
-            raise Refused(503, told, code="aborted", retry_after=1)
+            reason = "the request was aborted, because the engine loads new weights or is being stopped; try again"
+            raise Refused(503, reason, code="aborted", retry_after=1)
         self._count(ask, generation)
         return generation
 
     async def follow(self, asks: Sequence[SamplingAsk], *, as_sampled: bool) -> AsyncGenerator[RequestEvent, None]:
-        """What is sampled for each, with `as_sampled`, and each one's end, as it happens. Closing it cancels what still
-        runs, and so does the failure of one."""
-        news: asyncio.Queue[tuple[int, SampledTokens | None]] = asyncio.Queue()
+        """The ends of requests as they happen and, with `as_sampled`, their new tokens. Closing the generator cancels
+        those that still run, and so does the failure of one."""
+        updates: asyncio.Queue[tuple[int, SampledTokens | None]] = asyncio.Queue()
 
-        def begin(index: int, ask: SamplingAsk) -> asyncio.Task[Generation]:
-            listener = (lambda said: news.put_nowait((index, said))) if as_sampled else None
+        def start(index: int, ask: SamplingAsk) -> asyncio.Task[Generation]:
+            listener = (lambda tokens: updates.put_nowait((index, tokens))) if as_sampled else None
             task = asyncio.create_task(self.generate(ask, listener))
-            task.add_done_callback(lambda _: news.put_nowait((index, None)))
+            task.add_done_callback(lambda _: updates.put_nowait((index, None)))
             return task
 
-        tasks = [begin(index, ask) for index, ask in enumerate(asks)]
+        tasks = [start(index, ask) for index, ask in enumerate(asks)]
         try:
             left = len(tasks)
             while left:
-                index, said = await news.get()
-                left -= said is None
-                yield RequestEvent(index, tasks[index].result() if said is None else said)
+                index, tokens = await updates.get()
+                left -= tokens is None
+                yield RequestEvent(index, tasks[index].result() if tokens is None else tokens)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def metrics(self) -> list[Metric]:
+        """Gauges and counters of the engine and its requests."""
         core = self.served.engine.core
         gauges = {
             "requests": ("Requests that run or wait", self._held),
@@ -152,7 +155,7 @@ SUMS = {
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of the work, which is cancelled when the client disconnects first. The body must have been read."""
+    """Await the work, and cancel it if the client disconnects first. The request's body must have been read."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

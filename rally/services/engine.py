@@ -1,12 +1,12 @@
-"""An embedded engine over HTTP: our token protocol for other Rally processes, OpenAI's for everybody else.
+"""The engine server: an embedded engine over HTTP, with Rally's token protocol and OpenAI's API.
 
-    POST /generate, GET /health                              as told in rally/engines/remote/server_api.py
-    POST /v1/completions, /v1/chat/completions, GET /v1/models     as OpenAI's
-    POST /load_weights {"folder", "version", "in_flight"}    other weights of the same model, where that is allowed
-    GET  /metrics                                            as Prometheus reads it
+    POST /generate, GET /health                              Rally's protocol, see rally/engines/remote/rally_api.py
+    POST /v1/completions, /v1/chat/completions, GET /v1/models     OpenAI's API
+    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled
+    GET  /metrics                                            Prometheus metrics
 
-Guarantees: ids in are the ids that are continued, ids out are the ids that were sampled, with their logprobs; a request
-whose client has gone is cancelled; every refusal has OpenAI's shape. With a token, everything but `/health` wants it.
+Token ids are passed unchanged in both directions, with the logprobs of sampled tokens. A request whose client
+disconnects is cancelled. Errors have OpenAI's format. With a token, everything except `/health` requires it.
 """
 
 from __future__ import annotations
@@ -46,30 +46,32 @@ class LoadRequest(BaseModel):
     in_flight: Literal["abort", "keep", "recompute"]
 
 
-def load_weights(engine: EmbeddedEngine, asked: LoadRequest) -> None:
-    """Between two steps of the engine; requests in flight are treated as its settings say."""
-    settled = engine.core.settings.in_flight
-    if asked.in_flight != settled:
+def load_weights(engine: EmbeddedEngine, request: LoadRequest) -> None:
+    """Load weights between two steps of the engine; its settings determine what happens to requests in flight."""
+    in_flight = engine.core.settings.in_flight
+    if request.in_flight != in_flight:
         raise Refused(
-            400, f"requests in flight follow {settled!r} here, not {asked.in_flight!r}; set rollout.in_flight to it"
+            400, f"requests in flight follow {in_flight!r} here, not {request.in_flight!r}; set rollout.in_flight to it"
         )
-    found: dict[str, Tensor] = {}
-    for file in sorted(asked.folder.glob("*.safetensors")):
-        found |= load_file(file)
+    loaded: dict[str, Tensor] = {}
+    for file in sorted(request.folder.glob("*.safetensors")):
+        loaded |= load_file(file)
     ours = engine.core.model.state_dict()
-    if problem := next(_misfits(ours, found), None):
-        raise Refused(400, f"the weights in {asked.folder} are not this model's: {problem}; start it from the same one")
-    with torch.no_grad(), engine.updating(asked.version):
-        for name, weight in found.items():
+    if problem := next(_mismatches(ours, loaded), None):
+        raise Refused(
+            400, f"the weights in {request.folder} do not fit this model: {problem}; serve the model of the run"
+        )
+    with torch.no_grad(), engine.updating(request.version):
+        for name, weight in loaded.items():
             ours[name].copy_(weight)
 
 
-def _misfits(ours: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[str]:
-    """What does not fit. Of names that share a memory one is enough."""
-    given = {ours[name].data_ptr() for name in found if name in ours}
-    yield from (f"it has no {name}" for name in found if name not in ours)
-    yield from (f"{name} is missing" for name, weight in ours.items() if weight.data_ptr() not in given)
-    for name, weight in found.items():
+def _mismatches(ours: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> Iterator[str]:
+    """Names and shapes that differ. One of several tied weights is enough."""
+    covered = {ours[name].data_ptr() for name in loaded if name in ours}
+    yield from (f"it has no {name}" for name in loaded if name not in ours)
+    yield from (f"{name} is missing" for name, weight in ours.items() if weight.data_ptr() not in covered)
+    for name, weight in loaded.items():
         if weight.shape != ours[name].shape:
             yield f"{name} is {tuple(weight.shape)} there and {tuple(ours[name].shape)} here"
 
@@ -96,28 +98,28 @@ def create_app(served: Served, token: str | None = None, *, accepts_weights: boo
             Route("/health", service.health),
             Route("/metrics", service.metrics),
             *([Route("/load_weights", service.load_weights, methods=["POST"])] if accepts_weights else []),
-            *OpenAI(service.desk).routes,
+            *OpenAI(service.admission).routes,
         ],
         lifespan=lifespan,
-        middleware=[Middleware(_TokenGate, token=token)],
+        middleware=[Middleware(_TokenCheck, token=token)],
         exception_handlers=HANDLERS,
     )
 
 
 class _EngineService:
     def __init__(self, served: Served) -> None:
-        self.desk = Admission(served)
+        self.admission = Admission(served)
         self._served = served
 
     async def generate(self, request: Request) -> Response:
-        asked = GenerateRequest.model_validate_json(await request.body())
-        ask = SamplingAsk(asked.prompt_ids, SamplingParams.of(asked.sampling))
-        return JSONResponse(generation_to_wire(await unless_gone(request, self.desk.generate(ask))))
+        body = GenerateRequest.model_validate_json(await request.body())
+        ask = SamplingAsk(body.prompt_ids, SamplingParams.of(body.sampling))
+        return JSONResponse(generation_to_wire(await unless_gone(request, self.admission.generate(ask))))
 
     async def load_weights(self, request: Request) -> Response:
-        asked = LoadRequest.model_validate_json(await request.body())
-        await asyncio.to_thread(load_weights, self._served.engine, asked)
-        return JSONResponse({"success": True, "weight_version": asked.version})
+        body = LoadRequest.model_validate_json(await request.body())
+        await asyncio.to_thread(load_weights, self._served.engine, body)
+        return JSONResponse({"success": True, "weight_version": body.version})
 
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
@@ -127,11 +129,11 @@ class _EngineService:
         return JSONResponse(facts | {"max_model_len": engine.max_model_len})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(exposition(self.desk.metrics()), headers={"Content-Type": CONTENT_TYPE})
+        return Response(exposition(self.admission.metrics()), headers={"Content-Type": CONTENT_TYPE})
 
 
-class _TokenGate:
-    """Turns away who does not know the token; whether the server lives, anybody may ask."""
+class _TokenCheck:
+    """Rejects requests without the token, except to `/health`."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -139,9 +141,9 @@ class _TokenGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            said = dict(scope["headers"]).get(b"authorization", b"")
-            if not carries(self._token, said.decode("latin-1")):
-                refusal = Refused(401, "this server wants its token as the API key", code="invalid_api_key")
-                await refuse(Request(scope), refusal)(scope, receive, send)
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not carries(self._token, header.decode("latin-1")):
+                error = Refused(401, "this server requires its token as the API key", code="invalid_api_key")
+                await refuse(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,4 +1,7 @@
-"""A server that other machines can reach asks them for a token; what serving needs and lacks is named with its cure."""
+"""What all HTTP servers share: the token check, the check of host and port, and the uvicorn runner.
+
+A server that other machines can reach must have a token.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 class ServeError(RallyError):
-    """A server that cannot be started as asked."""
+    """A server cannot be started with these options."""
 
 
 def check_exposure(host: str, variable: str) -> str | None:
-    """The token that clients must send, from the environment; without one, only this machine may ask."""
+    """The token that clients must send, from the environment variable. Without one, only a loopback host is allowed."""
     token = os.environ.get(variable) or None
     if token is None and not _is_loopback(host):
         raise ServeError(
@@ -31,34 +34,35 @@ def check_exposure(host: str, variable: str) -> str | None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Say that an address cannot be served on before anything is loaded for it. A name may stand for several; all are
-    served on but those of a family that this machine does not have."""
+    """Raise ServeError if the address cannot be served on, before anything is loaded. A name may have several
+    addresses; those of a family that this machine lacks are ignored."""
     try:
-        refusals = [_refusal(*place) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        errors = [_bind_error(*address) for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except socket.gaierror as unknown:
-        refusals = [unknown]
-    for refusal in refusals:
-        if refusal is not None and (refusal.errno not in ABSENT or None not in refusals):
-            told = f"nothing can be served at {host}, port {port} ({refusal.strerror})"
-            raise ServeError(f"{told}; choose another --port or --host")
+        errors = [unknown]
+    for error in errors:
+        if error is not None and (error.errno not in ABSENT or None not in errors):
+            raise ServeError(
+                f"the server cannot use {host}, port {port} ({error.strerror}); choose another --port or --host"
+            )
 
 
-def _refusal(family: int, kind: int, protocol: int, _: str, address: Any) -> OSError | None:
-    """Why the system would not let a server have an address."""
+def _bind_error(family: int, kind: int, protocol: int, _: str, address: Any) -> OSError | None:
+    """The error of binding to an address; None if it is free."""
     try:
-        with socket.socket(family, kind, protocol) as probe:  # set as the server sets its own
+        with socket.socket(family, kind, protocol) as probe:  # with the options that the server sets
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(address)
-    except OSError as refusal:
-        return refusal
+    except OSError as error:
+        return error
     return None
 
 
 def carries(token: str | None, header: str) -> bool:
-    """Whether an Authorization header carries the token, if there is one. Servers read headers as Latin-1; a token is
-    UTF-8."""
+    """Whether an Authorization header carries the token, or none is required. Servers decode headers as Latin-1; a
+    token is UTF-8."""
     return token is None or hmac.compare_digest(header.encode("latin-1"), f"Bearer {token}".encode())
 
 

@@ -1,7 +1,6 @@
-"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models` over an embedded engine, for clients as they are.
+"""OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/models` over an embedded engine, for unmodified clients.
 
-Tools are rendered and calls parsed by the chat codec that training uses, so an agent that was trained here is served
-with the very prompts it was trained on.
+Tools are rendered and calls parsed by the chat codec of training, so a trained agent is served with the same prompts.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, Compl
 from rally.services.openai_responses import ChatShape, CompletionResponse, CompletionShape, Json, ResponseOptions, Shape
 from rally.types import Generation, RallyError
 
-TOOL_LISTS = 64  # whose codecs are kept
+TOOL_LISTS = 64  # the number of codecs that are cached
 
 
 class OpenAI:
-    """The endpoints; `routes` is what an application mounts."""
+    """The endpoints; an application mounts `routes`."""
 
-    def __init__(self, desk: Admission) -> None:
-        self._desk, self._served = desk, desk.served
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._served = admission, admission.served
         self._started = int(time.time())
         self._codec = lru_cache(maxsize=TOOL_LISTS)(self._codec_for)
 
@@ -49,78 +48,78 @@ class OpenAI:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        asked = CompletionRequest.model_validate_json(await request.body())
-        self._check(asked)
-        prompts = [self._encoded(prompt) for prompt in asked.prompts]
-        limit = asked.max_tokens if asked.max_tokens is not None else COMPLETION_TOKENS
+        body = CompletionRequest.model_validate_json(await request.body())
+        self._check(body)
+        prompts = [self._encoded(prompt) for prompt in body.prompts]
+        limit = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
         asks = [
-            SamplingAsk(prompt, asked.sampling(choice, limit, self._served.eos_ids))
+            SamplingAsk(prompt, body.sampling(choice, limit, self._served.eos_ids))
             for prompt in prompts
-            for choice in range(asked.n)
+            for choice in range(body.n)
         ]
-        return await self._answer(request, asked, asks, CompletionShape(self._decode))
+        return await self._answer(request, body, asks, CompletionShape(self._decode))
 
     async def chat(self, request: Request) -> Response:
-        asked = ChatRequest.model_validate_json(await request.body())
-        self._check(asked)
-        codec = self._codec(json.dumps(asked.offered_tools))
-        prompt = codec.encode_prompt(asked.messages)
-        given = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        limit = given if given is not None else max(1, self._served.engine.max_model_len - len(prompt))
-        asks = [SamplingAsk(prompt, asked.sampling(choice, limit, codec.stop_ids)) for choice in range(asked.n)]
-        return await self._answer(request, asked, asks, ChatShape(codec, bool(asked.offered_tools)))
+        body = ChatRequest.model_validate_json(await request.body())
+        self._check(body)
+        codec = self._codec(json.dumps(body.offered_tools))
+        prompt = codec.encode_prompt(body.messages)
+        requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
+        asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids)) for choice in range(body.n)]
+        return await self._answer(request, body, asks, ChatShape(codec, bool(body.offered_tools)))
 
     async def _answer(
-        self, request: Request, asked: CompletionRequest | ChatRequest, asks: Sequence[SamplingAsk], shape: Shape
+        self, request: Request, body: CompletionRequest | ChatRequest, asks: Sequence[SamplingAsk], shape: Shape
     ) -> Response:
-        wishes = ResponseOptions(
+        options = ResponseOptions(
             model=self._served.name,
-            logprobs=asked.wants_logprobs,
-            token_ids=asked.return_token_ids,
-            usage_in_stream=asked.stream_options is not None and asked.stream_options.include_usage,
-            choices=asked.n,
+            logprobs=body.wants_logprobs,
+            token_ids=body.return_token_ids,
+            usage_in_stream=body.stream_options is not None and body.stream_options.include_usage,
+            choices=body.n,
         )
-        answer = CompletionResponse(shape, wishes, asks)
-        if not asked.stream:
+        answer = CompletionResponse(shape, options, asks)
+        if not body.stream:
             return JSONResponse(answer.whole(await unless_gone(request, self._whole(asks))))
-        news = self._desk.follow(asks, as_sampled=True)
-        first = await unless_gone(request, anext(news))  # what is refused is refused before the answer begins
-        events = self._events(answer, first, news, len(asks))
+        updates = self._admission.follow(asks, as_sampled=True)
+        first = await unless_gone(request, anext(updates))  # an error must come before the response begins
+        events = self._events(answer, first, updates, len(asks))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def _whole(self, asks: Sequence[SamplingAsk]) -> list[Generation]:
         ends: dict[int, Generation] = {}
-        async with aclosing(self._desk.follow(asks, as_sampled=False)) as news:
-            async for index, said in news:
-                assert isinstance(said, Generation)
-                ends[index] = said
+        async with aclosing(self._admission.follow(asks, as_sampled=False)) as updates:
+            async for index, update in updates:
+                assert isinstance(update, Generation)
+                ends[index] = update
         return [ends[index] for index in range(len(asks))]
 
     async def _events(
-        self, answer: CompletionResponse, first: RequestEvent, news: AsyncGenerator[RequestEvent, None], count: int
+        self, answer: CompletionResponse, first: RequestEvent, rest: AsyncGenerator[RequestEvent, None], count: int
     ) -> AsyncIterator[bytes]:
         ends: dict[int, Generation] = {}
         try:
-            async with aclosing(_after(first, news)) as all_news:
-                async for index, said in all_news:
-                    if isinstance(said, SampledTokens):
-                        pieces = answer.pieces(index, said)
+            async with aclosing(_prepend(first, rest)) as updates:
+                async for index, update in updates:
+                    if isinstance(update, SampledTokens):
+                        pieces = answer.pieces(index, update)
                     else:
-                        ends[index] = said
-                        pieces = answer.ending(index, said)
+                        ends[index] = update
+                        pieces = answer.ending(index, update)
                     for piece in pieces:
                         yield event(piece)
             for piece in answer.usage_piece([ends[index] for index in range(count)]):
                 yield event(piece)
             yield b"data: [DONE]\n\n"
-        except RallyError as error:  # the status has been sent; the client must still learn that this is not the end
+        except RallyError as error:  # the status has been sent already, so the error goes into the stream
             yield event(error_body(error))
 
-    def _check(self, asked: SamplingRequest) -> None:
-        asked.refuse_unknown()
-        if asked.model != self._served.name:
-            sentence = f"there is no model {asked.model!r} here; the one that is served is {self._served.name!r}"
-            raise Refused(404, sentence, param="model", code="model_not_found")
+    def _check(self, body: SamplingRequest) -> None:
+        body.refuse_unknown()
+        if body.model != self._served.name:
+            message = f"there is no model {body.model!r} here; use {self._served.name!r}"
+            raise Refused(404, message, param="model", code="model_not_found")
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -137,14 +136,14 @@ class OpenAI:
         return ChatCodec(self._served.tokenizer, self._served.tool_format, json.loads(tools))
 
 
-async def _after(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:
-    """All of it, the first included; closing it closes the rest."""
+async def _prepend(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:
+    """`first`, then `rest`, which is closed with the generator."""
     async with aclosing(rest):
         yield first
-        async for news in rest:
-            yield news
+        async for update in rest:
+            yield update
 
 
 def event(body: Json) -> bytes:
-    """One piece of an answer as it goes over the wire."""
+    """One server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

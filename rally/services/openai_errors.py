@@ -1,4 +1,4 @@
-"""Every refusal, whatever raised it, reaches the client as OpenAI's shape of an error, with one sentence in it."""
+"""Converts exceptions to responses in OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rally.types import RallyError
 
 
 def error_body(error: RallyError) -> dict[str, Any]:
-    """OpenAI's shape of a refusal."""
+    """The JSON of an error."""
     status = error.status if isinstance(error, Refused) else 400
     kind = "invalid_request_error" if status < 429 else "server_error" if status >= 500 else "rate_limit_error"
-    known: dict[str, Any] = {"param": None, "code": None}
+    details: dict[str, Any] = {"param": None, "code": None}
     if isinstance(error, Refused):
-        known = {"param": error.param, "code": error.code}
-    return {"error": {"message": str(error), "type": kind, **known}}
+        details = {"param": error.param, "code": error.code}
+    return {"error": {"message": str(error), "type": kind, **details}}
 
 
 def refuse(request: Request, error: Exception) -> Response:
+    """The response for a RallyError."""
     assert isinstance(error, RallyError)
     status = error.status if isinstance(error, Refused) else 400
     pause = error.retry_after if isinstance(error, Refused) else 0
@@ -44,7 +45,7 @@ def _refuse_http(request: Request, error: Exception) -> Response:
     return refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
-def _nobody_listens(request: Request, error: Exception) -> Response:
+def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
@@ -56,6 +57,6 @@ HANDLERS: Mapping[Any, Callable[[Request, Exception], Response]] = {
     RallyError: refuse,
     ValidationError: _refuse_malformed,
     HTTPException: _refuse_http,
-    ClientGone: _nobody_listens,
+    ClientGone: _client_gone,
     Exception: _fail,
 }

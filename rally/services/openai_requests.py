@@ -1,4 +1,4 @@
-"""What OpenAI's clients may ask for: every field is honoured, known to change nothing, or refused by name."""
+"""The request bodies of OpenAI's API. A field that is not supported is rejected by name, unless it has no effect."""
 
 from __future__ import annotations
 
@@ -55,17 +55,18 @@ class SamplingRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_unsaid(cls, given: Any) -> Any:
-        """Some clients write null for every field that was not set."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+    def _drop_nulls(cls, body: Any) -> Any:
+        """Some clients write null for every field that is not set."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     def refuse_unknown(self) -> None:
+        """Raise Refused for a field that is not supported."""
         for name, value in (self.model_extra or {}).items():
             if name not in HARMLESS and not (name in NEUTRAL and value in NEUTRAL[name]):
-                raise Refused(400, f"this server cannot honour {name}={value!r}; leave it out", param=name)
+                raise Refused(400, f"{name}={value!r} is not supported; leave it out", param=name)
 
     def sampling(self, choice: int, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """How the `choice`-th answer is sampled; where a seed is given, each choice has its own."""
+        """The sampling parameters of the `choice`-th choice. With a seed, each choice gets its own."""
         ends = () if self.ignore_eos else stop_ids
         values: dict[str, Any] = {
             "temperature": self.temperature,
@@ -88,7 +89,7 @@ class CompletionRequest(SamplingRequest):
     def wants_logprobs(self) -> bool:
         if self.logprobs:
             raise Refused(
-                400, "only the sampled token's log-probability is known here; ask for logprobs=0", param="logprobs"
+                400, "only the log-probability of the sampled token is available; set logprobs=0", param="logprobs"
             )
         return self.logprobs is not None
 
@@ -119,18 +120,18 @@ class ChatRequest(SamplingRequest):
         if self.tool_choice not in ("auto", "none", None):
             raise Refused(
                 400,
-                "the model decides for itself whether it calls a tool; tool_choice may be auto or none",
+                "the model decides whether it calls a tool; tool_choice may be auto or none",
                 param="tool_choice",
             )
         for at, tool in enumerate(self.tools or []):
             if not _is_function(tool.get("function") or tool):
-                told = f"tools.{at} is no function with a name and parameters, and nothing else can be offered"
-                raise Refused(400, f"{told}; leave it out", param="tools")
+                problem = f"tools.{at} is not a function with a name and parameters; only such tools are supported"
+                raise Refused(400, f"{problem}, so leave it out", param="tools")
         return [] if self.tool_choice == "none" else self.tools or []
 
 
 def _is_function(tool: Any) -> bool:
-    """Whether calls of it can be read: what is sampled must not meet a tool that has no name."""
+    """Whether the tool has the name and parameters that are needed to parse calls."""
     return (
         isinstance(tool, dict) and isinstance(tool.get("name"), str) and isinstance(tool.get("parameters") or {}, dict)
     )

@@ -1,5 +1,7 @@
-"""What was sampled becomes the JSON that OpenAI's clients read, whole or in pieces: put together, the pieces are the
-whole, and token ids and log-probabilities are exactly the engine's."""
+"""Formats generations as OpenAI's JSON, whole or streamed in pieces.
+
+The pieces of a stream add up to the whole response. Token ids and log-probabilities are exactly the engine's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from rally.services.admission import SamplingAsk
 from rally.types import Generation, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
-UNFINISHED = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
+UNFINISHED = "\ufffd"  # the decoder's replacement for incomplete or invalid bytes
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -26,17 +28,17 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class TextStream:
-    """The text of one answer as it grows. Only the last few tokens are decoded again for each new one."""
+    """Decodes a growing choice. Only the last few tokens are decoded again for each new one."""
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, tuple(stops)
         self._ids: list[int] = []
-        self._anchor = self._read = 0  # text up to token `_read` is out; decoding begins at `_anchor`, for its context
+        self._anchor = self._read = 0  # text up to token `_read` is decoded; decoding begins at `_anchor`, for context
         self._text = ""
         self._sent = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """What can be sent now that these tokens have come."""
+        """Add tokens; returns the text that can be sent now."""
         self._ids += ids
         before = self._decode(self._ids[self._anchor : self._read])
         text = self._decode(self._ids[self._anchor :])
@@ -46,7 +48,7 @@ class TextStream:
         return self._send(before_stop(self._text, self._stops), hold=True)
 
     def finish(self, whole: str) -> str:
-        """What is left of the whole text."""
+        """The part of the whole text that was not sent yet."""
         return self._send(whole, hold=False)
 
     def _send(self, text: str, *, hold: bool) -> str:
@@ -56,7 +58,7 @@ class TextStream:
         return piece
 
     def _held_back(self, text: str) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """The length of the longest end of the text with which a stop string may begin."""
         longest = max((len(stop) for stop in self._stops), default=0)
         for length in range(min(longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -69,116 +71,118 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptions:
-    """What an answer shall hold beside its text."""
+    """What a response contains beside its text."""
 
     model: str
     logprobs: bool
     token_ids: bool
     usage_in_stream: bool
-    choices: int  # for each prompt
+    choices: int  # per prompt
 
 
 class PromptFields(NamedTuple):
-    """What the answer says of its prompt beside the choices, and in each of them."""
+    """Fields about the prompt: of the response, and of each choice."""
 
-    answer: Json
+    response: Json
     choice: Json
 
 
 class Shape(Protocol):
-    """What differs between a text completion and a chat."""
+    """The differences between text completions and chat completions."""
 
     prefix: str
     kind: str
     piece_kind: str
 
     def stream(self, params: SamplingParams) -> TextStream | None:
-        """None where a turn can only be told when it is whole."""
+        """The decoder of a streamed choice; None if it can only be sent whole."""
         ...
 
     def text(self, generation: Generation, params: SamplingParams) -> str: ...
 
     def prompt(self, ids: list[int]) -> PromptFields:
-        """Where the ids of the prompt stand."""
+        """The fields with the ids of the prompt."""
         ...
 
     def whole(self, generation: Generation, params: SamplingParams) -> Json:
-        """The choice's own fields, and its finish_reason."""
+        """The fields of a finished choice."""
         ...
 
     def piece(self, text: str, *, first: bool) -> Json: ...
 
     def ending(self, generation: Generation, params: SamplingParams, rest: str, *, first: bool) -> Json:
-        """`rest` is the text that no piece has told yet."""
+        """The fields of the last piece; `rest` is the text that was not sent yet."""
         ...
 
     def logprobs(self, sampled: SampledTokens) -> Json: ...
 
 
 class CompletionResponse:
-    """One answer to several asks, `wishes.choices` of them for each prompt in turn."""
+    """The response to several requests, `options.choices` for each prompt in turn."""
 
-    def __init__(self, shape: Shape, wishes: ResponseOptions, asks: Sequence[SamplingAsk]) -> None:
-        self._shape, self._wishes, self._asks = shape, wishes, asks
+    def __init__(self, shape: Shape, options: ResponseOptions, asks: Sequence[SamplingAsk]) -> None:
+        self._shape, self._options, self._asks = shape, options, asks
         self._id, self._created = f"{shape.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._streams = [shape.stream(ask.params) for ask in asks]
-        self._told = [0] * len(asks)
+        self._sent = [0] * len(asks)
         self._opened = [False] * len(asks)
 
     def whole(self, generations: Sequence[Generation]) -> Json:
-        answer, choices = self._head(self._shape.kind), []
+        """The response of all finished generations."""
+        response, choices = self._head(self._shape.kind), []
         for index, (ask, generation) in enumerate(zip(self._asks, generations, strict=True)):
             prompt = self._prompt(index)
-            answer |= prompt.answer
+            response |= prompt.response
             own = self._shape.whole(generation, ask.params)
             sampled = SampledTokens(list(generation.ids), list(generation.logprobs))
             choices.append({"index": index, **own, **prompt.choice, **self._extras(sampled)})
-        return answer | {"choices": choices, "usage": self._usage(generations)}
+        return response | {"choices": choices, "usage": self._usage(generations)}
 
     def pieces(self, index: int, sampled: SampledTokens) -> Iterator[Json]:
-        """The `index`-th choice has grown."""
+        """The pieces for new tokens of the `index`-th choice."""
         stream = self._streams[index]
         if stream is None:
             return
         text = stream.push(sampled.ids)
-        if text or self._wishes.token_ids or self._wishes.logprobs:
-            self._told[index] += len(sampled.ids)
+        if text or self._options.token_ids or self._options.logprobs:
+            self._sent[index] += len(sampled.ids)
             yield self._chunk(index, self._shape.piece(text, first=not self._opened[index]), sampled)
 
     def ending(self, index: int, generation: Generation) -> Iterator[Json]:
-        """The `index`-th choice has ended."""
-        ask, stream, told = self._asks[index], self._streams[index], self._told[index]
+        """The last piece of the `index`-th choice."""
+        ask, stream, sent = self._asks[index], self._streams[index], self._sent[index]
         text = self._shape.text(generation, ask.params)
         rest = text if stream is None else stream.finish(text)
-        sampled = SampledTokens(list(generation.ids[told:]), list(generation.logprobs[told:]))
+        sampled = SampledTokens(list(generation.ids[sent:]), list(generation.logprobs[sent:]))
         fields = self._shape.ending(generation, ask.params, rest, first=not self._opened[index])
         yield self._chunk(index, fields, sampled)
 
     def usage_piece(self, generations: Sequence[Generation]) -> Iterator[Json]:
-        if self._wishes.usage_in_stream:
+        """The usage, as the last piece of a stream that includes it."""
+        if self._options.usage_in_stream:
             yield self._head(self._shape.piece_kind) | {"choices": [], "usage": self._usage(generations)}
 
     def _chunk(self, index: int, fields: Json, sampled: SampledTokens) -> Json:
         first, self._opened[index] = not self._opened[index], True
         prompt = self._prompt(index) if first else PromptFields({}, {})
         choice = {"index": index, "finish_reason": None, **fields, **prompt.choice, **self._extras(sampled)}
-        return self._head(self._shape.piece_kind) | prompt.answer | {"choices": [choice]}
+        return self._head(self._shape.piece_kind) | prompt.response | {"choices": [choice]}
 
     def _head(self, kind: str) -> Json:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._wishes.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._options.model}
 
     def _prompt(self, index: int) -> PromptFields:
-        wanted = self._wishes.token_ids
+        wanted = self._options.token_ids
         return self._shape.prompt(list(self._asks[index].prompt_ids)) if wanted else PromptFields({}, {})
 
     def _extras(self, sampled: SampledTokens) -> Json:
-        ids = {"token_ids": sampled.ids} if self._wishes.token_ids else {}
-        return {"logprobs": self._shape.logprobs(sampled) if self._wishes.logprobs else None, **ids}
+        ids = {"token_ids": sampled.ids} if self._options.token_ids else {}
+        return {"logprobs": self._shape.logprobs(sampled) if self._options.logprobs else None, **ids}
 
     def _usage(self, generations: Sequence[Generation]) -> Json:
-        prompt = sum(len(ask.prompt_ids) for ask in self._asks[:: self._wishes.choices])
+        prompt = sum(len(ask.prompt_ids) for ask in self._asks[:: self._options.choices])
         sampled = sum(len(generation.ids) for generation in generations)
-        cached = sum(generation.cached_tokens for generation in generations[:: self._wishes.choices])
+        cached = sum(generation.cached_tokens for generation in generations[:: self._options.choices])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
@@ -188,7 +192,7 @@ class CompletionResponse:
 
 
 class CompletionShape:
-    """Text that goes on; special tokens are left out of it."""
+    """Text completions; special tokens are left out of the text."""
 
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
@@ -218,7 +222,7 @@ class CompletionShape:
 
 
 class ChatShape:
-    """An assistant's turn. With tools it is told when it is whole: only then is it known what is a call."""
+    """Chat completions. With tools a turn is sent when it is complete, because only then its calls are known."""
 
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -258,7 +262,7 @@ class ChatShape:
         return {"content": entries, "refusal": None}
 
     def _message(self, generation: Generation, params: SamplingParams) -> tuple[Json, str]:
-        """The turn as a message, and why it ended: calls that can be understood end it as calls."""
+        """The message of a turn, and its finish reason, which is tool_calls if calls were parsed."""
         if self._tools:
             message = self._codec.message(self._codec.parse(generation.ids))
             if "tool_calls" in message:
@@ -268,12 +272,12 @@ class ChatShape:
 
 
 def _openai_call(function: Json) -> Json:
-    """A call with an id of its own; OpenAI has the arguments as JSON text."""
-    written = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": written}
+    """A tool call in OpenAI's form, with a new id and the arguments as JSON text."""
+    call = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
 
 
 def _without_end(generation: Generation, params: SamplingParams) -> tuple[int, ...]:
-    """The ids without the stop token that ended them, which is no text."""
+    """The ids without the stop token that ended them."""
     ids = generation.ids
     return ids[:-1] if generation.finish == "stop" and ids and ids[-1] in params.stop_ids else ids

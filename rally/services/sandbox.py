@@ -1,8 +1,8 @@
-"""Guarantees: `/run_code` speaks SandboxFusion's protocol field for field, and never runs code for a stranger.
+"""The sandbox server: SandboxFusion's `/run_code`, field for field, for clients with the token.
 
-A request that the program itself spoils (a failing command, time or memory used up) is answered with HTTP 200 and
-`Failed`. `SandboxError` means that the sandbox is at fault; clients try again then. `metrics` is ours, beside the
-protocol's fields: which isolation held, what was cut, why a program was ended.
+A failure of the program itself (a failing command, a limit exceeded) gives HTTP 200 and `Failed`. `SandboxError` means
+that the sandbox failed; clients then try again. The field `metrics` is Rally's own: the isolation, truncated output,
+and which limit ended the program.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def create_app(sandbox: Sandbox | None = None, token: str | None = None) -> Fast
 
     async def authorised(request: Request) -> None:
         if not carries(token, request.headers.get("authorization", "")):
-            raise HTTPException(401, "give the server's token as the header Authorization: Bearer TOKEN")
+            raise HTTPException(401, "send the server's token in the header Authorization: Bearer TOKEN")
 
     app = FastAPI(title="Rally sandbox", lifespan=lifespan, dependencies=[Depends(authorised)])
 
@@ -127,4 +127,4 @@ def _decoded(name: str, text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:  # binascii.Error is one
-        raise RallyError(f"the file {name!r} must be given as base64") from None
+        raise RallyError(f"the content of the file {name!r} must be base64") from None

@@ -9,8 +9,7 @@ from rally.track.metrics.episode_metrics import rollout_metrics
 from rally.track.metrics.tool_metrics import tool_warnings
 from rally.track.metrics.validation_metrics import validation_metrics
 from rally.track.run_folder.episode_json import Opaque, episode_from_json, episode_to_json
-from rally.track.run_folder.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder
-from rally.track.run_folder.run_lock import sole_writer
+from rally.track.run_folder.folder import AdvantageSpan, MetricsRow, PhaseRow, RunFolder, sole_writer
 from rally.track.run_summary import run_summary
 
 __all__ = [

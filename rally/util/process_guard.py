@@ -1,7 +1,7 @@
-"""Runs a server so that nothing of it outlives the program that asked for it: python launcher.py SECONDS COMMAND...
+"""Runs a server that must not outlive its parent: python process_guard.py SECONDS COMMAND...
 
-It leads a process group of its own, which the server and whatever that starts belong to. It is told by the kernel when
-its parent dies, in whatever way, ends the server (politely for SECONDS), and its last act is to kill the whole group.
+The guard leads a process group, which contains the server and everything that the server starts. The kernel sends it
+SIGTERM when its parent dies. It then terminates the server, waits up to SECONDS, and kills the whole group.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PR_SET_PDEATHSIG = 1
 
 def main(seconds: float, command: list[str]) -> None:
     parent = os.getppid()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _interrupt)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     code = 0
     server = None
     try:
-        if os.getppid() == parent:  # else it died before the kernel knew that we want to be told
+        if os.getppid() == parent:  # else the parent died before prctl took effect
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             code = server.wait()
     except KeyboardInterrupt:
@@ -31,12 +31,12 @@ def main(seconds: float, command: list[str]) -> None:
         if server is not None:
             server.terminate()
             _wait(server, seconds)
-    _say(code)
+    _log_exit(code)
     os.killpg(0, signal.SIGKILL)
 
 
-def _say(code: int) -> None:
-    """The group is killed with us in it, so how the server ended is told in the log."""
+def _log_exit(code: int) -> None:
+    """Write to the log how the server ended: the guard is killed with its group and cannot return the status."""
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     os.write(2, f"the process has ended: {how}\n".encode())
 
@@ -48,7 +48,7 @@ def _wait(server: subprocess.Popen[bytes], seconds: float) -> None:
         return
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 

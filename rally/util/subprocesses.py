@@ -1,4 +1,8 @@
-"""A server as a child: it has a log that is quoted when it fails, and never outlives this program."""
+"""Child processes: `run_process` runs a program to its end, `ServerProcess` runs a server with a log.
+
+Neither outlives this program, and ending one also ends everything it started: each child leads a process group of its
+own, which `kill_group` kills.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+
+def kill_group(pid: int) -> None:
+    """Kill the process group that the child `pid` leads. Call it before waiting for the child: afterwards the kernel
+    may give the number to another process."""
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; a zombie is one or the other, by the system
+        os.killpg(pid, signal.SIGKILL)
+
+
 MAX_OUTPUT = 1_000_000
 _CHUNK = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessResult:
-    """How a program ended. `code` is negative when a signal ended it; `cut` bytes of output were not kept."""
+    """How a program ended. `code` is negative if a signal ended it; `cut` bytes of output were dropped."""
 
     code: int
     output: bytes
@@ -46,8 +58,7 @@ async def run_process(command: Sequence[str], stdin: bytes = b"", *, max_output:
         output, cut = reading.result()
         return ProcessResult(code=await process.wait(), output=output, cut=cut)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         await process.wait()
 
 
@@ -59,30 +70,29 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     process.stdin.close()
 
 
-async def _read(process: asyncio.subprocess.Process, most: int) -> tuple[bytes, int]:
+async def _read(process: asyncio.subprocess.Process, max_output: int) -> tuple[bytes, int]:
     assert process.stdout is not None
     kept = bytearray()
     cut = 0
     while chunk := await process.stdout.read(_CHUNK):
-        room = most - len(kept)
-        kept += chunk[:room]
-        cut += max(0, len(chunk) - room)
+        space = max_output - len(kept)
+        kept += chunk[:space]
+        cut += max(0, len(chunk) - space)
     return bytes(kept), cut
 
 
 POLL_SECONDS = 0.1
-POLITE_SECONDS = 5.0
+TERMINATE_SECONDS = 5.0
 QUOTED_LINES = 12
 
 
 class ServerProcess:
-    """One run of a server. Start it from the program's main thread: the kernel ties the child to the thread that made
-    it."""
+    """A running server. Create it in the main thread: the kernel ties the child's life to the thread that made it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, "-I", str(Path(__file__).with_name("process_guard.py")), str(POLITE_SECONDS)]
+        launcher = [sys.executable, "-I", str(Path(__file__).with_name("process_guard.py")), str(TERMINATE_SECONDS)]
         with log.open("ab") as out:
             out.write(f"$ {' '.join(command)}\n".encode())
             out.flush()
@@ -105,12 +115,12 @@ class ServerProcess:
         return self._child.poll() is None
 
     async def ended(self) -> None:
-        """Returns when it has ended, for whatever reason."""
+        """Wait until it has ended, for whatever reason."""
         while self.alive:
             await asyncio.sleep(POLL_SECONDS)
 
-    def last_words(self) -> str:
-        """Where the log is, and its last lines, indented."""
+    def log_tail(self) -> str:
+        """The path of the log and its last lines, indented."""
         with self.log.open("rb") as file:
             file.seek(self._begins)
             lines = file.read().decode(errors="replace").splitlines()
@@ -121,9 +131,8 @@ class ServerProcess:
         """End it and everything it started."""
         if self.alive:
             self._child.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + POLITE_SECONDS + 2
+            deadline = time.monotonic() + TERMINATE_SECONDS + 2
             while self.alive and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+        kill_group(self._child.pid)
         await asyncio.to_thread(self._child.wait)

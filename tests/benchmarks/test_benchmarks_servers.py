@@ -92,9 +92,9 @@ async def test_updates_are_measured_by_handles_and_by_files(
     taken: list[int] = []
 
     class Counted(CudaIpcWeights):
-        async def take(self, version: int) -> None:
+        async def stage(self, version: int) -> None:
             taken.append(version)
-            await super().take(version)
+            await super().stage(version)
 
     async with FakeServer("sglang", load_model(str(folder)), handles="refused") as fake:
         engine = engine_of(fake, model, spec, tmp_path)

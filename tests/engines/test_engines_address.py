@@ -47,7 +47,7 @@ async def health(url: str) -> None:
 
 async def test_they_open_the_gate(gate: Gate) -> None:
     await health(f"http://{WHO}@127.0.0.1:{gate.port}/")
-    with pytest.raises(EngineError, match="a user and password in its address"):
+    with pytest.raises(EngineError, match="user and password of its proxy"):
         await health(f"http://127.0.0.1:{gate.port}")
 
 
@@ -71,7 +71,7 @@ def test_beside_a_token_they_are_refused_in_one_sentence(monkeypatch: pytest.Mon
     with pytest.raises(EngineError) as caught:
         RallyReplica(f"http://{WHO}@10.0.0.1:8000")
     told = str(caught.value)
-    assert "RALLY_ENGINE_TOKEN" in told and "take one out" in told and "http://10.0.0.1:8000 " in told
+    assert "RALLY_ENGINE_TOKEN" in told and "remove one" in told and "http://10.0.0.1:8000 " in told
     assert "ada" not in told and "token-of-the-engine" not in told
     ServerReplica(f"http://{WHO}@10.0.0.1:8000", Vllm())  # which is not sent the token
 

@@ -15,7 +15,7 @@ from small_models import make_model
 from rally.engines import EngineError
 from rally.engines.remote import CudaIpcWeights, RemoteEngine, ServerReplica, Sglang, Vllm, WeightFiles, weight_updates
 from rally.engines.remote.canary import canary
-from rally.engines.remote.weight_updates import Handles
+from rally.engines.remote.weight_updates import IpcHandles
 
 DIALECTS = {"vllm": Vllm, "sglang": Sglang}
 
@@ -33,8 +33,8 @@ def _raise(*_: object) -> None:
 
 def test_a_memory_that_has_two_names_is_sent_once() -> None:
     weight = torch.arange(6.0)
-    sent = Handles({"embedding": weight.view(2, 3), "head": weight.view(2, 3), "norm": torch.ones(3)})
-    told = sent.described()
+    sent = IpcHandles({"embedding": weight.view(2, 3), "head": weight.view(2, 3), "norm": torch.ones(3)})
+    told = sent.for_vllm()
     assert (told["names"], told["dtype_names"], told["shapes"]) == (
         ["embedding", "norm"],
         ["float32", "float32"],
@@ -72,7 +72,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
     name: str, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if taken == "not to be had":
-        monkeypatch.setattr(Handles, "__init__", _raise)
+        monkeypatch.setattr(IpcHandles, "__init__", _raise)
     model = make_model(seed=0)
     written: list[Path] = []
 
@@ -94,7 +94,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
         # by files the model is written for each version; by handles only to start a server from
         tried = 0 if taken == "not to be had" else 1
         assert (len(asked), len(written)) == ((3, 1) if taken == "taken" else (tried, 3))
-        assert ["by CUDA IPC they did not arrive" in text for text in caplog.messages] == [True] * (taken != "taken")
+        assert ["because CUDA IPC failed" in text for text in caplog.messages] == [True] * (taken != "taken")
         await engine.close()
         assert not list(tmp_path.iterdir())
 
@@ -103,7 +103,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
 async def test_a_server_that_dies_of_handles_is_given_files_when_it_is_back(name: str, tmp_path: Path) -> None:
     model = make_model(seed=0)
     transport = CudaIpcWeights(model.state_dict, WeightFiles(model.save_pretrained, tmp_path))
-    await transport.take(1)
+    await transport.stage(1)
     async with FakeServer(name, make_model(seed=1), handles="fatal") as fake:
         server = ServerReplica(fake.url, DIALECTS[name]())
         with pytest.raises(EngineError):

@@ -13,7 +13,7 @@ from small_models import VOCABULARY, full_logprobs, make_model
 
 from rally.engines import EmbeddedEngine, Engine, EngineError, EngineSettings
 from rally.engines.embedded import EngineCore
-from rally.engines.embedded.engine import SOON
+from rally.engines.embedded.engine import SWITCH_INTERVAL
 from rally.engines.embedded.request_slots import Request
 from rally.engines.embedded.runner import ModelRunner
 from rally.types import Generation, SamplingParams
@@ -166,7 +166,7 @@ async def test_what_feeds_a_gpu_does_not_wait_long_for_an_agent_loop(
         sys.setswitchinterval(0.005)
         engine = EmbeddedEngine(make_model(), num_pages=400)
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=1, seed=1))
-        assert sys.getswitchinterval() == pytest.approx(SOON if ahead else 0.005)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL if ahead else 0.005)
         await engine.close()
     finally:
         sys.setswitchinterval(usual)

@@ -75,9 +75,9 @@ def test_variants_run_in_plain_torch_and_are_refused_by_the_kernels(make, name):
 def test_other_attention_and_other_heads_are_refused():
     odd = make_model()
     odd.config.head_dim = 24
-    with pytest.raises(EngineError, match="heads of 24"):
+    with pytest.raises(EngineError, match="head size of 24"):
         EngineCore(odd, EngineSettings(backend="paged"), num_pages=50)
     linear = make_model()
     linear.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
-    with pytest.raises(EngineError, match=r"linear_attention.*does not know"):
+    with pytest.raises(EngineError, match=r"linear_attention.*does not support"):
         EngineCore(linear, EngineSettings(backend="gather"), num_pages=50)

@@ -62,7 +62,7 @@ def test_every_page_is_free_or_known_whatever_is_evicted(given_histories, evicti
 
 
 def test_a_few_new_requests_wait_for_others_but_not_long(monkeypatch):
-    monkeypatch.setattr(scheduler, "BUSY", 4)
+    monkeypatch.setattr(scheduler, "MANY_DECODES", 4)
     core = EngineCore(make_model(), EngineSettings(backend="paged", max_model_len=128), num_pages=200)
     for seed in range(4):
         core.add([1 + seed, 2, 3], SamplingParams(max_tokens=40, seed=seed))
@@ -73,6 +73,6 @@ def test_a_few_new_requests_wait_for_others_but_not_long(monkeypatch):
     assert late.slot < 0, "it waits for others"
     core.step()
     assert late.slot >= 0, "but two steps at most"
-    several = [core.add([9, n, 7], SamplingParams(max_tokens=4, seed=n)) for n in range(scheduler.ENOUGH)]
+    several = [core.add([9, n, 7], SamplingParams(max_tokens=4, seed=n)) for n in range(scheduler.ENOUGH_WAITING)]
     core.step()
     assert all(request.slot >= 0 for request in several), "enough of them do not wait"

@@ -33,7 +33,7 @@ from rally.engines.remote import (
     Vllm,
     WeightFiles,
     launched_server,
-    sweep,
+    remove_stale_folders,
 )
 from rally.engines.remote.launched_server import reserve_port
 from rally.types import SamplingParams
@@ -89,8 +89,8 @@ async def test_the_canary_stops_a_run_whose_server_kept_its_weights(tmp_path: Pa
     ("spoil", "words"),
     [
         (lambda fake: setattr(fake, "before_temperature", True), "before temperature 0.8"),
-        (lambda fake: setattr(fake, "window", 32), "histories of 32 tokens and this run has up to 64"),
-        (lambda fake: setattr(fake, "stale", True), "is it another model"),
+        (lambda fake: setattr(fake, "window", 32), "histories of 32 tokens, and this run needs 64"),
+        (lambda fake: setattr(fake, "stale", True), "does the server run another model"),
         (lambda fake: setattr(fake, "refuses_weights", True), "out of memory"),
         (lambda fake: fake.faults.append("no logprobs"), "no log-probabilities"),
         (lambda fake: fake.faults.append("403"), "start vLLM with --enable-scale-out"),
@@ -192,7 +192,7 @@ async def test_a_server_that_cannot_start_is_quoted(tmp_path: Path) -> None:
 
     server = LaunchedServer(Vllm(), command, tmp_path / "vllm-0.log")
     engine = engine_over([server], make_model(seed=0), tmp_path)
-    with pytest.raises(ReplicaGone, match=r"(?s)vllm-0 has ended .*vllm-0\.log .*no such device.*exit status 3"):
+    with pytest.raises(ReplicaGone, match=r"(?s)vllm-0 ended .*vllm-0\.log .*no such device.*exit status 3"):
         await engine.start()
     await engine.close()
 
@@ -250,7 +250,7 @@ def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest
 def test_no_two_servers_get_the_same_port_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = iter([40001, 40001, 40002])
-    monkeypatch.setattr(launched_server, "_bound", lambda port: port or next(given))
+    monkeypatch.setattr(launched_server, "_free_port", lambda port: port or next(given))
     reserved = [reserve_port(None) for _ in range(2)]
     assert [port.number for port in reserved] == [40001, 40002]
     for port in reserved:
@@ -270,11 +270,11 @@ def test_weights_of_programs_that_were_killed_are_swept(tmp_path: Path) -> None:
     other.mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(other / ".alive")], stdout=subprocess.PIPE)
     assert owner.stdout is not None and owner.stdout.readline()
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     owner.kill()
     owner.wait()
-    sweep(tmp_path)
+    remove_stale_folders(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1 and not other.exists()
     mine.close()
     assert not list(tmp_path.iterdir())
@@ -285,8 +285,8 @@ def test_two_runs_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / f"rally-weights-{name}").mkdir()
     found = list(tmp_path.iterdir())
     monkeypatch.setattr(Path, "glob", lambda self, pattern: found)
-    sweep(tmp_path)
-    sweep(tmp_path)  # what the other one found is gone
+    remove_stale_folders(tmp_path)
+    remove_stale_folders(tmp_path)  # what the other one found is gone
     assert not list(tmp_path.iterdir())
 
 

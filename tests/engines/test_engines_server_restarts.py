@@ -214,7 +214,7 @@ async def test_a_server_that_dies_too_often_is_given_up(tmp_path: Path) -> None:
     kill(server)
     await engine.generate([1], PARAMS)
     kill(server)
-    with pytest.raises(EngineError, match=r"rollout\.server\.max_attempts=1 attempts .* it has died"):
+    with pytest.raises(EngineError, match=r"rollout\.server\.max_attempts=1 attempts .* it died"):
         await engine.generate([1], PARAMS)
     await engine.close()
 

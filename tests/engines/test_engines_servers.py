@@ -14,7 +14,7 @@ from fake_server import FakeServer
 from rally.engines import EngineError
 from rally.engines.base import ReplicaBusy, ReplicaGone, SampleVoid
 from rally.engines.remote import ClientSettings, Launch, ServerApi, ServerReplica, Sglang, Vllm
-from rally.engines.remote.launched_server import ask
+from rally.engines.remote.launched_server import probe_package
 from rally.engines.router.router import Router
 from rally.types import SamplingParams, WeightSpan
 
@@ -58,12 +58,12 @@ async def test_ids_logprobs_and_versions_come_back(fake: FakeServer) -> None:
         ("not json", "not JSON"),
         ("no logprobs", "no log-probabilities"),
         ("few logprobs", "log-probabilities"),
-        ("nan", "not a number"),
-        ("too many", "log-probabilities|6 tokens where 5 were asked for"),
+        ("nan", "not a finite number"),
+        ("too many", "log-probabilities|6 tokens, more than max_tokens=5"),
         ("text", "no list of token ids"),
-        ("other prompt", "prompt of 3 tokens and read 4"),
-        ("odd end", "unknown reason 'error'"),
-        ("foreign weights", "'default', which this run never gave it"),
+        ("other prompt", "read 4 tokens of a prompt of 3"),
+        ("odd end", "unknown finish reason 'error'"),
+        ("foreign weights", "'default', which is not one of this run"),
         ("gap", "do not cover"),
         ("no answer", "has no "),
     ],
@@ -152,7 +152,7 @@ def test_connections_of_a_loop_that_is_closed_do_not_pile_up() -> None:
 
 def test_a_missing_client_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(EngineError, match=r"needs aiohttp; run: pip install 'rally-rl\[servers\]'"):
+    with pytest.raises(EngineError, match=r"need aiohttp; run: pip install 'rally-rl\[servers\]'"):
         ServerReplica("http://127.0.0.1:9", Vllm())
 
 
@@ -261,7 +261,7 @@ async def test_where_a_server_does_not_tell_an_update_in_mid_request_costs_the_r
     task = asyncio.create_task(replica.generate([1, 2, 3], SamplingParams(max_tokens=20)))
     await asyncio.sleep(0.15)
     await replica.load("nowhere", 8, "keep")
-    with pytest.raises(SampleVoid, match="does not say where"):
+    with pytest.raises(SampleVoid, match="does not report at which token"):
         await task
     await replica.close()
 
@@ -281,9 +281,9 @@ def test_a_script_that_sets_variables_can_stand_for_a_python(tmp_path: Path) -> 
     script = tmp_path / "python.sh"
     script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     script.chmod(0o755)
-    assert ask(str(script), "only_there", "print(root.name)") == "only_there"
-    with pytest.raises(EngineError, match="has no only_there"):
-        ask(sys.executable, "only_there")
+    assert probe_package(str(script), "only_there", "print(root.name)") == "only_there"
+    with pytest.raises(EngineError, match="does not have only_there"):
+        probe_package(sys.executable, "only_there")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ async def test_cached_prefixes_belong_to_one_load_of_weights(fake: FakeServer) -
 
 def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("vllm_api", "sglang_api"):
-        monkeypatch.setattr(f"rally.engines.remote.{module}.ask", lambda *_: "True")
+        monkeypatch.setattr(f"rally.engines.remote.{module}.probe_package", lambda *_: "True")
     plan = {
         "python": "py",
         "folder": "model",
@@ -352,7 +352,7 @@ def test_options_become_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert flag not in dialect.command(Launch(**plan, extra={}))
     shared = Vllm().command(Launch(**plan, by_handles=True, extra={}))
     assert shared[shared.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
-    with pytest.raises(EngineError, match="can only be given"):
+    with pytest.raises(EngineError, match="can only be switched on"):
         Sglang().command(Launch(**plan, extra={"disable_radix_cache": False}))
 
 
@@ -372,10 +372,10 @@ def test_a_python_without_the_engine_is_told_how_to_get_it() -> None:
         Vllm().command(plan)
     import sys
 
-    from rally.engines.remote.launched_server import ask
+    from rally.engines.remote.launched_server import probe_package
 
-    with pytest.raises(EngineError, match=r"has no surely_absent; install it .*rollout\.server\.python=DIR"):
-        ask(sys.executable, "surely_absent")
+    with pytest.raises(EngineError, match=r"does not have surely_absent; install it .*rollout\.server\.python=DIR"):
+        probe_package(sys.executable, "surely_absent")
 
 
 def test_a_server_that_cannot_give_back_memory_is_told_so_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_a_server_that_cannot_give_back_memory_is_told_so_before_it_starts(monke
             raise EngineError("it is not there")
         return ""
 
-    monkeypatch.setattr("rally.engines.remote.sglang_api.ask", ask)
+    monkeypatch.setattr("rally.engines.remote.sglang_api.probe_package", ask)
     plan = {"python": "py", "folder": "", "port": 1, "dtype": "float32", "max_model_len": 1, "max_num_seqs": 1}
     with pytest.raises(EngineError, match=r"which py lacks; install it .* or set rollout\.free_cache_engine"):
         Sglang().command(Launch(**plan, max_num_batched_tokens=1, memory_share=0.5, sleeps=True, extra={}))

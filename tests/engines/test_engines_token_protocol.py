@@ -9,7 +9,7 @@ import pytest
 from rally.engines import EngineError
 from rally.engines.base import ReplicaGone
 from rally.engines.remote.rally_api import Rally
-from rally.engines.remote.server_api import Asked, generation_to_wire, sampling_to_wire
+from rally.engines.remote.server_api import GenerationRequest, generation_to_wire, sampling_to_wire
 from rally.types import Generation, SamplingParams, WeightSpan
 
 GENERATION = Generation(
@@ -24,7 +24,7 @@ GENERATION = Generation(
     queued_seconds=0.05,
 )
 WHOLE: dict[str, Any] = json.loads(json.dumps(generation_to_wire(GENERATION)))
-ASKED = Asked(id="a", prompt_ids=(1,), params=SamplingParams(), before=1, after=1, salt="")
+ASKED = GenerationRequest(id="a", prompt_ids=(1,), params=SamplingParams(), before=1, after=1, salt="")
 
 
 def test_the_wire_loses_nothing() -> None:
@@ -41,9 +41,9 @@ def test_the_wire_loses_nothing() -> None:
         ([], "has no"),
         (WHOLE | {"logprobs": [-0.1]}, "1 log-probabilities for 2"),
         (WHOLE | {"logprobs": None}, "no log-probabilities"),
-        (WHOLE | {"logprobs": [-0.1, float("nan")]}, "not a number"),
+        (WHOLE | {"logprobs": [-0.1, float("nan")]}, "not a finite number"),
         (WHOLE | {"spans": [[1, 0, 1]]}, "do not cover"),
-        (WHOLE | {"finish": "eos"}, "unknown reason 'eos'"),
+        (WHOLE | {"finish": "eos"}, "unknown finish reason 'eos'"),
     ],
 )
 def test_what_is_not_whole_is_not_used(answer: Any, words: str) -> None:
@@ -57,5 +57,5 @@ def test_a_token_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("RALLY_ENGINE_TOKEN")
     assert Rally().headers() == {}
     monkeypatch.setenv("RALLY_ENGINE_TOKEN", "secret\n")
-    with pytest.raises(EngineError, match="which no request can carry"):
+    with pytest.raises(EngineError, match="which no header can carry"):
         Rally().headers()

@@ -121,7 +121,7 @@ def test_an_answer_that_nobody_waited_for_is_counted_and_no_turn() -> None:
 
 def test_a_tool_whose_calls_could_not_be_read_is_refused_before_anything_is_sampled() -> None:
     held = held_by("offers_no_function", CODEC)
-    assert "tools.0 is no function with a name" in held.episode.extra["agent_answer"]
+    assert "tools.0 is not a function with a name" in held.episode.extra["agent_answer"]
     assert held.episode.extra["agent_answer"].endswith("/ done") and len(held.engine.calls) == 1
 
 

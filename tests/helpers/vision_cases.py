@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.images.loading import read_image
 from rally.images.patches import Patches
-from rally.models.vision import give_sight
+from rally.models.vision import set_patches
 from rally.types import Image, ImageSpan
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -140,7 +140,7 @@ def _made(model: Any) -> PreTrainedModel:
         parameter.data += 0.02 * torch.randn_like(parameter)
     tokenizer, embeddings = make_tokenizer(), model.get_input_embeddings().weight.data
     embeddings[tokenizer.unk_token_id] = embeddings[tokenizer.convert_tokens_to_ids(PAD)]  # see `full_logits`
-    give_sight(model, make_patches())
+    set_patches(model, make_patches())
     return model.eval()
 
 

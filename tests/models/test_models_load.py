@@ -69,18 +69,20 @@ def test_a_given_template_replaces_the_own_one_and_goes_into_checkpoints(tmp_pat
         load_tokenizer(str(tmp_path / "model"), chat_template=given).save_pretrained(tmp_path / "saved")
         loaded = load_tokenizer(str(tmp_path / "saved"))
         assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
-    with pytest.raises(LoadError, match=r"none\.jinja cannot be read \(No such file or directory\); name another file"):
+    with pytest.raises(LoadError, match=r"none\.jinja cannot be read \(No such file or directory\); give another file"):
         load_tokenizer(str(tmp_path / "model"), chat_template="none.jinja")
-    with pytest.raises(LoadError, match=r"'mine/template.j2' is neither the text of one nor the path of a .jinja file"):
+    with pytest.raises(
+        LoadError, match=r"'mine/template.j2' is neither the text of a template nor the path of a .jinja file"
+    ):
         load_tokenizer(str(tmp_path / "model"), chat_template="mine/template.j2")
 
 
 def test_a_checkpoint_and_a_folder_without_a_model_say_what_to_name(tmp_path):
     (tmp_path / "global_step_2" / "actor").mkdir(parents=True)
     for load in (load_model, load_tokenizer):
-        with pytest.raises(LoadError, match=r"is a whole checkpoint; name the model in it: .*global_step_2/actor$"):
+        with pytest.raises(LoadError, match=r"is a whole checkpoint; give the model in it: .*global_step_2/actor$"):
             load(str(tmp_path / "global_step_2"))
         with pytest.raises(
-            LoadError, match=r"a folder without (tokenizer_)?config\.json; name the folder that holds it"
+            LoadError, match=r"a folder without (tokenizer_)?config\.json; set .* to the folder that has it"
         ):
             load(str(tmp_path))

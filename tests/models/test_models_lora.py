@@ -228,11 +228,11 @@ def test_a_pattern_names_modules_too() -> None:
     [
         (
             {"targets": ("q_proj", "w_proj")},
-            r"model.target_modules=w_proj names no module .*; use down_proj",
+            r"model.target_modules=w_proj matches no module .*; use down_proj",
         ),
-        ({"targets": ("q_proj",), "excluded": ("x",)}, "model.exclude_modules=x names no module"),
-        ({"targets": (".*nothing",)}, "LoRA cannot be put into this model .*; change model.target_modules"),
-        ({"start": "."}, "holds no adapter_config.json; model.lora_adapter_path must name a folder"),
+        ({"targets": ("q_proj",), "excluded": ("x",)}, "model.exclude_modules=x matches no module"),
+        ({"targets": (".*nothing",)}, "LoRA cannot be added to this model .*; change model.target_modules"),
+        ({"start": "."}, "contains no adapter_config.json; set model.lora_adapter_path to a folder"),
     ],
 )
 def test_mistakes_are_told(settings: dict[str, Any], words: str) -> None:
@@ -242,7 +242,7 @@ def test_mistakes_are_told(settings: dict[str, Any], words: str) -> None:
 
 def test_tied_embeddings_are_not_adapted(home: Path) -> None:
     model = load_model(str(home / "model"))
-    with pytest.raises(LoraError, match=r"the embeddings of this model are also its head"):
+    with pytest.raises(LoraError, match=r"embeddings are tied to its LM head"):
         add_adapters(model, LoraSettings(rank=4, targets=("embed_tokens",)), "somewhere")
 
 
@@ -312,16 +312,16 @@ def test_a_run_may_begin_with_adapters_and_evaluate_them(home: Path, finished: P
     name = "val-core/rally/arithmetic/reward/mean@1"
     outcome = evaluate(run_config(home, tmp_path / "eval", path), Paper().console)
     assert outcome.metrics[name] == metrics_of(finished)[-1][name]
-    with pytest.raises(LoraError, match=r"were made with model.lora_rank=4, not 8; set it so"):
+    with pytest.raises(LoraError, match=r"have model.lora_rank=4, not 8; set model.lora_rank=4"):
         evaluate(run_config(home, tmp_path / "other", path, f"{M}.lora_rank=8"), Paper().console)
 
 
 def test_a_checkpoint_goes_on_the_way_it_was_trained(home: Path, finished: Path, tmp_path: Path) -> None:
     longer = "trainer.total_training_steps=6"
     shutil.copytree(finished, tmp_path / "run")
-    with pytest.raises(LoraError, match=r"was trained with LoRA; set model.lora_rank=4 to go on"):
+    with pytest.raises(LoraError, match=r"was trained with LoRA; set model.lora_rank=4 to resume it"):
         train(run_config(home, tmp_path / "run", longer), Paper().console)
-    with pytest.raises(LoraError, match=r"were made with model.lora_alpha=8, not 16"):
+    with pytest.raises(LoraError, match=r"have model.lora_alpha=8, not 16"):
         train(run_config(home, tmp_path / "run", longer, f"{M}.lora_rank=4"), Paper().console)
     whole = actor_of(finished, 4) / "huggingface"
     shutil.rmtree(actor_of(tmp_path / "run", 4))
@@ -332,7 +332,7 @@ def test_a_checkpoint_goes_on_the_way_it_was_trained(home: Path, finished: Path,
 
 
 def test_adapters_are_no_model(finished: Path) -> None:
-    with pytest.raises(LoadError, match=r"holds LoRA adapters, not a whole model; .* rally merge"):
+    with pytest.raises(LoadError, match=r"contains LoRA adapters, not a whole model; .* rally merge"):
         load_model(str(actor_of(finished, 4)))
 
 

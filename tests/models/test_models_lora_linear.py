@@ -223,7 +223,7 @@ def test_adapters_that_are_not_plain_are_the_modules_business_again() -> None:
     assert core.runner.fused is None  # type: ignore[attr-defined]
     core.runner.deterministic = True  # type: ignore[attr-defined]
     model.disable_adapters()
-    with pytest.raises(EngineError, match="takes no adapters"):
+    with pytest.raises(EngineError, match="does not support adapters"):
         core.commit_weights()
 
 

@@ -87,9 +87,9 @@ def test_the_tokens_around_a_tool_answer_are_looked_at_too(blind: Path) -> None:
 
 def test_each_kind_of_token_is_told_what_can_be_done_for_it(home: Path) -> None:
     tokenizer = load_tokenizer(str(home / "model"))
-    taught = "; control tokens can only be taught, by `rally sft` over conversations that hold them"
+    taught = "; control tokens can only be trained, with `rally sft` on conversations that contain them"
     both, steering = advice(["<|im_end|>", *TAGS], tokenizer, KEY), advice(["<|im_end|>"], tokenizer, KEY)
-    cure = f"have <tool_call> and </tool_call> spelled out in tokens that it knows: '{KEY}=[<tool_call>,</tool_call>]'"
+    cure = f"spell <tool_call> and </tool_call> out in tokens that it knows: '{KEY}=[<tool_call>,</tool_call>]'"
     assert both.endswith(cure + taught)
     assert steering.endswith(taught) and KEY not in steering
 
@@ -162,10 +162,10 @@ def test_a_token_that_is_an_ordinary_word_too_cannot_be_spelled_out(tmp_path: Pa
     words.pre_tokenizer = WhitespaceSplit()
     words.add_tokens(["call"])
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
-    with pytest.raises(LoadError, match=r"names call, which the tokenizer writes whole also as ordinary text"):
+    with pytest.raises(LoadError, match=r"contains call, which the tokenizer encodes as one token even as"):
         load_tokenizer(str(tmp_path), spelled=["call"])
 
 
 def test_what_steers_the_model_cannot_be_spelled_out(shared: Path) -> None:
-    with pytest.raises(LoadError, match=r"names <\|im_end\|>, which the model is steered with"):
+    with pytest.raises(LoadError, match=r"contains <\|im_end\|>, which are control tokens"):
         load_tokenizer(str(shared / "tokenizers" / "qwen2_5"), spelled=("<|im_end|>", "<tool_call>"))

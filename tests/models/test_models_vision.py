@@ -145,7 +145,7 @@ def test_positions_are_those_of_the_module(shapes: list[tuple[int, int, int]], t
 
 def test_a_model_for_text_and_a_wrong_place_are_refused_in_a_sentence() -> None:
     segment = asked(make_codec(), make_image(1))
-    with pytest.raises(EngineError, match="text alone"):
+    with pytest.raises(EngineError, match="text-only"):
         make_core(make_model()).add([1] * len(segment.ids), SAMPLING, images=segment.images)
     moved = [span.moved(len(segment.ids)) for span in segment.images]
     with pytest.raises(EngineError, match="outside"):

@@ -25,8 +25,8 @@ from rally.doctor.doctor import examine
 from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.vision import sight_of
-from rally.models.vision_io import VisionError, share_sight
+from rally.models.vision import patches_of
+from rally.models.vision_io import VisionError, share_patches
 from rally.recipes.geometry import data as geometry
 from rally.runs import build
 from rally.runs import sft as sft_run
@@ -73,7 +73,7 @@ def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
     config = config_of(saved(tmp_path / "model", family), "data.mm_processor_kwargs.max_pixels=576")
     model = build.model_of(config)
     codec = build.codec_of(config, build.tokenizer_of(config), build.toolbox_of(config))
-    assert codec.patches is sight_of(model)  # what is counted is what is seen
+    assert codec.patches is patches_of(model)  # what is counted is what is seen
     assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels was heard
     store = CheckpointStore(tmp_path / "checkpoints", warn=print)
     folder = store.save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
@@ -111,8 +111,8 @@ def test_a_critic_that_cannot_look_as_the_policy_does_is_refused() -> None:
     finer = make_vision_model()
     finer.config.vision_config.patch_size = 2
     for critic in (finer, make_model()):
-        with pytest.raises(VisionError, match="cannot look at images as the policy does"):
-            share_sight(critic, make_patches(), "critic.model.path")
+        with pytest.raises(VisionError, match="does not take images as the policy does"):
+            share_patches(critic, make_patches(), "critic.model.path")
 
 
 def test_adapters_are_merged_into_a_folder_that_sees(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_doctor_finds_a_model_that_sees_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["maxpixels=64", "patch_size=2"])
 def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_path: Path, option: str) -> None:
-    with pytest.raises(VisionError, match="is nothing that can be set; known are min_pixels, max_pixels"):
+    with pytest.raises(VisionError, match="is not a known option; use one of min_pixels, max_pixels"):
         build.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
 
 
@@ -170,7 +170,7 @@ def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(VisionError, match="has no vision tower"):
         build.model_of(config_of(tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=true"))
-    with pytest.raises(VisionError, match="mm_processor_kwargs has no effect"):
+    with pytest.raises(VisionError, match="mm_processor_kwargs is set, but the model is text-only"):
         build.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
 
 

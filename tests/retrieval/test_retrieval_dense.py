@@ -14,7 +14,7 @@ from search_cases import CORPUS, save_encoder, write_corpus
 from transformers import AutoModel, AutoTokenizer
 
 from rally.retrieval import IndexSpec, RetrievalError, build_index, dense, open_index
-from rally.retrieval.encoder import Encoder, EncoderSettings, pool, recipe_for
+from rally.retrieval.encoder import Encoder, EncoderSettings, pool, settings_for
 
 TEXTS = [row.get("contents") or f'"{row["title"]}"\n{row["text"]}' for row in CORPUS]
 WORDS = " ".join(["query:", "passage:", "represent this sentence for searching relevant passages:", "doc:", *TEXTS])
@@ -67,8 +67,8 @@ def test_the_encoder_s_own_files_come_before_its_family(tmp_path: Path) -> None:
     for file, content in files.items():
         (model / file).write_text(json.dumps(content))
     expected = EncoderSettings(pooling="last", query_prefix="doc: ", passage_prefix="", max_length=6)
-    assert recipe_for(str(model), {}) == expected
-    assert recipe_for(str(model), {"pooling": "cls", "max_length": None}).pooling == "cls"
+    assert settings_for(str(model), {}) == expected
+    assert settings_for(str(model), {"pooling": "cls", "max_length": None}).pooling == "cls"
     encoded = Encoder(str(model), expected, "cpu").passages(["berlin", "paris is the capital of france."])
     assert encoded.cut == 1, "six words and two special tokens are more than 6"
     np.testing.assert_allclose(encoded.vectors[0], by_hand(model, "berlin", "last"), atol=1e-5)
@@ -88,7 +88,7 @@ def test_the_encoder_s_own_files_come_before_its_family(tmp_path: Path) -> None:
     ],
 )
 def test_families_are_known_by_name(model: str, recipe: EncoderSettings) -> None:
-    assert recipe_for(model, {}) == recipe
+    assert settings_for(model, {}) == recipe
 
 
 def test_hnsw_and_hybrid_over_the_same_passages(tmp_path: Path) -> None:
@@ -163,11 +163,11 @@ def test_vectors_that_do_not_fit_are_told(tmp_path: Path) -> None:
     faiss.write_index(by_distance, str(tmp_path / "distance"))
     faiss.write_index(few, str(tmp_path / "few"))
     for name, words in (
-        ("distance", "must be a flat or HNSW index by inner product"),
+        ("distance", "only flat and HNSW indexes by inner product"),
         ("few", "has 2 vectors and the corpus 5 passages"),
         ("torn", "cannot be read as a faiss index"),
     ):
         with pytest.raises(RetrievalError, match=words):
             build_index(corpus, tmp_path / "out", IndexSpec(kind="dense", encoder=str(model), ready=tmp_path / name))
-    with pytest.raises(RetrievalError, match="so faiss does nothing"):
+    with pytest.raises(RetrievalError, match="so faiss has no effect"):
         IndexSpec(ready=tmp_path / "few")

@@ -90,10 +90,10 @@ def test_the_same_corpus_gives_the_same_ties(tmp_path: Path) -> None:
         (b'{"text": NaN}', "line 3: this is not JSON .NaN"),
         (b'["text"]', "line 3: a passage must be a JSON object, not list"),
         (b'{"id": 3}', "line 3: a passage needs `contents`, or `title` and `text`"),
-        (b'{"contents": "  "}', "line 3: `contents` must be text that is not empty"),
-        (b'{"contents": 7}', "line 3: `contents` must be text"),
+        (b'{"contents": "  "}', "line 3: `contents` must be a non-empty string"),
+        (b'{"contents": 7}', "line 3: `contents` must be a non-empty string"),
         (b'{"text": "caf\xe9"}', "line 3: this is not UTF-8"),
-        (b'{"text": "\\ud83d"}', "line 3: half a surrogate pair"),
+        (b'{"text": "\\ud83d"}', "line 3: half of a surrogate pair"),
     ],
 )
 def test_a_damaged_line_is_named_and_nothing_is_left(tmp_path: Path, line: bytes, sentence: str) -> None:
@@ -151,9 +151,9 @@ def test_the_command_builds_from_gzip_and_says_what_it_wrote(tmp_path: Path) -> 
     ("options", "sentence"),
     [
         ({"kind": "dense"}, "a dense index needs --encoder"),
-        ({"encoder": "x"}, "a bm25 index has no vectors, so encoder does nothing"),
-        ({"recipe": {"pooling": "cls", "max_length": None}}, "so pooling does nothing"),
-        ({"vectors": "hnsw"}, "so vectors does nothing"),
+        ({"encoder": "x"}, "a bm25 index has no vectors, so encoder has no effect"),
+        ({"recipe": {"pooling": "cls", "max_length": None}}, "so pooling has no effect"),
+        ({"vectors": "hnsw"}, "so vectors has no effect"),
     ],
 )
 def test_options_that_do_nothing_are_refused(options: dict[str, Any], sentence: str) -> None:

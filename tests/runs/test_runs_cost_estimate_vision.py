@@ -12,7 +12,7 @@ from rally.doctor.doctor import examine
 from rally.engines.embedded import EngineSettings, memory_plan
 from rally.engines.embedded.memory_plan import plan_memory, step_bytes
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.vision import KEPT_BYTES, image_features, tower_of
+from rally.models.vision import FEATURE_CACHE_BYTES, image_features, tower_of
 from rally.models.vision_io import freeze_tower
 from rally.models.vision_memory import vision_shape
 from rally.runs.cost_estimate import activation_bytes, size_from, size_of
@@ -62,7 +62,7 @@ def test_activations_are_those_that_torch_keeps(family: str, dtype: torch.dtype)
         image_features(model, [image])
     shape, patches = vision_shape(model.config), len(make_patches().of(image).pixels)
     assert shape is not None and patches == make_patches().most
-    told = patches * shape.learning(checkpointing=False) * dtype.itemsize
+    told = patches * shape.training_size(checkpointing=False) * dtype.itemsize
     assert told == pytest.approx(sum(size for size, _ in held.values()), rel=0.08)
 
 
@@ -73,11 +73,13 @@ def test_the_engine_leaves_room_for_the_largest_image_and_for_features(monkeypat
     sight = step_bytes(model.config, settings, 4, make_patches()) - step_bytes(text, settings, 4)
     shape = vision_shape(model.config)
     assert shape is not None and vision_shape(text) is None
-    assert sight == KEPT_BYTES + 4 * (144 * shape.looking() + (36 + 64) * shape.features)
+    assert sight == FEATURE_CACHE_BYTES + 4 * (144 * shape.forward_size() + (36 + 64) * shape.features)
     assert step_bytes(model.config, settings, 4) > step_bytes(model.config, settings, 4, make_patches())
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 3 * KEPT_BYTES)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 3 * FEATURE_CACHE_BYTES)
     assert plan_memory(model, settings).pages > 0
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2 * KEPT_BYTES)  # of which the engine may have half
+    monkeypatch.setattr(
+        memory_plan, "free_bytes", lambda device: 2 * FEATURE_CACHE_BYTES
+    )  # of which the engine may have half
     with pytest.raises(memory_plan.EngineError, match="does not fit into the 0 tokens of KV"):
         plan_memory(model, settings)
 

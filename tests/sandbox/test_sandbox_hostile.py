@@ -88,7 +88,7 @@ def below(pid: int) -> set[int]:
 
 
 async def until_empty(root: int, expected: int) -> set[int]:
-    """The processes of the jail: a killed namespace is gone in a moment, not at once."""
+    """The processes of the fork_server: a killed namespace is gone in a moment, not at once."""
     deadline = time.monotonic() + 10
     while len(remaining := below(root)) > expected and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
@@ -122,9 +122,9 @@ async def test_every_hostile_program_is_contained(host: Host) -> None:
     mounts, files = Path("/proc/self/mountinfo").read_text(), set(os.listdir("/dev/shm"))
     name, users = os.uname().nodename, Path("/etc/passwd").read_bytes()
     async with Sandbox(SandboxSettings(limits=LIMITS, max_concurrent=6, isolation="bubblewrap")) as sandbox:
-        jail = sandbox._jail
-        assert jail is not None
-        quiet = len(below(jail.process.pid))
+        fork_server = sandbox._fork_server
+        assert fork_server is not None
+        quiet = len(below(fork_server.process.pid))
         runs = (sandbox.run(host.prepared(p)) for p in PROGRAMS)
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
         problems = [
@@ -135,8 +135,8 @@ async def test_every_hostile_program_is_contained(host: Host) -> None:
         assert not problems, "\n".join(problems)
         after = await sandbox.run(Program(code="import numpy; print(numpy.arange(3).sum())"))
         assert after.last.stdout == "3\n", "the sandbox still answers, with an interpreter nobody poisoned"
-        assert sandbox._jail is jail, "and it is the same one"
-        assert len(await until_empty(jail.process.pid, quiet)) <= quiet, "no process of any run is left"
+        assert sandbox._fork_server is fork_server, "and it is the same one"
+        assert len(await until_empty(fork_server.process.pid, quiet)) <= quiet, "no process of any run is left"
     assert not [line for line in processes().values() if "rally-hostile" in line and "pytest" not in line]
     assert Path("/proc/self/mountinfo").read_text() == mounts
     left = {name for name in set(os.listdir("/dev/shm")) - files if "rally" in name}

@@ -25,7 +25,7 @@ from rally.sandbox import Program, Sandbox
 async def main():
     sandbox = Sandbox()
     await sandbox.start()
-    print(sandbox._jail.process.pid, flush=True)
+    print(sandbox._fork_server.process.pid, flush=True)
     code = "import os; os.execv('/bin/sleep', ['rally-orphan', '60'])"
     await sandbox.run(Program(code=code, timeout=60))
 
@@ -107,7 +107,7 @@ async def test_a_language_that_is_missing_is_refused_with_what_to_install(
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(SandboxError, match="apt-get install nodejs"):
         await run(sandbox, "", language="nodejs")
-    with pytest.raises(SandboxError, match="does not run 'cobol'; the languages are python, "):
+    with pytest.raises(SandboxError, match="the language 'cobol' is not supported; use one of python, "):
         await run(sandbox, "", language="cobol")
 
 
@@ -193,14 +193,14 @@ async def test_a_cancelled_run_leaves_nothing_running(sandbox: Sandbox) -> None:
 
 
 async def test_callers_that_give_up_at_once_do_no_harm(sandbox: Sandbox) -> None:
-    jail = sandbox._jail
+    fork_server = sandbox._fork_server
     for delay in (0.0, 0.001, 0.003, 0.01, 0.02):
         tasks = [asyncio.create_task(run(sandbox, "print(1)")) for _ in range(4)]
         await asyncio.sleep(delay)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert (await run(sandbox, "print(1)")).last.stdout == "1\n" and sandbox._jail is jail
+    assert (await run(sandbox, "print(1)")).last.stdout == "1\n" and sandbox._fork_server is fork_server
 
 
 async def test_a_name_that_no_file_can_have_fails_the_program_not_the_sandbox(sandbox: Sandbox) -> None:
@@ -211,20 +211,20 @@ async def test_a_name_that_no_file_can_have_fails_the_program_not_the_sandbox(sa
 def test_everything_ends_with_the_process_that_started_it() -> None:
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, cwd=ROOT)
     assert host.stdout is not None
-    jail = int(host.stdout.readline())
+    fork_server = int(host.stdout.readline())
     asyncio.run(until(lambda: processes_named("rally-orphan")))
     host.kill()
     host.wait()
     host.stdout.close()
-    asyncio.run(until(lambda: not processes_named("rally-orphan") and not Path(f"/proc/{jail}").exists()))
+    asyncio.run(until(lambda: not processes_named("rally-orphan") and not Path(f"/proc/{fork_server}").exists()))
 
 
 async def test_a_fork_server_that_was_killed_is_replaced(sandbox: Sandbox) -> None:
     own = Sandbox()
     await own.start()
-    assert own._jail is not None
-    os.killpg(own._jail.process.pid, signal.SIGKILL)
-    own._jail.process.wait()
+    assert own._fork_server is not None
+    os.killpg(own._fork_server.process.pid, signal.SIGKILL)
+    own._fork_server.process.wait()
     assert (await run(own, "print(1)")).last.stdout == "1\n"
     own.close()
     own.close()

@@ -12,7 +12,7 @@ from small_models import make_model
 from rally.chat import tiny_tokenizer
 from rally.engines import EmbeddedEngine, EngineSettings
 from rally.engines.remote import Rally
-from rally.engines.remote.server_api import Asked
+from rally.engines.remote.server_api import GenerationRequest
 from rally.services.admission import Served
 from rally.services.engine import create_app
 from rally.types import SamplingParams
@@ -49,7 +49,7 @@ async def test_a_rollout_server_of_our_own_is_understood_whole(
 ) -> None:
     monkeypatch.setenv("RALLY_ENGINE_TOKEN", "schlüssel ☂")  # no header may be refused for its letters
     params = SamplingParams(max_tokens=3, top_p=0.5, seed=1)
-    asked = Asked(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
+    asked = GenerationRequest(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
     async with client(engine, token="schlüssel ☂") as http:
         call = Rally().generate(asked)
         headers = {name: value.encode() for name, value in Rally().headers().items()}  # as our client sends them

@@ -25,7 +25,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
             check_free("127.0.0.1", port)
     check_free("127.0.0.1", port)
     check_free("localhost", 0)
-    with pytest.raises(ServeError, match=r"at no\.such\.invalid, port 80 .*; choose another --port or --host"):
+    with pytest.raises(ServeError, match=r"cannot use no\.such\.invalid, port 80 .*; choose another --port or --host"):
         check_free("no.such.invalid", 80)
 
 

@@ -40,8 +40,8 @@ def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--device", "gpu"), "--device=gpu is no device that Rally knows; choose auto, cpu, cuda"),
-        (("--max-model-len", str(10**10 + 1)), "but the model was made for 10000000000; lower --max-model-len"),
+        (("--device", "gpu"), "--device=gpu is not a device; choose auto, cpu, cuda"),
+        (("--max-model-len", str(10**10 + 1)), "but the model supports at most 10000000000; lower --max-model-len"),
         (("--max-model-len", str(10**10)), "that --memory=0.5 allows; raise it, or lower --max-model-len"),
         (("--tokenizer", "/nowhere"), "or a .gguf file as --tokenizer"),
         (("--tool-format", "xml"), "unknown tool-call format 'xml'; choose one of"),
@@ -54,21 +54,24 @@ def test_options_are_named(folder: Path, options: tuple[str, ...], words: str, m
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     told = said(monkeypatch, "x", "--device", "cuda")
-    assert told == "--device=cuda, but torch sees no GPU here; use --device=cpu or leave it out"
+    assert told == "--device=cuda, but torch finds no GPU; use --device=cpu or leave it out"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert "but the last GPU that torch sees here is cuda:1" in said(monkeypatch, "x", "--device", "cuda:2")
+    assert "but the last GPU that torch finds is cuda:1" in said(monkeypatch, "x", "--device", "cuda:2")
 
 
 def test_the_model_is_named_as_in_the_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "without config.json; name the folder that holds it as MODEL" in said(monkeypatch, str(tmp_path))
+    assert "without config.json; set MODEL to the folder that has it" in said(monkeypatch, str(tmp_path))
     assert said(monkeypatch, "nowhere.gguf") == "there is no GGUF file at nowhere.gguf; correct MODEL"
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
     told = said(monkeypatch, str(tmp_path))
-    assert told == f"{tmp_path} holds LoRA adapters, not a whole model; make it whole with: rally merge {tmp_path}"
+    hint = f"merge it into a whole model with: rally merge {tmp_path}"
+    assert told == f"{tmp_path} contains LoRA adapters, not a whole model; {hint}"
 
 
 async def test_a_client_is_told_in_the_same_words() -> None:
-    settings = EngineSettings(max_model_len=32, max_num_seqs=2, words=OptionNames(max_model_len="--max-model-len"))
+    settings = EngineSettings(
+        max_model_len=32, max_num_seqs=2, option_names=OptionNames(max_model_len="--max-model-len")
+    )
     engine = EmbeddedEngine(make_model(), settings, num_pages=8)
     try:
         for length, asked in ((40, 1), (20, 20)):

@@ -91,7 +91,7 @@ async def test_no_more_run_at_once_than_the_tool_may() -> None:
 async def test_empty_code_is_a_bad_argument_and_a_language_that_is_missing_an_error() -> None:
     assert (await ask(session(), " ")).status is ToolStatus.BAD_ARGUMENTS
     result = await ask(session(default_language="cobol"), "x")
-    assert result.status is ToolStatus.ERROR and "does not run 'cobol'" in (result.response.text or "")
+    assert result.status is ToolStatus.ERROR and "'cobol' is not supported" in (result.response.text or "")
 
 
 async def test_a_server_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:

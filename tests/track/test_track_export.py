@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsTail, PositionedMetrics, Stream, words
+from rally.track.export.delivery import (
+    DeliveryLedger,
+    EpisodeFiles,
+    MetricsTail,
+    PositionedMetrics,
+    Stream,
+    sole_exporter,
+    words,
+)
 from rally.track.export.episode_spans import trace_of
-from rally.track.export.export_lock import alone
 from rally.track.export.settings import flat
 from rally.track.export.traces import chosen
 from rally.track.run_folder.folder import RunFolder
@@ -124,9 +131,13 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(tmp_path: Path) 
 
 
 def test_only_one_process_hands_a_folder_on(tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(RallyError, match="wait for its end and try again"), alone(tmp_path, 0.0):
+    with (
+        sole_exporter(tmp_path),
+        pytest.raises(RallyError, match="wait for its end and try again"),
+        sole_exporter(tmp_path, 0.0),
+    ):
         pass
-    with alone(tmp_path, 0.0):
+    with sole_exporter(tmp_path, 0.0):
         pass
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rally.track.run_folder.run_lock import FolderInUse, sole_writer
+from rally.track.run_folder.folder import FolderInUse, sole_writer
 
 HOLDER = """
 import sys
 from pathlib import Path
-from rally.track.run_folder.run_lock import sole_writer
+from rally.track.run_folder.folder import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -1,4 +1,4 @@
-"""The engine that runs inside the trainer's process, over the trainer's own module."""
+"""The embedded engine: runs in the trainer's process on the trainer's own module."""
 
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.engine import EmbeddedEngine

@@ -1,8 +1,8 @@
-"""Paged attention in plain torch: new keys and values go to their pages, then each request attends to its own history.
+"""Paged attention in plain torch: writes new keys and values to their pages, then each request attends to its history.
 
-Three ways, equal in result. `_Strided` reads the histories of many decoding requests as one regular view of the pool,
-nothing copied, where their pages allow it; `_Gathered` copies short histories into one padded block; `_PerSequence`
-makes a call per request over a view of its pages, best for long histories. All work on any device.
+Three ways with equal results, on any device. `_Strided` reads the histories of many decoding requests as one regular
+view of the pool, without copying, if their pages allow it. `_Gathered` copies short histories into one padded block.
+`_PerSequence` makes one call per request over a view of its pages, which is best for long histories.
 
 Shapes as in attention.py; n is the number of requests of a group, P the width of their page tables.
 """
@@ -27,8 +27,8 @@ SHORT_HISTORY_BYTES = 64 * 1024  # keys of one request and layer; above this a c
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Of each request: its packed tokens [offset, offset + tokens) sit at positions `start`.. of its history, which is
-    in the pages table_nP."""
+    """For each request: its packed tokens [offset, offset + tokens) have positions `start`.. in its history, whose
+    pages are table_nP."""
 
     offset: Ints
     tokens: Ints
@@ -47,7 +47,7 @@ class BatchRows:
 
 
 class PagedAttention:
-    """The context of one engine step over the KV store; `stride` is the pool's."""
+    """The attention context of one step over the KV store; `stride` is that of the page pool."""
 
     def __init__(self, store: KVStore, rows: BatchRows, places_T: Tensor, stride: int) -> None:
         self.store = store
@@ -74,7 +74,7 @@ class PagedAttention:
 
 
 def _aligned(rows: BatchRows, page_size: int, stride: int) -> npt.NDArray[np.bool_]:
-    """Which histories lie in consecutive pages from a multiple of the stride on."""
+    """Which histories are in consecutive pages that begin at a multiple of the stride."""
     used = -(-rows.length // page_size)
     width = int(used.max())
     expected = rows.table_nP[:, :1] + np.arange(width)
@@ -85,7 +85,7 @@ def _aligned(rows: BatchRows, page_size: int, stride: int) -> npt.NDArray[np.boo
 
 
 def _neighbours(rows: BatchRows, chosen: npt.NDArray[np.bool_], stride: int) -> Iterator[Ints]:
-    """Cut the chosen rows into groups whose stretches of the pool lie so close that at most half of them are idle."""
+    """Split the chosen rows into groups whose stretches of the pool are so close that at most half of them are idle."""
     numbers = np.flatnonzero(chosen)
     order = numbers[np.argsort(rows.table_nP[numbers, 0])]
     stretch = (rows.table_nP[order, 0] // stride).tolist()
@@ -97,7 +97,7 @@ def _neighbours(rows: BatchRows, chosen: npt.NDArray[np.bool_], stride: int) -> 
 
 
 def _similar(rows: BatchRows, chosen: npt.NDArray[np.bool_]) -> Iterator[Ints]:
-    """Cut the chosen rows into groups of similar width and length, so that little is padded."""
+    """Split the chosen rows into groups of similar width and length, to limit padding."""
     numbers = np.flatnonzero(chosen)
     blocks: dict[tuple[int, int], list[int]] = {}
     for i, tokens, length in zip(numbers.tolist(), rows.tokens[numbers], rows.length[numbers], strict=True):
@@ -121,7 +121,7 @@ class _Masks:
 
 
 class _Strided:
-    """Decoding requests whose histories begin at regular places: one view, of which some rows may be idle."""
+    """Decoding requests whose histories begin at regular intervals: one view, in which some rows may be idle."""
 
     def __init__(self, store: KVStore, rows: BatchRows, stride: int) -> None:
         device = store.device
@@ -132,7 +132,7 @@ class _Strided:
         self.length = int(rows.length.max())
         self.rows = torch.from_numpy(stretch - stretch[0]).to(device)
         self.tokens = torch.from_numpy(rows.offset).to(device)
-        starts = np.zeros(self.n, np.int64)  # an idle row sees its first key, whatever that is, and is dropped
+        starts = np.zeros(self.n, np.int64)  # an idle row attends to its first key, and its result is dropped
         starts[stretch - stretch[0]] = rows.start
         self.masks = _Masks(torch.from_numpy(starts).to(device), 1, self.length)
 

@@ -1,7 +1,7 @@
-"""The engine without threads: add requests, call `step` until they finish; one thread at a time may do so.
+"""The engine without threads: add requests, then call `step` until they finish. Only one thread at a time may do so.
 
-Guarantees: no token is computed from KV of other weights than the request's policy allows, and every request added
-ends exactly once, with `stop`, `length` or `abort`.
+A token is never computed from KV of other weights than `in_flight` allows, and every request ends exactly once, with
+`stop`, `length` or `abort`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from rally.models import attention
 from rally.models.families import FAMILIES, kv_shape, power_of_two, unsupported_attention, unsupported_by_kernels
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
-from rally.models.vision import ImageInputError, Names, check_images
+from rally.models.vision import ImageIds, ImageInputError, check_images
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
-PATIENCE = 2  # steps
+PATIENCE = 2  # steps for which a few new requests wait for others
 
 
 def _check_length(model: PreTrainedModel, settings: EngineSettings) -> None:
     wanted = settings.max_model_len
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most and wanted > most:
+    supported = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if supported and wanted > supported:
         raise EngineError(
-            f"histories of up to {wanted} tokens were asked for, but the model was made for {most}; lower "
-            f"{settings.words.lengths}"
+            f"histories of up to {wanted} tokens are configured, but the model supports at most {supported}; lower "
+            f"{settings.option_names.lengths}"
         )
 
 
 class EngineCore:
-    """Scheduler, cache and runner around the trainer's module."""
+    """Scheduler, KV cache and runner over the trainer's module."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EngineCore:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings)
         paged = self._paged(model)
-        refuse_unsupported(model, self.settings.words, paged=paged)
+        check_supported(model, self.settings.option_names, paged=paged)
         attention.install(model)
         shape = kv_shape(model)
         pages = num_pages or plan_memory(model, self.settings).pages
@@ -88,13 +88,13 @@ class EngineCore:
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
-            self._fast_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
+            self._cuda_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
         )
         self._launched: _Launched | None = None
         self.decode = decode
         self.steps = 0
         self._vocabulary: int = model.config.get_text_config().vocab_size
-        self._names = Names()
+        self._image_ids = ImageIds()
         self._seeds = itertools.count(self.settings.seed)
 
     def _paged(self, model: PreTrainedModel) -> bool:
@@ -113,12 +113,12 @@ class EngineCore:
             )
         return paged
 
-    def _fast_runner(self, model: PreTrainedModel, store: KVStore) -> StepRunner:
+    def _cuda_runner(self, model: PreTrainedModel, store: KVStore) -> StepRunner:
         settings = self.settings
         if settings.deterministic and (settings.eager or not fusable(model, invariant=True)):
             raise EngineError(
-                f"deterministic rollout has fused layers for {', '.join(FAMILIES)} without adapters only, and "
-                "not with enforce_eager; leave one of the two out"
+                f"deterministic rollout needs fused layers, which exist only for {', '.join(FAMILIES)} without "
+                "adapters and without enforce_eager; set rollout.deterministic=false or change these"
             )
         return CudaRunner(
             model,
@@ -140,23 +140,24 @@ class EngineCore:
         arrived: float | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> Request:
-        """Queue a request, which `arrived` now or earlier; it fails here, in words, if it can never be served."""
+        """Queue a request; EngineError if it can never be served. `arrived` is the time of its arrival, by default
+        now."""
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocabulary:
-            raise EngineError(f"a prompt holds a token outside the model's vocabulary of {self._vocabulary}")
-        limit = f"{self.settings.words.max_model_len}={self.settings.max_model_len}"
+            raise EngineError(f"the prompt contains a token id outside the model's vocabulary of {self._vocabulary}")
+        limit = f"{self.settings.option_names.max_model_len}={self.settings.max_model_len}"
         if len(prompt_ids) + 1 > self.settings.max_model_len:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in {limit}; shorten it or raise the limit"
             )
         if params.stop and self.decode is None:
             raise EngineError("stop strings need a tokenizer; give the engine one or use stop_ids")
-        room = self.settings.max_model_len - len(prompt_ids)
-        if params.max_tokens > room:
+        space = self.settings.max_model_len - len(prompt_ids)
+        if params.max_tokens > space:
             raise EngineError(
                 f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {limit}; "
-                f"ask for at most {room} new tokens"
+                f"ask for at most {space} new tokens"
             )
         seed = params.seed if params.seed is not None else next(self._seeds)
         arrived = time.perf_counter() if arrived is None else arrived
@@ -165,7 +166,7 @@ class EngineCore:
                 check_images(self.model, images, len(prompt_ids))
             except ImageInputError as problem:
                 raise EngineError(str(problem)) from problem
-            prompt_ids = self._names.named(prompt_ids, images)
+            prompt_ids = self._image_ids.substitute(prompt_ids, images)
         request = Request.new(prompt_ids, params, seed % 2**64, arrived, images)  # the sampler hashes 64 bits
         self.scheduler.add(request)
         return request
@@ -175,7 +176,8 @@ class EngineCore:
         return self._launched is not None or self.scheduler.busy
 
     def step(self) -> list[Request]:
-        """Launch one forward and read one back (the same, or the one before); returns the requests that finished."""
+        """Launch one forward and read one back: the same, or the previous one if the runner works ahead. Returns the
+        requests that finished."""
         assert not self.model.training, "the engine samples in eval mode; training must have ended"
         plan = self.scheduler.plan()
         last, self._launched = self._launched, None
@@ -188,7 +190,7 @@ class EngineCore:
         return self._read_back(last) if last else []
 
     def drain(self) -> list[Request]:
-        """Read back what is still in flight; returns the requests that finished by it."""
+        """Read back the step in flight, if any; returns the requests that it finished."""
         last, self._launched = self._launched, None
         return self._read_back(last) if last else []
 
@@ -203,7 +205,7 @@ class EngineCore:
 
     def _read_back(self, launched: _Launched) -> list[Request]:
         slots, sampled = self.slots, launched.pending.result()
-        current = slots.serial[launched.samplers] == launched.serials  # the others left meanwhile
+        current = slots.serial[launched.samplers] == launched.serials  # the other requests left their slots meanwhile
         chosen, ids = launched.samplers[current], sampled.ids[current]
         first = chosen[slots.known[chosen] == slots.prompt[chosen]]
         slots.push(chosen, ids, sampled.logprobs[current], sampled.sampling_logprobs[current])
@@ -226,7 +228,7 @@ class EngineCore:
         return request
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """End requests now with finish `abort`; what they sampled stays in them."""
+        """End requests now with finish `abort`; they keep what they sampled."""
         for request in requests:
             if request.finish is None:
                 request.finish = "abort"
@@ -234,28 +236,28 @@ class EngineCore:
 
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
-        """KV memory is the device's while inside, if settings say so and nobody's history would be lost."""
+        """Release the KV memory inside the block, if `lend_memory` is set and no request is running."""
         lend = self.store.memory is not None and not self.busy
         if lend:
             self.index.forget()
-            self.store.give_back()
+            self.store.release_memory()
         try:
             yield
         finally:
             if lend:
-                self.store.take()
+                self.store.restore_memory()
 
-    def start_afresh(self) -> None:
-        """Forget what earlier requests left behind: which places are free first, and their KV. What is computed from
-        here on is what a new engine would compute, to the last bit."""
-        assert not self.busy, "somebody still needs what would be forgotten"
+    def reset(self) -> None:
+        """Drop cached KV and restore the initial order of slots and pages, so that results are bit-identical to those
+        of a new engine."""
+        assert not self.busy, "requests are still running"
         self.index.forget()
-        self.slots.start_afresh()
-        self.pool.start_afresh()
+        self.slots.reset()
+        self.pool.reset()
 
     def commit_weights(self, version: int | None = None) -> list[Request]:
-        """The module's weights have changed: begin a new version, the next one if none is named. Returns the requests
-        that policy `abort` ended."""
+        """Start a new version after the weights changed: `version`, or the next number. Returns the requests that the
+        policy `abort` ended."""
         assert self._launched is None, "steps in flight must be drained before weights change"
         scheduler = self.scheduler
         for request in scheduler.running:
@@ -265,9 +267,9 @@ class EngineCore:
             self.abort(in_flight)
         scheduler.version = scheduler.version + 1 if version is None else version
         self.runner.weights_changed()
-        self.index.forget()  # all: a version that is named may have been another's before
+        self.index.forget()  # all of it: an explicit version number may have been used before
         if not scheduler.busy:
-            self._names.forget()
+            self._image_ids.forget()
         if self.settings.in_flight == "keep":
             for request in scheduler.running:
                 request.pure_version = None
@@ -282,7 +284,8 @@ class EngineCore:
         return "length" if self.slots.known[request.slot] == self.slots.limit[request.slot] else None
 
     def _stop_string(self, request: Request) -> bool:
-        """Whether a stop string appeared with the last token; a token is at least a byte, so a tail is enough."""
+        """Whether the last token completed a stop string. Only the tail is decoded, since a token is at least one
+        byte."""
         assert self.decode is not None
         tail = 4 * max(len(s) for s in request.params.stop) + 8
         ids = self.slots.history(request)
@@ -291,24 +294,26 @@ class EngineCore:
 
 
 class _Launched(NamedTuple):
-    """A step in flight: the slots that get a token by it, and who was in them."""
+    """A step in flight: the slots that get a token from it, and the serials of their requests."""
 
     samplers: Ints
     serials: Ints
     pending: PendingStep
 
 
-NOT_AT_ALL = "use another model, or a server engine"
+OTHER_MODEL = "use another model, or a server engine"
 
 
-def refuse_unsupported(model: PreTrainedModel, words: OptionNames, *, paged: bool) -> None:
-    """Raise for attention that the backend does not compute."""
-    name, cure = type(model).__name__, f"{words.plain} runs it in plain torch"
-    if what := unsupported_attention(model):
-        raise EngineError(f"{name} uses {what}, which the embedded engine does not know; {NOT_AT_ALL}")
+def check_supported(model: PreTrainedModel, option_names: OptionNames, *, paged: bool) -> None:
+    """Raise EngineError if the backend does not support the model's attention."""
+    name, remedy = type(model).__name__, f"{option_names.torch_attention} runs it in plain torch"
+    if feature := unsupported_attention(model):
+        raise EngineError(f"{name} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}")
     if not paged:
         return
-    if what := unsupported_by_kernels(model):
-        raise EngineError(f"{name} uses {what}, which the paged kernels do not know; {cure}")
+    if feature := unsupported_by_kernels(model):
+        raise EngineError(f"{name} uses {feature}, which the paged kernels do not support; {remedy}")
     if not power_of_two(size := kv_shape(model).size):
-        raise EngineError(f"{name} has heads of {size}, and the paged kernels know powers of two; {cure}")
+        raise EngineError(
+            f"{name} has a head size of {size}, and the paged kernels support only powers of two; {remedy}"
+        )

@@ -1,9 +1,9 @@
-"""The fast way to run a step: kernels over pages, CUDA graphs, one copy to the device and one back, a step ahead.
+"""The fast runner: paged attention kernels, CUDA graphs, one copy to the device and one back, one step ahead.
 
-It computes what ModelRunner computes. On a GPU a step's body (embedding to last hidden state) is captured once per
-bucket of tokens, the head and the sampling once per bucket of rows; weights are updated in place, so the graphs serve
-every version. Large prefills run without a graph: there the GPU is busy for longer than Python needs to feed it. On a
-CPU the same code runs with the kernels' specifications, which is how it is tested without a GPU.
+Its results equal those of ModelRunner. The body of a step (embedding to last hidden state) is captured once per bucket
+of tokens, the LM head and sampling once per bucket of rows. Weights are updated in place, so the graphs serve every
+version. Large prefills run without a graph, because they keep the GPU busy for longer than Python needs to launch them.
+On a CPU the same code runs with the reference kernels, which is how it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rally.models.lora import switches
 from rally.models.vision import SeenImages, tower_of
 
 GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
-GRAPH_CHUNKS = 64  # so many chunks fit into a graph with chunks
-FEW_PROGRAMS = 132  # attention programs; as many as the multiprocessors of a large GPU
-SPLIT_BOUND = 2048  # the least bound of histories that are split: a graph belongs to a bound, and most runs need one
+GRAPH_CHUNKS = 64  # chunks in a graph that has chunks
+FEW_PROGRAMS = 132  # attention programs; the number of multiprocessors of a large GPU
+SPLIT_BOUND = 2048  # the smallest length bound of split histories; each bound needs a graph, and most runs need one
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 
 
 class KernelAttention:
-    """The context of one fast step: keys and values go to their places, then one kernel reads the pages.
+    """The attention context of one step: writes keys and values to their places, then one kernel reads the pages.
 
-    The kernel takes decoding tokens and chunks alike, and what it gives a token depends on the token's history alone. A
-    few requests, all decoding, would leave most of a GPU idle: their histories are split (`split_up_to` bounds their
-    length).
+    The kernel handles decoding tokens and chunks alike, and its result for a token depends only on the token's history.
+    A few decoding requests would leave most of a GPU idle, so their histories are split; `split_up_to` bounds their
+    length, and 0 means no split.
     """
 
     def __init__(self, store: KVStore, inputs: StepInputs, kernels: Kernels, split_up_to: int) -> None:
@@ -53,7 +53,7 @@ class KernelAttention:
         return self.store.keys[layer], self.store.values[layer]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        assert scores.plain, "refused at start-up"
+        assert scores.plain, "rejected at start-up"
         for pool, new in zip(self.pool(layer), (k_TKD, v_TKD), strict=True):
             pool.index_copy_(0, self.places_T, new.to(pool.dtype))
         return self.read(layer, q_THD.contiguous(), scores.scale, scores.window)
@@ -79,23 +79,25 @@ class KernelAttention:
 
 
 class _InFlight:
-    """A launched step whose tokens are on their way to the host."""
+    """A launched step whose tokens are being copied to the host."""
 
-    def __init__(self, words: Tensor, samples: int, event: torch.cuda.Event | None) -> None:
-        self.words, self.samples, self.event = words, samples, event
+    def __init__(self, output: Tensor, samples: int, event: torch.cuda.Event | None) -> None:
+        self.output, self.samples, self.event = output, samples, event
 
     def result(self) -> SampledBatch:
         if self.event is not None:
             self.event.synchronize()
-        ids, logprobs = self.words[:, : self.samples].numpy()
+        ids, logprobs = self.output[:, : self.samples].numpy()
         values = logprobs.view(np.float32).copy()
         if not np.isfinite(values).all():
-            raise EngineError("the model's logits are not finite (NaN or infinity); its weights are broken or diverged")
+            raise EngineError(
+                "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
+            )
         return SampledBatch(ids.astype(np.int64), values, values)
 
 
 class _Bucket(NamedTuple):
-    """What decides which graph runs a plan, if one does: its padded sizes, and the bound of histories to be split."""
+    """How a plan runs: its padded sizes, the length bound of split histories, and whether a CUDA graph runs it."""
 
     sizes: Sizes
     split: int
@@ -103,7 +105,7 @@ class _Bucket(NamedTuple):
 
 
 class CudaRunner:
-    """Owns no weights: the module is the trainer's."""
+    """Runs steps through the trainer's module, whose weights it does not own."""
 
     ahead = True
 
@@ -123,22 +125,22 @@ class CudaRunner:
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused()
-        self.looking = ImageInputs(model, slots) if tower_of(model) is not None else None
-        self._weights = self._find_weights()
+        self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
+        self._weights = self._weight_pointers()
         config = model.config.get_text_config()
         self.group: int = config.num_attention_heads // store.keys[0].shape[1]
         count, width = slots.table_SP.shape
         self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
-        room = bucket(max_tokens)
+        tokens = bucket(max_tokens)
         rows = max(count, GRAPH_CHUNKS)
-        self.axes = 1 if self.looking is None else 3
-        most = Sizes(room, count, rows, room + rows + count, count, width, count, self.axes).offsets()["end"]
-        self.buffer = torch.zeros(most, dtype=torch.int32, device=self.device)
-        self.hidden = torch.zeros((room, config.hidden_size), dtype=model.dtype, device=self.device)
+        self.axes = 1 if self.image_inputs is None else 3
+        size = Sizes(tokens, count, rows, tokens + rows + count, count, width, count, self.axes).offsets()["end"]
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self.hidden = torch.zeros((tokens, config.hidden_size), dtype=model.dtype, device=self.device)
         self.out = torch.zeros((2, count), dtype=torch.int32, device=self.device)
         pinned = self.device.type == "cuda"
-        self.host = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
+        self.host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self.back = [torch.zeros((2, count), dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_BUFFERS)]
         self._turn = 0
         self._views: dict[Sizes, StepInputs] = {}
@@ -146,32 +148,32 @@ class CudaRunner:
         self._memory = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def weights_changed(self) -> None:
-        """Called when a new weight version begins. Parameters that were moved, not written, and adapters that were
-        switched are found again here: packed products and graphs would go on with what they had."""
-        if self._weights != self._find_weights():
+        """Called when a new weight version begins. Rebuilds fused weights and graphs if parameters were moved instead
+        of written in place, or if adapters were switched."""
+        if self._weights != self._weight_pointers():
             self.fused = self._fused()
             if self.deterministic and self.fused is None:
-                raise EngineError("a deterministic rollout takes no adapters; turn off one of the two")
-            self._weights = self._find_weights()
+                raise EngineError("deterministic rollout does not support adapters; turn off one of the two")
+            self._weights = self._weight_pointers()
             self._captured.clear()
-        if self.looking is not None:
-            self.looking.weights_changed()
+        if self.image_inputs is not None:
+            self.image_inputs.weights_changed()
 
     def _fused(self) -> FusedDecoder | None:
         if self.eager or not fusable(self.model, invariant=self.deterministic):
             return None
         return FusedDecoder(self.model, self.kernels, invariant=self.deterministic)
 
-    def _find_weights(self) -> list[object]:
+    def _weight_pointers(self) -> list[object]:
         return [*(p.data_ptr() for p in self.model.parameters()), *switches(self.model)]
 
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> _InFlight | FinishedStep:
         self._turn = (self._turn + 1) % HOST_BUFFERS
-        seen = self.looking.seen(plan) if self.looking is not None else None
+        seen = self.image_inputs.seen(plan) if self.image_inputs is not None else None
         sizes, split, graph = self._bucket(plan, plain=seen is None)
         host = self.host[self._turn]
-        words = fill(
+        size = fill(
             host.numpy(),
             sizes,
             plan,
@@ -179,9 +181,9 @@ class CudaRunner:
             page_size=self.store.page_size,
             group=self.group,
             padding=self.pad,
-            positions=self.looking.positions(plan) if self.looking is not None else None,
+            positions=self.image_inputs.positions(plan) if self.image_inputs is not None else None,
         )
-        self.buffer[:words].copy_(host[:words], non_blocking=True)
+        self.buffer[:size].copy_(host[:size], non_blocking=True)
         inputs = self._inputs(sizes) if graph else StepInputs.of(self.buffer, sizes)
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
@@ -195,13 +197,14 @@ class CudaRunner:
         return self._read_back(len(samplers))
 
     def _inputs(self, sizes: Sizes) -> StepInputs:
-        """Kept for the sizes of graphs, which are few."""
+        """Cached views, for the few sizes that graphs have."""
         if sizes not in self._views:
             self._views[sizes] = StepInputs.of(self.buffer, sizes)
         return self._views[sizes]
 
     def _bucket(self, plan: StepPlan, plain: bool) -> _Bucket:
-        """A step that shows an image is not `plain` and has no graph: what the tower gives is at no fixed place."""
+        """`plain`: the step has no image tokens. One that has runs without a graph, since image features have no fixed
+        address."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
@@ -219,7 +222,7 @@ class CudaRunner:
         return _Bucket(sizes, split, graph)
 
     def _split_up_to(self, plan: StepPlan) -> int:
-        """0: not split. Otherwise a bound of the lengths, one of few, since a graph belongs to it."""
+        """0 if histories are not split, else an upper bound of their lengths, rounded so that few graphs are needed."""
         programs = len(plan.decodes) * self.store.keys[0].shape[1]
         if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
             return 0
@@ -228,8 +231,8 @@ class CudaRunner:
 
     def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
-        given, source = inputs.ids.long(), inputs.source.long()
-        ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], given)
+        known, source = inputs.ids.long(), inputs.source.long()
+        ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], known)
         if self.fused is not None:
             hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
         else:
@@ -250,7 +253,8 @@ class CudaRunner:
         return self.fused.logits(hidden) if self.fused is not None else head_logits(self.model, hidden)
 
     def _replay(self, graph: bool, key: tuple[object, ...], run: Callable[[], None]) -> None:
-        """Run, through a CUDA graph if asked for: captured after a first plain run, which compiles what it needs."""
+        """Run directly, or through a CUDA graph, which is captured after a first direct run that compiles the
+        kernels."""
         if not (graph and self.graphs):
             run()
         elif key in self._captured:
@@ -272,17 +276,17 @@ class CudaRunner:
         return FinishedStep(sampled)
 
     def _read_back(self, samples: int) -> _InFlight:
-        words = self.back[self._turn]
-        words.copy_(self.out, non_blocking=True)
+        output = self.back[self._turn]
+        output.copy_(self.out, non_blocking=True)
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return _InFlight(words, samples, event)
+        return _InFlight(output, samples, event)
 
 
 def bucket(count: int) -> int:
-    """The next size worth a graph of its own: powers of two, from 64 on in steps of a quarter of the power below."""
+    """The padded size of `count`: powers of two, and from 64 on steps of a quarter of the power below."""
     power = 1 << max(0, count - 1).bit_length()
     step = max(1, power // 8) if power > 64 else power
     return max(1, -(-count // step) * step)

@@ -1,11 +1,11 @@
-"""The embedded engine: `await generate(...)` from any number of agent loops, one thread stepping the core.
+"""The embedded engine: any number of agent loops `await generate(...)`, and one thread steps the core.
 
-The thread runs only while there is work. Weights are the trainer's own tensors: change them inside
+The thread runs only while there is work. The weights are the trainer's own tensors. Change them inside
 `with engine.updating():`, which waits for the running step and begins a new weight version.
 
-In deterministic mode without batch-invariant kernels (on a CPU) a step waits until every exchange that takes part has
-asked for something or ended, and requests are taken in the order of their sessions: what is computed together then
-depends on nothing that has to do with time, nor on what the engine did before.
+In deterministic mode without batch-invariant kernels (on a CPU) the engine runs in lockstep. A step waits until every
+session that takes part has a request waiting or has ended, and requests are admitted in the order of their sessions.
+The composition of a batch then depends neither on timing nor on what the engine did before.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rally.engines.embedded.request_slots import Request, SampledTokens
 from rally.engines.embedded.settings import EngineSettings
 from rally.types import Generation, ImageSpan, SamplingParams
 
-SHORT_STEP = 0.03  # seconds; below this a step competes with the agent loops for the interpreter
-LOOP_TURNS = 16  # from a result to the next request, tools that answer at once included, an event loop takes about 8
-MOST_REST = 0.25  # seconds; callers busy for longer are not waited for
-SOON = 1e-4
-"""Seconds until a thread that computes in Python hands the interpreter on to one that asks for it. A step is hundreds
-of torch's operations, and each of them lets go of the interpreter: with Python's own 5 ms every one of them would wait
-so long beside an agent loop at work, and the GPU with it."""
+SHORT_STEP = 0.03  # seconds; a shorter step competes with the agent loops for the interpreter
+LOOP_TURNS = 16  # an event loop takes about 8 from a result to the next request, including tools that answer at once
+MAX_YIELD = 0.25  # seconds to wait for the callers' event loops
+SWITCH_INTERVAL = 1e-4
+"""Seconds until a thread that runs Python code hands the interpreter lock to a waiting one. A step is hundreds of torch
+operations, each of which releases the lock. With Python's default of 5 ms each of them, and the GPU, would wait that
+long beside a busy agent loop."""
 
 OnTokens = Callable[[SampledTokens], None]
-"""Is told, in the caller's event loop, what was sampled since it was last told; the rest is in the Generation."""
+"""Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Generation]"]
 _Outcome = tuple["asyncio.Future[Generation]", Generation | BaseException]
@@ -65,16 +65,16 @@ class EmbeddedEngine:
     ) -> None:
         self.core = EngineCore(model, settings, num_pages=num_pages, eos_ids=eos_ids, decode=decode)
         self._waiters: dict[Request, _Waiter] = {}
-        self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and how many tokens they were told
+        self._listeners: dict[Request, tuple[OnTokens, int]] = {}  # and the number of tokens reported to them
         self._lock = threading.Lock()  # guards the core; held for one step at a time
         self._arrivals: list[_Arrival] = []
         self._lockstep = self.core.settings.deterministic and not self.core.runner.ahead
-        self._expected: set[str] = set()  # sessions that take part
-        self._asking: dict[asyncio.Future[Generation], str] = {}  # who waits for a reply
+        self._sessions: set[str] = set()  # those that take part, in lockstep
+        self._session_of: dict[asyncio.Future[Generation], str] = {}  # the sessions of unanswered requests
         self._departures: list[asyncio.Future[Generation]] = []
-        self._wake = threading.Condition()  # guards the two lists above and `_closed`
+        self._wake = threading.Condition()  # guards arrivals, departures, sessions and `_closed`
         self._closed = False
-        self._told: set[asyncio.AbstractEventLoop] = set()  # event loops with results they may not have gone through
+        self._notified: set[asyncio.AbstractEventLoop] = set()  # event loops that may still be handling results
         self._failure: BaseException | None = None
         self._steps = UtilizationClock()
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
@@ -94,7 +94,7 @@ class EmbeddedEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine, if something did."""
+        """The exception that stopped the engine, if one did."""
         return self._failure
 
     async def generate(
@@ -115,60 +115,61 @@ class EmbeddedEngine:
                 raise EngineError("the engine is closed; build a new one")
             ids = list(map(operator.index, prompt_ids))
             self._arrivals.append(_Arrival(ids, params, (loop, future), on_tokens, time.perf_counter(), images))
-            self._asking[future] = session or ""
+            self._session_of[future] = session or ""
             self._wake.notify()
         try:
             return await future
         except asyncio.CancelledError:
             with self._wake:
-                self._asking.pop(future, None)
+                self._session_of.pop(future, None)
                 self._departures.append(future)
                 self._wake.notify()
             raise
 
     def expect(self, session: str) -> None:
-        if self._lockstep and not self._expected:
-            self._begin_together()
+        if self._lockstep and not self._sessions:
+            self._reset_if_idle()
         with self._wake:
-            self._expected.add(session)
+            self._sessions.add(session)
 
     def dismiss(self, session: str) -> None:
         with self._wake:
-            self._expected.discard(session)
+            self._sessions.discard(session)
             self._wake.notify()
 
-    def _begin_together(self) -> None:
-        """Exchanges that begin while no others run find the engine as new: what they compute must not depend on what
-        this process did before, since a resumed run did not do it."""
+    def _reset_if_idle(self) -> None:
+        """Sessions that begin while no others run must find the engine as new: results must not depend on what this
+        process did before, because a resumed run did not do it."""
         with self._lock, self._wake:
             if not (self._arrivals or self.core.busy):
-                self.core.start_afresh()
+                self.core.reset()
 
     @contextmanager
     def updating(self, version: int | None = None) -> Iterator[None]:
-        """Change the weights inside; at the end they are a new version, the next one if none is named."""
+        """A context in which the weights may be changed; leaving it starts version `version`, by default the next
+        one."""
         with self._lock:
             self._deliver(self.core.drain())
             try:
                 with self.core.memory_lent():
                     yield
-            finally:  # an update that failed half way has changed weights too
+            finally:  # an update that failed may have changed weights too
                 self._deliver(self.core.commit_weights(version))
 
     async def start(self) -> None:
-        """Nothing to wait for: the weights are the trainer's own."""
+        """Nothing to do: the weights are the trainer's own."""
 
     async def rest(self) -> None:
-        """Nothing to do yet: `updating` lends the memory."""
+        """Nothing to do: `updating` releases the memory."""
 
     async def publish(self) -> dict[str, float]:
-        """Nothing to send: the weights are the trainer's own."""
+        """Nothing to do: the weights are the trainer's own."""
         return {}
 
     def begin_at(self, version: int) -> None:
-        """The weights are version `version` of a run that goes on here; nothing has been asked for yet."""
+        """Set the weight version of a resumed run, before the first request."""
         with self._lock:
-            assert self.core.steps == 0 and not self.core.busy, "the engine is already at work"
+            assert self.core.steps == 0 and not self.core.busy, "the engine has already been used"
             self.core.scheduler.version = version
 
     async def close(self) -> None:
@@ -179,15 +180,15 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         if self.core.runner.ahead:
-            sys.setswitchinterval(min(SOON, sys.getswitchinterval()))
+            sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
         seconds = 0.0
         while self._wait_for_work():
             try:
                 if seconds < SHORT_STEP and not self.core.runner.ahead:
-                    self._let_callers_rest()
+                    self._yield_to_callers()
                 with self._lock:
                     self._take_arrivals()
-                    if not self._everyone_asks():
+                    if not self._all_sessions_wait():
                         continue
                     before = self._steps.seconds
                     with self._steps.working():
@@ -195,7 +196,7 @@ class EmbeddedEngine:
                     seconds = self._steps.seconds - before
                     self._report()
                     self._deliver(finished)
-            except BaseException as failure:  # noqa: BLE001 - the thread must hand any failure to those who wait
+            except BaseException as failure:  # noqa: BLE001 - the thread must pass any failure to its callers
                 self._fail(failure)
                 return
         with self._lock:
@@ -211,43 +212,43 @@ class EmbeddedEngine:
             return not self._closed
 
     def _has_work(self) -> bool:
-        return bool(self._departures) or (bool(self._arrivals or self.core.busy) and self._everyone_asks())
+        return bool(self._departures) or (bool(self._arrivals or self.core.busy) and self._all_sessions_wait())
 
-    def _everyone_asks(self) -> bool:
-        """Whether nobody who takes part is busy elsewhere; it matters in lockstep only."""
-        return not self._lockstep or self._expected <= set(self._asking.values())
+    def _all_sessions_wait(self) -> bool:
+        """In lockstep: whether every session that takes part has a request waiting."""
+        return not self._lockstep or self._sessions <= set(self._session_of.values())
 
-    def _let_callers_rest(self) -> None:
-        """Wait until the event loops that were just told something, or just asked for something, have gone through it.
+    def _yield_to_callers(self) -> None:
+        """Wait until the event loops that just got results or sent requests have handled them.
 
-        A short step is mostly Python, and so is an agent loop; run at once they fight over the interpreter lock and
-        both get slower than one after the other. Waiting also lets all that ask now share the next step. A long step
-        spends its time in torch, outside the lock, and does not wait.
+        A short step is mostly Python, as is an agent loop. Running at once, they compete for the interpreter lock and
+        are slower than one after the other. Waiting also lets more requests share the next step. A long step spends its
+        time in torch, outside the lock, and does not wait.
         """
         with self._wake:
-            loops = self._told | {arrival.waiter[0] for arrival in self._arrivals}
-        self._told = set()
+            loops = self._notified | {arrival.waiter[0] for arrival in self._arrivals}
+        self._notified = set()
         for loop in loops:
-            at_rest = threading.Event()
+            handled = threading.Event()
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_pass, loop, at_rest, LOOP_TURNS)
-                at_rest.wait(MOST_REST)
+                loop.call_soon_threadsafe(_count_turns, loop, handled, LOOP_TURNS)
+                handled.wait(MAX_YIELD)
 
     def _take_arrivals(self) -> None:
         with self._wake:
             arrivals, self._arrivals = self._arrivals, []
             departures, self._departures = self._departures, []
             if self._lockstep:
-                arrivals.sort(key=lambda arrival: self._asking.get(arrival.waiter[1], ""))
+                arrivals.sort(key=lambda arrival: self._session_of.get(arrival.waiter[1], ""))
         for prompt_ids, params, (loop, future), on_tokens, at, images in arrivals:
             try:
                 request = self.core.add(prompt_ids, params, at, images)
                 self._waiters[request] = (loop, future)
                 if on_tokens is not None:
                     self._listeners[request] = (on_tokens, 0)
-            except Exception as refusal:  # noqa: BLE001 - whatever a request holds, its own caller alone is told
-                self._answered([future])
-                _tell(loop, [(future, refusal)])
+            except Exception as refusal:  # noqa: BLE001 - a bad request must fail for its own caller only
+                self._forget([future])
+                _post(loop, [(future, refusal)])
         gone = [r for r, (_, future) in self._waiters.items() if future in departures] if departures else []
         self.core.abort(gone)
         for request in gone:
@@ -255,48 +256,48 @@ class EmbeddedEngine:
             self._listeners.pop(request, None)
 
     def _report(self) -> None:
-        for request, (on_tokens, told) in self._listeners.items():
-            if request.slot >= 0 and (new := self.core.slots.sampled(request, told)).ids:
-                self._listeners[request] = (on_tokens, told + len(new.ids))
-                with suppress(RuntimeError):  # an event loop that has been closed listens no more
+        for request, (on_tokens, reported) in self._listeners.items():
+            if request.slot >= 0 and (new := self.core.slots.sampled(request, reported)).ids:
+                self._listeners[request] = (on_tokens, reported + len(new.ids))
+                with suppress(RuntimeError):  # the event loop is closed
                     self._waiters[request][0].call_soon_threadsafe(on_tokens, new)
 
     def _deliver(self, requests: Sequence[Request]) -> None:
-        """Hand results over, one wake-up per event loop however many finished."""
+        """Deliver results, with one wake-up per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
         for request in requests:
             loop, future = self._waiters.pop(request)
             self._listeners.pop(request, None)
             by_loop.setdefault(loop, []).append((future, request.result()))
         for loop, results in by_loop.items():
-            self._answered([future for future, _ in results])
-            _tell(loop, results)
-        self._told |= by_loop.keys()
+            self._forget([future for future, _ in results])
+            _post(loop, results)
+        self._notified |= by_loop.keys()
 
-    def _answered(self, futures: Sequence[asyncio.Future[Generation]]) -> None:
+    def _forget(self, futures: Sequence[asyncio.Future[Generation]]) -> None:
         with self._wake:
             for future in futures:
-                self._asking.pop(future, None)
+                self._session_of.pop(future, None)
 
     def _fail(self, failure: BaseException) -> None:
         with self._wake:
             self._closed, self._failure = True, failure
-            self._asking.clear()
+            self._session_of.clear()
             waiting = [arrival.waiter for arrival in self._arrivals] + list(self._waiters.values())
         for loop, future in waiting:
-            _tell(loop, [(future, failure)])
+            _post(loop, [(future, failure)])
 
 
-def _pass(loop: asyncio.AbstractEventLoop, at_rest: threading.Event, turns: int) -> None:
-    """Let `turns` turns of the event loop go by; callbacks that are ready run in each of them."""
+def _count_turns(loop: asyncio.AbstractEventLoop, done: threading.Event, turns: int) -> None:
+    """Set `done` after `turns` turns of the event loop; ready callbacks run in each of them."""
     if turns:
-        loop.call_soon(_pass, loop, at_rest, turns - 1)
+        loop.call_soon(_count_turns, loop, done, turns - 1)
     else:
-        at_rest.set()
+        done.set()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, results: Sequence[_Outcome]) -> None:
-    with suppress(RuntimeError):  # an event loop that has been closed waits for nothing, and others still do
+def _post(loop: asyncio.AbstractEventLoop, results: Sequence[_Outcome]) -> None:
+    with suppress(RuntimeError):  # the event loop is closed
         loop.call_soon_threadsafe(_settle, results)
 
 

@@ -1,8 +1,9 @@
-"""KV pages: every page is free, or owned by as many holders as its reference count says.
+"""The KV cache: GPU memory that can be released and mapped again, the page pool, and the tensors.
 
-Pages are handed out as one consecutive run where possible, because a backend without a paged kernel can then read a
-history as a plain view of the pool instead of copying it together at every step. Runs begin at multiples of `stride`
-where possible, so that many of them are one regular view.
+`VirtualMemory` keeps its address while its memory is released (CUDA virtual memory management). `PagePool` counts the
+references of each page and allocates consecutive pages if possible, so that a backend without a paged kernel can read a
+history as a view instead of copying it at every step. Such runs begin at multiples of `stride` if possible, so that
+many of them form one regular view. `KVStore` holds the keys and values.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ def _call(name: str, *arguments: object) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
         raise EngineError(
-            f"the GPU driver refused {name} (error {status}): the memory for KV could not be had; lower "
+            f"the GPU driver call {name} failed (error {status}), so the KV cache could not be allocated; lower "
             "rollout.gpu_memory_utilization, or set rollout.free_cache_engine=false"
         )
 
 
 class VirtualMemory:
-    """`size` bytes on one GPU, taken at once."""
+    """At least `size` bytes at a fixed address on one GPU, mapped at once. `unmap` returns them to the driver."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # there must be a context
+        torch.cuda.synchronize(device)  # creates the CUDA context
         number = device.index if device.index is not None else torch.cuda.current_device()
         self._place = _Location(_ON_DEVICE, number)
         self._properties = _Properties(type=_PINNED, location=self._place)
@@ -82,10 +83,10 @@ class VirtualMemory:
             ctypes.c_uint64(0),
         )
         self._handle: ctypes.c_uint64 | None = None
-        self.take()
+        self.map()
 
     @property
-    def taken(self) -> bool:
+    def mapped(self) -> bool:
         return self._handle is not None
 
     @property
@@ -93,24 +94,24 @@ class VirtualMemory:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The memory as a tensor; it may be used only while the memory is taken."""
+        """The memory as a tensor; it may be used only while the memory is mapped."""
         count = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
         return torch.as_tensor(self, device=torch.device("cuda", self._place.id))[:count].view(dtype).view(shape)
 
-    def take(self) -> None:
+    def map(self) -> None:
         """Map fresh memory; its contents are undefined."""
-        assert self._handle is None, "taken twice"
+        assert self._handle is None, "mapped twice"
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(self.size)
-        torch.cuda.empty_cache()  # what torch keeps for later belongs to the same card
+        torch.cuda.empty_cache()  # torch's cached memory is on the same GPU
         _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), ctypes.c_uint64(0))
         _call("cuMemMap", self._address, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         access = _Access(self._place, _READ_WRITE)
         _call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
         self._handle = handle
 
-    def give_back(self) -> None:
+    def unmap(self) -> None:
         """Return the memory to the driver, after all work that uses it."""
-        assert self._handle is not None, "given back twice"
+        assert self._handle is not None, "unmapped twice"
         torch.cuda.synchronize()
         _call("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
         _call("cuMemRelease", self._handle)
@@ -118,8 +119,8 @@ class VirtualMemory:
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
-            with suppress(EngineError, RuntimeError, AttributeError, TypeError):  # an interpreter on its way out
-                self.give_back()
+            with suppress(EngineError, RuntimeError, AttributeError, TypeError):  # at interpreter shutdown
+                self.unmap()
                 _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
 
 
@@ -127,7 +128,7 @@ FREE = b"\x01"
 
 
 class PagePool:
-    """Page numbers and their reference counts; knows nothing of tensors."""
+    """Page numbers and their reference counts. A page with count 0 is free."""
 
     def __init__(self, num_pages: int, stride: int = 1) -> None:
         assert num_pages > 0
@@ -138,13 +139,13 @@ class PagePool:
         self._references = [0] * num_pages
         self._cursor = self._stretch = 0  # where the last search ended
 
-    def start_afresh(self) -> None:
-        """Hand pages out in the order of a new pool again; all must be free."""
+    def reset(self) -> None:
+        """Allocate pages in the order of a new pool again; all must be free."""
         assert self.num_free == self.num_pages, "a page is still held"
         self._cursor = self._stretch = 0
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, consecutive if such a run is free; None if there are not that many."""
+        """`count` pages, consecutive if possible; None if fewer are free."""
         if count > self.num_free:
             return None
         pages = self._aligned(count) or self._run(count) or self._scattered(count)
@@ -155,7 +156,7 @@ class PagePool:
         return pages
 
     def _aligned(self, count: int) -> list[int] | None:
-        """A run from a multiple of the stride on, in a stretch of which nobody holds a page."""
+        """A run at the beginning of a completely free stretch of `stride` pages."""
         if not 1 < count <= self.stride:
             return None
         pattern = FREE * self.stride
@@ -204,7 +205,7 @@ class PagePool:
 class KVStore:
     """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size].
 
-    One page more than the pool knows of is there for padding tokens to write to.
+    There is one page more than in the pool, to which padding tokens write.
     """
 
     def __init__(
@@ -236,14 +237,15 @@ class KVStore:
     def device(self) -> torch.device:
         return self.paged.device
 
-    def give_back(self) -> None:
-        """Hand the memory to the device; what it held is lost."""
+    def release_memory(self) -> None:
+        """Return the memory to the driver; its contents are lost."""
         assert self.memory is not None
-        self.memory.give_back()
+        self.memory.unmap()
 
-    def take(self) -> None:
+    def restore_memory(self) -> None:
+        """Map zeroed memory at the same address."""
         assert self.memory is not None
-        self.memory.take()
+        self.memory.map()
         self.paged.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:

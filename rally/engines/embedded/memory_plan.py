@@ -1,4 +1,4 @@
-"""How much memory a rollout takes, planned before the first step: KV pages, and what one step needs beside them."""
+"""Plans the memory of a rollout before the first step: KV pages, and the activations of one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
 from rally.images.patches import Patches
 from rally.models.families import mlp_size, shape_of
-from rally.models.vision import sight_of
+from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 
 
@@ -25,44 +25,46 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
-    """The share of the free memory, less what a step needs. On a GPU all of it: histories that wait for their tools
-    stay cached. A CPU's memory is everyone's, so there it is at most twice what can run at once."""
+    """KV gets `memory_share` of the free memory, less what a step needs. A GPU uses all of that, so that histories
+    waiting for tools stay cached. A CPU uses at most twice what can run at once, because its memory is shared."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
-    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, sight_of(model))
+    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, patches_of(model))
     allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
-        words = settings.words
+        names = settings.option_names
         raise EngineError(
-            f"one history of {words.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
-            f"tokens of KV that {words.memory}={settings.memory_share} allows; raise it, or lower {words.lengths}"
+            f"one history of {names.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
+            f"tokens of KV that {names.memory}={settings.memory_share} allows; raise it, or lower {names.lengths}"
         )
     return MemoryPlan(pages, pages * settings.page_size * per_token, step)
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
-    """`width`: bytes of a number."""
+    """`width` is the size of a number in bytes."""
     layers, heads, size = shape_of(config)
     return 2 * layers * heads * size * width
 
 
 def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, patches: Patches | None = None) -> int:
-    """Activations of one layer for a full step (the residual, its norm, queries, keys and values, both halves of the
-    MLP and their product), the float32 logits of every running request, twice, and what images take, which `patches`
-    are cut from."""
-    sight = vision_bytes(config, settings.max_model_len, settings.max_num_batched_tokens, width, patches)
+    """The memory that one full step needs beside the KV cache.
+
+    Activations of one layer (the residual, its norm, queries, keys and values, both halves of the MLP and their
+    product), twice the float32 logits of every running request, and what the vision tower needs for `patches`.
+    """
+    vision = vision_bytes(config, settings.max_model_len, settings.max_num_batched_tokens, width, patches)
     config = config.get_text_config()
     _, kv_heads, size = shape_of(config)
     wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp_size(config)
     logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
-    return int(settings.max_num_batched_tokens * wide * width + logits + sight)
+    return int(settings.max_num_batched_tokens * wide * width + logits + vision)
 
 
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later is free as well
+        torch.cuda.empty_cache()  # memory in torch's cache is free as well
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo", encoding="ascii") as info:
         fields = dict(line.split(":", 1) for line in info)

@@ -1,10 +1,10 @@
-"""The prefix index: cached KV pages, found by (weight version, tokens) and by nothing less.
+"""The radix cache: KV pages by (weight version, token prefix).
 
-A tree whose edges are pages of tokens, one root per weight version, so KV computed under old weights cannot be reached
-under new ones. A leaf may be a page that is not full, and a match may end within a page, because whoever takes it
-copies the page. Least recently used leaves go first when pages run out.
+A tree whose edges are pages of tokens, with one root per weight version, so that KV of old weights is never matched
+under new ones. A leaf may be a partly filled page, and a match may end within a page, because the scheduler copies that
+page. Least recently used leaves are evicted first.
 
-Tokens are given as bytes, four each (`token_bytes`): slicing and hashing them costs a tenth of what tuples do.
+Tokens are bytes, four each (`token_bytes`): slicing and hashing them costs a tenth of what tuples cost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rally.engines.embedded.kv_cache import PagePool
 
-MOST_BRANCHES = 64
+MAX_BRANCHES = 64
 WIDTH = 4  # bytes of a token
 DROPPED = -2  # the page of a node that is no longer in the tree
 
@@ -38,12 +38,12 @@ class _Node:
         self.tokens = tokens
         self.page = page
         self.parent = parent
-        self.children = _NO_CHILDREN  # most nodes have none, and a dictionary less is an object less to collect
+        self.children = _NO_CHILDREN  # shared, to relieve the garbage collector: most nodes have none
         self.stamp = 0
 
 
 class TreePosition(NamedTuple):
-    """Where in the tree a history has got to, in whole pages; stale once the node has been dropped."""
+    """A node, and the number of whole pages up to it; stale once the node has been dropped."""
 
     node: _Node
     pages: int
@@ -54,18 +54,20 @@ class TreePosition(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The pages that hold the longest known prefix, the last maybe in part, its length in tokens, and its place."""
+    """The longest cached prefix: its pages (the last may be partly used), its length in tokens, and its tree
+    position."""
 
     pages: list[int]
     tokens: int
-    place: TreePosition | None = None
+    position: TreePosition | None = None
 
 
-_Leaf = tuple[int, int, _Node]  # when it was last used, a serial number, the leaf
+_Leaf = tuple[int, int, _Node]  # time of last use, serial number, leaf
 
 
 class RadixCache:
-    """Holds one reference on every page it knows; whoever matches pages must `share` them before the next eviction."""
+    """Holds one reference on each of its pages. The caller of `match` must `share` the pages before the next
+    eviction."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self.pool = pool
@@ -74,10 +76,10 @@ class RadixCache:
         self._roots: dict[int, _Node] = {}
         self._clock = itertools.count(1)
         self._nodes = 0
-        self._leaves: list[_Leaf] = []  # a heap; what has changed since it was pushed is passed over
+        self._leaves: list[_Leaf] = []  # a heap; outdated entries are skipped
 
     def match(self, version: int, tokens: bytes) -> Match:
-        """The longest known prefix of `tokens`."""
+        """The longest cached prefix of `tokens`."""
         node, pages, stamp, step = self._roots.get(version), [], next(self._clock), self._step
         if node is None:
             return Match([], 0)
@@ -90,18 +92,18 @@ class RadixCache:
             pages.append(child.page)
             node, at = child, at + step
         shared, nearest = self._within_page(node, tokens[at : at + step])
-        place = TreePosition(node, at // step)
+        position = TreePosition(node, at // step)
         self._used(node if nearest is None else nearest, stamp)
         if nearest is None:
-            return Match(pages, at // WIDTH, place)
-        return Match([*pages, nearest.page], at // WIDTH + shared, place)
+            return Match(pages, at // WIDTH, position)
+        return Match([*pages, nearest.page], at // WIDTH + shared, position)
 
     def _used(self, node: _Node, stamp: int) -> None:
-        """Note that a node was used; only leaves can be evicted, so only they are queued."""
+        """Mark a node as used. Only leaves are queued for eviction."""
         node.stamp = stamp
         if node.parent is not None and not node.children:
             heapq.heappush(self._leaves, (stamp, next(self._clock), node))
-            if len(self._leaves) > 64 + 2 * self._nodes:  # mostly entries that have been overtaken
+            if len(self._leaves) > 64 + 2 * self._nodes:  # mostly outdated entries
                 self._queue_leaves()
 
     def _queue_leaves(self) -> None:
@@ -110,9 +112,9 @@ class RadixCache:
         heapq.heapify(self._leaves)
 
     def _within_page(self, node: _Node, rest: bytes) -> tuple[int, _Node | None]:
-        """The child that begins most like `rest`; where very many branch off, looking costs more than it saves."""
+        """The child with the longest common beginning with `rest`. Not searched if there are very many children."""
         best: tuple[int, _Node | None] = (0, None)
-        if len(node.children) <= MOST_BRANCHES:
+        if len(node.children) <= MAX_BRANCHES:
             for child in node.children.values():
                 shared = _common(rest, child.tokens)
                 if shared > best[0]:
@@ -122,14 +124,15 @@ class RadixCache:
     def insert(
         self, version: int, tokens: bytes, pages: Sequence[int], after: TreePosition | None = None
     ) -> TreePosition:
-        """Remember that `pages` hold the KV of `tokens`, the last page maybe in part. Known prefixes keep theirs.
+        """Insert `pages`, which hold the KV of `tokens`; the last may be partly filled. Cached prefixes keep their
+        pages.
 
-        Returns how far its whole pages go: a later call that brings more of the same history may go on from there.
+        Returns the position after the last whole page; pass it as `after` when inserting more of the same history.
         """
         if after is None or after.stale:
             after = TreePosition(self._roots.setdefault(version, _Node(b"", -1, None)), 0)
         node, stamp, step = after.node, next(self._clock), self._step
-        place = after
+        position = after
         for number in range(after.pages, -(-len(tokens) // step)):
             key = tokens[number * step : (number + 1) * step]
             child = node.children.get(key)
@@ -142,12 +145,12 @@ class RadixCache:
             child.stamp = stamp
             node = child
             if len(key) == step:
-                place = TreePosition(node, number + 1)
+                position = TreePosition(node, number + 1)
         self._used(node, stamp)
-        return place
+        return position
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody but the index holds, least recently used leaves first; says how many."""
+        """Free up to `count` pages that only this cache holds, least recently used leaves first; returns how many."""
         held: list[_Leaf] = []
         freed = 0
         while self._leaves and freed < count:
@@ -174,7 +177,7 @@ class RadixCache:
         self._used(parent, parent.stamp)
 
     def forget(self, keep_version: int | None = None) -> None:
-        """Drop what was computed under any version but `keep_version`; pages still held by requests live on there."""
+        """Drop the KV of all versions except `keep_version`. Pages that requests hold stay allocated."""
         for version in [v for v in self._roots if v != keep_version]:
             root = self._roots.pop(version)
             dropped = list(self._below(root))

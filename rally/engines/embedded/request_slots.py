@@ -1,4 +1,4 @@
-"""The running requests as rows of arrays, so that a step costs a few array operations however many there are.
+"""Requests, and the running ones as rows of arrays, so that the cost of a step does not grow with their number.
 
 A slot's tokens are in one of three states: `known` ones have been read back, `planned` ones exist once every launched
 step has been read back (at most one more than known), `computed` ones have their KV in pages (or will have, when the
@@ -22,13 +22,16 @@ from rally.models.vision import Rope, rope_of
 from rally.types import FinishReason, Generation, ImageSpan, SamplingParams, WeightSpan
 
 PLAIN = rope_of(0, ())
-"""Positions of a history without images: the numbers of its tokens."""
+"""Positions of a history without images: the indices of its tokens."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`ids` is the prompt and everything sampled before it last left its slot (-1: it has none). Those of an image are
-    its name, a negative number; `images` says which they are, and `rope` where the tokens of the prompt stand."""
+    """One generation request.
+
+    `ids` is the prompt and everything sampled before the request last left its slot; `slot` is -1 without one. Image
+    tokens have negative ids (see `ImageIds`), `images` are their spans, and `rope` holds the positions of the prompt.
+    """
 
     prompt_len: int
     ids: list[int]
@@ -38,16 +41,16 @@ class Request:
     images: tuple[ImageSpan, ...] = ()
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    indexed: int = 0  # tokens already handed to the prefix index
-    place: TreePosition | None = None  # and where there
-    pure_version: int | None = None  # the one weight version all its KV was computed under; None when mixed
+    indexed: int = 0  # tokens already inserted into the radix cache
+    tree_position: TreePosition | None = None  # where they end in its tree
+    pure_version: int | None = None  # the weight version that all its KV was computed with; None if mixed
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)
     cached_tokens: int = 0
     finish: FinishReason | None = None
     arrived: float = 0.0  # times by time.perf_counter
-    admitted: float = 0.0  # 0: not yet, as for the first token
+    admitted: float = 0.0  # 0: not yet; the same for first_token
     first_token: float = 0.0
 
     @classmethod
@@ -69,11 +72,11 @@ class Request:
 
     @property
     def total_tokens(self) -> int:
-        """The most tokens it can ever have."""
+        """The maximum length of prompt and response."""
         return self.prompt_len + self.params.max_tokens
 
     def close_span(self, version: int, sampled: int) -> None:
-        """Everything up to the `sampled`-th token that no span covers yet was sampled under `version`."""
+        """Record that the tokens up to the `sampled`-th that no span covers yet were sampled with `version`."""
         start = self.spans[-1].end if self.spans else 0
         if sampled == start:
             return
@@ -102,14 +105,14 @@ Floats = npt.NDArray[np.float32]
 
 
 class SampledTokens(NamedTuple):
-    """Tokens in a row, and their logprobs."""
+    """Consecutive sampled tokens and their logprobs."""
 
     ids: list[int]
     logprobs: list[float]
 
 
 class Slots:
-    """`count` slots for histories of up to `max_len` tokens."""
+    """`count` slots for requests of up to `max_len` tokens."""
 
     def __init__(self, count: int, max_len: int, page_size: int) -> None:
         self.requests: list[Request | None] = [None] * count
@@ -125,8 +128,8 @@ class Slots:
         self.planned = np.zeros(count, np.int64)
         self.computed = np.zeros(count, np.int64)
         self.prompt = np.zeros(count, np.int64)
-        self.shift = np.zeros(count, np.int64)  # how much further on sampled tokens stand than their number
-        self.limit = np.zeros(count, np.int64)  # a slot that has planned so many tokens needs no more steps; 0: empty
+        self.shift = np.zeros(count, np.int64)  # offset of the positions of sampled tokens (images shift them)
+        self.limit = np.zeros(count, np.int64)  # the slot is finished when `planned` reaches it; 0: empty
         self.serial = np.zeros(count, np.int64)  # changes whenever a slot gets or loses its request
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
@@ -134,20 +137,20 @@ class Slots:
         self.top_k = np.full(count, -1, np.int64)
         self.min_p = np.zeros(count)
         self.filters = np.zeros(count, np.bool_)
-        self.strings = np.zeros(count, np.bool_)  # has stop strings to look for
+        self.strings = np.zeros(count, np.bool_)  # has stop strings
         self.stops = np.full((count, 1), -1, np.int64)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def start_afresh(self) -> None:
-        """Hand slots out in the order of a new engine again; all must be free."""
+    def reset(self) -> None:
+        """Assign slots in the order of a new engine again; all must be free."""
         assert self.num_free == len(self.requests), "a request still has a slot"
         self._free = list(range(len(self.requests) - 1, -1, -1))
 
     def enter(self, request: Request, computed: int, eos_ids: frozenset[int]) -> None:
-        """Give a request a slot; the KV of its first `computed` tokens is in its pages."""
+        """Assign a slot to a request; the KV of its first `computed` tokens is in its pages."""
         slot = self._free.pop()
         request.slot, self.requests[slot] = slot, request
         self._serials += 1
@@ -176,12 +179,12 @@ class Slots:
         self.stops[slot, : len(stops)] = stops
 
     def set_pages(self, request: Request, have: int = 0) -> None:
-        """Write a request's pages from number `have` on into its row of the page table."""
+        """Write a request's pages, from index `have` on, into its row of the page table."""
         self.table_SP[request.slot, have : len(request.pages)] = request.pages[have:]
         self.pages[request.slot] = len(request.pages)
 
     def leave(self, request: Request) -> None:
-        """Take the slot back; the request keeps its tokens, as far as they were read back."""
+        """Free the slot; the request keeps the tokens that were read back."""
         slot = request.slot
         known = int(self.known[slot])
         request.ids = self.ids[slot, :known].tolist()
@@ -192,7 +195,7 @@ class Slots:
         self._free.append(slot)
 
     def push(self, slots: Ints, ids: Ints, logprobs: Floats, sampling_logprobs: Floats) -> None:
-        """Read one sampled token into each of `slots`."""
+        """Append one sampled token to each of `slots`."""
         at = self.known[slots]
         self.ids[slots, at] = ids
         self.logprobs[slots, at] = logprobs
@@ -200,15 +203,15 @@ class Slots:
         self.known[slots] = at + 1
 
     def stopped(self, slots: Ints, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Which of the tokens just read end their request."""
+        """Which of the tokens `ids` are stop tokens of their request."""
         hit: npt.NDArray[np.bool_] = (self.stops[slots] == ids[:, None]).any(axis=1)
         return hit
 
     def history(self, request: Request) -> list[int]:
-        """The tokens of a running request that were read back."""
+        """The tokens of a running request that were read back, prompt included."""
         return self.ids[request.slot, : self.known[request.slot]].tolist()  # type: ignore[no-any-return]
 
     def sampled(self, request: Request, start: int) -> SampledTokens:
-        """What a running request sampled after its first `start` tokens, as far as it was read back."""
+        """The tokens of a running request after its first `start` sampled ones, as far as they were read back."""
         new = slice(request.prompt_len + start, int(self.known[request.slot]))
         return SampledTokens(self.ids[request.slot, new].tolist(), self.logprobs[request.slot, new].tolist())

@@ -1,7 +1,7 @@
-"""Runs one step of planned work through the trainer's own module and samples a token per finished chunk.
+"""Runs one planned step through the trainer's module and samples a token for each finished chunk.
 
-This is the plain way, for any device: compute at once, read the result back at once. The fast way on a GPU
-(fast_runner.py) does the same and is tested against it.
+`ModelRunner` is the reference: any device, one step at a time, result read back at once. `CudaRunner` (cuda_runner.py)
+is tested against it. Both use `packed_tokens` and `ImageInputs` from here.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rally.models.vision import FeatureCache, Features, SeenImages, joined, towe
 
 
 class ImageInputs:
-    """For a module that sees; features are kept between steps until `weights_changed`."""
+    """Positions and image features of a step, for vision models. Features are cached until `weights_changed`."""
 
     def __init__(self, model: PreTrainedModel, slots: Slots) -> None:
         self.model, self.slots = model, slots
-        self.gallery = FeatureCache(model)
+        self.feature_cache = FeatureCache(model)
 
     def weights_changed(self) -> None:
-        self.gallery.forget()
+        self.feature_cache.forget()
 
     def positions(self, plan: StepPlan) -> Ints:
-        """Of the packed tokens, on three axes."""
+        """[3, T] positions of the packed tokens."""
         slots = self.slots
         decoding = slots.computed[plan.decodes] - 1 + slots.shift[plan.decodes]
         parts = [np.broadcast_to(decoding, (3, len(decoding)))]
@@ -43,29 +43,31 @@ class ImageInputs:
         return np.concatenate(parts, axis=1)
 
     def seen(self, plan: StepPlan) -> SeenImages | None:
-        """The image tokens of a step; None if it has none. A chunk may begin or end inside an image."""
-        glimpses = list(self._glimpses(plan))
-        if not glimpses:
+        """The image tokens of a step and their features; None without any. A chunk may begin or end inside an image."""
+        parts = self._image_parts(plan)
+        if not parts:
             return None
-        at = np.concatenate([np.arange(g.at, g.at + len(g.features.first_VC)) for g in glimpses])
-        return SeenImages(torch.from_numpy(at).to(self.model.device), joined([g.features for g in glimpses]))
+        at = np.concatenate([np.arange(part.at, part.at + len(part.features.first_VC)) for part in parts])
+        return SeenImages(torch.from_numpy(at).to(self.model.device), joined([part.features for part in parts]))
 
-    def _glimpses(self, plan: StepPlan) -> list[_Glimpse]:
-        found, packed = [], len(plan.decodes)
+    def _image_parts(self, plan: StepPlan) -> list[_ImagePart]:
+        parts, packed = [], len(plan.decodes)
         for chunk in plan.chunks:
             request = self.slots.requests[chunk.slot]
             assert request is not None
             for span in request.images:
                 first, last = max(span.start, chunk.start), min(span.end, chunk.start + chunk.tokens)
                 if first < last:
-                    features = self.gallery.features(span.image).rows(slice(first - span.start, last - span.start))
-                    found.append(_Glimpse(packed + first - chunk.start, features))
+                    features = self.feature_cache.features(span.image).rows(
+                        slice(first - span.start, last - span.start)
+                    )
+                    parts.append(_ImagePart(packed + first - chunk.start, features))
             packed += chunk.tokens
-        return found
+        return parts
 
 
-class _Glimpse(NamedTuple):
-    """Part of an image, at a place among the packed tokens."""
+class _ImagePart(NamedTuple):
+    """Features of part of an image, at index `at` of the packed tokens."""
 
     at: int
     features: Features
@@ -80,12 +82,12 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """Owns no weights: the module is the trainer's. `ahead`: a step may be launched before the last is read back."""
+    """Runs steps. `ahead`: a step may be launched before the previous one is read back."""
 
     ahead: bool
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Copy pages, compute the planned tokens, write their KV, sample."""
+        """Copy pages, compute the planned tokens, write their KV and sample."""
         ...
 
     def weights_changed(self) -> None:
@@ -104,7 +106,7 @@ class Tokens(NamedTuple):
 
 
 def packed_tokens(plan: StepPlan, slots: Slots, page_size: int) -> Tokens:
-    """Decoding slots first, a token each (already counted as computed), then the chunks."""
+    """One token for each decoding slot (already counted as computed), then the chunks."""
     owner, positions, last = plan.decodes, slots.computed[plan.decodes] - 1, np.arange(len(plan.decodes))
     if plan.chunks:
         owner = np.concatenate([owner] + [np.full(c.tokens, c.slot) for c in plan.chunks])
@@ -113,7 +115,7 @@ def packed_tokens(plan: StepPlan, slots: Slots, page_size: int) -> Tokens:
         last = np.append(last, ends[[c.samples for c in plan.chunks]])
     pages = slots.table_SP[owner, positions // page_size].astype(np.int64)
     return Tokens(
-        ids=np.maximum(slots.ids[owner, positions], 0).astype(np.int64),  # an image's token is none of the vocabulary
+        ids=np.maximum(slots.ids[owner, positions], 0).astype(np.int64),  # image tokens have negative ids
         positions=positions,
         places=pages * page_size + positions % page_size,
         last=last,
@@ -136,11 +138,11 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
         self.model, self.store, self.slots, self.stride = model, store, slots, stride
-        self.looking = ImageInputs(model, slots) if tower_of(model) is not None else None
+        self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
 
     def weights_changed(self) -> None:
-        if self.looking is not None:
-            self.looking.weights_changed()
+        if self.image_inputs is not None:
+            self.image_inputs.weights_changed()
 
     @torch.no_grad()
     def launch(self, plan: StepPlan) -> FinishedStep:
@@ -152,9 +154,9 @@ class ModelRunner:
         )
         context = PagedAttention(self.store, self._rows(plan), places, self.stride)
         seen = None
-        if self.looking is not None:
-            positions = torch.from_numpy(self.looking.positions(plan)).to(device)
-            seen = self.looking.seen(plan)
+        if self.image_inputs is not None:
+            positions = torch.from_numpy(self.image_inputs.positions(plan)).to(device)
+            seen = self.image_inputs.seen(plan)
         hidden = packed_hidden(self.model, ids, positions, context, seen)
         if not len(last):
             nothing = np.empty(0, np.float32)

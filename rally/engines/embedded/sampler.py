@@ -1,7 +1,7 @@
-"""Sampling: one token per row, from the row's own seed and position, whatever else is in the batch.
+"""Samples one token per row. The result does not depend on the other rows of the batch.
 
-A row's random number depends only on (seed, position), and the token is found by inverting the cumulative
-distribution, so the same request samples the same tokens alone or among others.
+The random number of a row depends only on (seed, position), and the token is found by inverting the cumulative
+distribution. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.request_slots import Floats, Ints, Slots
-from rally.models.kernels.sampling_filters import filtered_logprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SampledBatch(NamedTuple):
-    """Of each row: the token, its log-probability under softmax(logits / temperature), which is what the trainer
-    computes, and the one after top-k, top-p and min-p as well."""
+    """For each row: the token, its log-probability under softmax(logits / temperature), as the trainer computes it, and
+    its log-probability after top-k, top-p and min-p."""
 
     ids: Ints
     logprobs: Floats
@@ -40,7 +39,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[np.f
 
 
 class Draw(NamedTuple):
-    """How each row is sampled: arrays of one entry per row."""
+    """Sampling parameters, one entry per row."""
 
     uniform: npt.NDArray[np.float64]
     temperature: Floats
@@ -51,7 +50,7 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, slots: Slots, chosen: Ints) -> Draw:
-        """For the next token of each chosen slot, whose place is already planned."""
+        """For the next token of each chosen slot, which `planned` already counts."""
         positions = slots.planned[chosen] - slots.prompt[chosen] - 1
         return cls(
             uniforms(slots.seed[chosen], positions),
@@ -72,7 +71,9 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
     filtered = _filter(logp, draw) if draw.filters.any() else logp
     cdf = filtered.exp().cumsum(-1, dtype=torch.float64)
     if not cdf[:, -1].isfinite().all():
-        raise EngineError("the model's logits are not finite (NaN or infinity); its weights are broken or diverged")
+        raise EngineError(
+            "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
+        )
     u = torch.from_numpy(draw.uniform).to(device)
     ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1)
     if greedy.any():
@@ -87,10 +88,32 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
 
 
 def _filter(logp_BV: Tensor, draw: Draw) -> Tensor:
-    """Log-probabilities after top-k, top-p and min-p, renormalised; rows without a filter stay as they are."""
+    """Log-probabilities after top-k, top-p and min-p, renormalised; rows without a filter are unchanged."""
     chosen = np.flatnonzero(draw.filters)
     rows, *filters = (
         torch.from_numpy(x).to(logp_BV.device)
         for x in (chosen, draw.top_k[chosen], draw.top_p[chosen], draw.min_p[chosen])
     )
     return logp_BV.index_copy(0, rows, filtered_logprobs(logp_BV[rows], *filters))
+
+
+def filtered_logprobs(logp_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+    """Log-probabilities after top-k, then top-p, then min-p, renormalised.
+
+    A filter is off where top_k is 0 or less, top_p is 1 or min_p is 0; a row with all three off is returned
+    unchanged, bit for bit. All tokens equal to the k-th stay; of equal tokens at the edge of top-p the first ones stay.
+    """
+    size = logp_BV.shape[1]
+    off_B = (top_k_B <= 0) & (top_p_B >= 1) & (min_p_B <= 0)
+    sorted_BV, order_BV = logp_BV.sort(dim=-1, descending=True, stable=True)
+
+    last_B = torch.where(top_k_B <= 0, size, top_k_B.clamp(max=size)).long() - 1
+    kept_BV = sorted_BV >= sorted_BV.gather(1, last_B[:, None])
+    mass_BV = sorted_BV.masked_fill(~kept_BV, -torch.inf).softmax(-1)
+    before_BV = mass_BV.cumsum(-1) - mass_BV
+    kept_BV &= (before_BV < top_p_B.to(logp_BV.dtype)[:, None]) | (top_p_B >= 1)[:, None]
+    kept_BV &= sorted_BV >= sorted_BV[:, :1] + min_p_B.double().log().to(logp_BV.dtype)[:, None]
+
+    keep_BV = torch.empty_like(kept_BV).scatter_(1, order_BV, kept_BV)
+    filtered_BV = logp_BV.masked_fill(~keep_BV, -torch.inf).log_softmax(-1)
+    return torch.where(off_B[:, None], logp_BV, filtered_BV)

@@ -1,7 +1,7 @@
-"""Decides what the next forward runs: decode tokens first, then prefill chunks under the token budget.
+"""Plans the next forward: decode tokens first, then prefill chunks up to the token budget.
 
-Guarantees: a request that fits the pool at all finishes (when pages run out, the youngest one gives its pages back and
-is computed again later), and of several requests with the same prefix only one computes it.
+Every request that fits into the page pool finishes: when pages run out, the youngest request is preempted and computed
+again later. Of several requests with the same prefix only one computes it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rally.engines.embedded.kv_cache import PagePool
 from rally.engines.embedded.radix_cache import WIDTH, Match, RadixCache, token_bytes
 from rally.engines.embedded.request_slots import Ints, Request, Slots
 
-BUSY = 64  # decodes of a step that is worth keeping free of chunks
-ENOUGH = 4  # requests that share such a step's extra cost
+MANY_DECODES = 64  # a step with so many is worth keeping free of chunks
+ENOUGH_WAITING = 4  # requests that justify the extra cost of chunks
 
 
 class Chunk(NamedTuple):
-    """Run tokens [start, start + tokens) of the request in `slot`; `samples` if they reach its last known token."""
+    """Tokens [start, start + tokens) of the request in `slot`; `samples` if they end with its last known token."""
 
     slot: int
     start: int
@@ -54,9 +54,9 @@ class StepPlan:
 class Scheduler:
     """Waiting and running requests, and the pages they hold.
 
-    Where the attention kernel reads scattered pages (`share_pages`), a request shares the pages of a cached prefix and
-    takes new ones as it grows. Where it does not, a request owns a consecutive run for all it may ever need, into which
-    the prefix is copied. With `patience`, a few requests wait so many steps for others to be taken in with them.
+    With `share_pages` (the attention kernel reads scattered pages) a request shares the pages of a cached prefix and
+    allocates new ones as it grows. Without, it owns a consecutive run of pages for its maximum length, into which the
+    prefix is copied. A few new requests wait up to `patience` steps for others to be admitted with them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scheduler:
         self.version = 0
         self.preemptions = 0
         self._copies: list[tuple[int, int]] = []
-        self._held = 0  # steps for which waiting requests were held back
+        self._held = 0  # consecutive steps in which waiting requests were held back
 
     @property
     def busy(self) -> bool:
@@ -97,7 +97,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> StepPlan:
-        """The work of the next step. Empty when nothing can be done before a launched step has been read back."""
+        """The next step. Empty if nothing can be done before a launched step has been read back."""
         slots = self.slots
         wanting = slots.planned < slots.limit
         self._grow(np.flatnonzero(wanting & (slots.planned - slots.computed == 1)))
@@ -117,10 +117,10 @@ class Scheduler:
         return plan
 
     def _hold_back(self, decodes: int, chunks: list[Chunk]) -> bool:
-        """Whether a few new requests wait for others, `patience` steps at most: on a GPU a step that carries any chunk
-        takes a quarter longer than one of decodes alone, and a step costs everybody."""
-        alone = decodes >= BUSY and not chunks and len(self.waiting) < ENOUGH
-        self._held = self._held + 1 if alone and self._held < self.patience else 0
+        """Whether a few new requests wait for others, at most `patience` steps. On a GPU a step with any chunk takes a
+        quarter longer than one with decodes only, which delays every running request."""
+        few = decodes >= MANY_DECODES and not chunks and len(self.waiting) < ENOUGH_WAITING
+        self._held = self._held + 1 if few and self._held < self.patience else 0
         return self._held > 0
 
     def _advance(self, plan: StepPlan) -> None:
@@ -140,7 +140,8 @@ class Scheduler:
         return budget - max(0, count)
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Take in waiting requests. One whose next page is being computed by another waits one step and shares it."""
+        """Admit waiting requests. One whose next page another request is computing waits one step and then shares
+        it."""
         slots = self.slots
         computing = {
             self._first_page(token_bytes(slots.ids[c.slot, : slots.known[c.slot]]), c.start) for c in chunks
@@ -164,24 +165,24 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed_over))
 
     def _place(self, request: Request, cached: Match) -> bool:
-        """Give a waiting request a slot and its pages; False if there are not enough."""
+        """Assign a slot and pages to a waiting request; False if there are not enough pages."""
         self.pool.share(cached.pages)
         placed = self._shared_pages(request, cached) if self.share_pages else self._own_pages(request, cached)
         if placed:
-            request.indexed, request.place = cached.tokens, cached.place
+            request.indexed, request.tree_position = cached.tokens, cached.position
             request.pure_version = self.version
             self.slots.enter(request, cached.tokens, self.eos_ids)
             if not request.admitted:
                 request.cached_tokens = cached.tokens
                 request.admitted = time.perf_counter()
         self.pool.release(cached.pages)
-        if not placed and cached.pages and not self.running:  # even the prefix it would have used must give way
+        if not placed and cached.pages and not self.running:  # evict even the prefix that it would have used
             return self._place(request, Match([], 0))
         return placed
 
     def _own_pages(self, request: Request, cached: Match) -> bool:
         pages = self._take(self._pages_for(request.total_tokens))
-        if pages is None and not self.running:  # alone, it may begin with less than it may ever need
+        if pages is None and not self.running:  # as the only request it may start with less than its maximum
             pages = self._take(self._pages_for(len(request.ids)))
         if pages is None:
             return False
@@ -192,16 +193,17 @@ class Scheduler:
     def _shared_pages(self, request: Request, cached: Match) -> bool:
         whole = cached.tokens // self.page_size
         missing = self._pages_for(len(request.ids)) - whole
-        pages = self._take(missing, keep=len(self.running))  # those who run can grow before anyone is preempted
+        pages = self._take(missing, keep=len(self.running))  # so that running requests can grow without preemption
         if pages is None:
             return False
         self.pool.share(cached.pages[:whole])
-        self._copies += zip(cached.pages[whole:], pages, strict=False)  # a page held in part is copied
+        self._copies += zip(cached.pages[whole:], pages, strict=False)  # a partly filled page is copied
         request.pages = [*cached.pages[:whole], *pages]
         return True
 
     def _grow(self, decoding: Ints) -> None:
-        """Give each slot that decodes a page for its next token, preempting the youngest requests if need be."""
+        """Allocate a page for the next token of each decoding slot that needs one; preempts the youngest if
+        necessary."""
         slots = self.slots
         short = decoding[slots.computed[decoding] // self.page_size >= slots.pages[decoding]]
         for slot in short.tolist():
@@ -215,20 +217,21 @@ class Scheduler:
                 self.preempt(self.running[-1])
 
     def _take(self, count: int, keep: int = 0) -> list[int] | None:
-        """`count` pages such that `keep` more stay free; cached prefixes that nobody uses give way."""
+        """Allocate `count` pages such that `keep` more stay free, evicting unused cached prefixes; None if
+        impossible."""
         missing = count + keep - self.pool.num_free
         if missing > 0 and self.index.evict(missing) < missing:
             return None
         return self.pool.allocate(count)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages; it is computed again from its tokens when there is room."""
+        """Free a running request's pages and queue it first; it is computed again from its tokens."""
         self._remove(request)
         self.waiting.appendleft(request)
         self.preemptions += 1
 
     def finish(self, request: Request) -> None:
-        """Remove a request, wherever it is; the KV it computed stays behind in the prefix index."""
+        """Remove a request, running or waiting; its KV stays in the radix cache."""
         if request.slot >= 0:
             self.remember(request, int(self.slots.known[request.slot]) - 1)
             self._remove(request)
@@ -236,12 +239,13 @@ class Scheduler:
             self.waiting.remove(request)
 
     def remember(self, request: Request, tokens: int) -> None:
-        """Offer the pages of the first `tokens` tokens to the index, unless KV of several weight versions is mixed in
-        them. The last page may be offered in part only when its request will write no more into it."""
+        """Insert the pages of the first `tokens` tokens into the radix cache, unless they mix weight versions. The last
+        page may be partly filled only if its request writes no more into it."""
         tokens = min(tokens, int(self.slots.computed[request.slot]))
         if request.pure_version is not None and tokens > request.indexed:
             history = token_bytes(self.slots.ids[request.slot, :tokens])
-            request.place = self.index.insert(request.pure_version, history, request.pages, request.place)
+            position = self.index.insert(request.pure_version, history, request.pages, request.tree_position)
+            request.tree_position = position
             request.indexed = tokens
 
     def _remove(self, request: Request) -> None:
@@ -250,12 +254,12 @@ class Scheduler:
         request.close_span(self.version, sampled)
         self.slots.leave(request)
         self.pool.release(request.pages)
-        request.pages, request.indexed, request.place, request.pure_version = [], 0, None, None
+        request.pages, request.indexed, request.tree_position, request.pure_version = [], 0, None, None
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
     def _first_page(self, tokens: bytes, computed: int) -> int | None:
-        """Stands for the page that comes after `computed` tokens and for all before it; None if it is not full."""
+        """A hash of the page after `computed` tokens and all tokens before it; None if that page is not full."""
         end = (computed // self.page_size + 1) * self.page_size * WIDTH
         return hash(tokens[:end]) if end < len(tokens) else None

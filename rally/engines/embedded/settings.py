@@ -1,4 +1,4 @@
-"""Sizes and policies of an embedded engine."""
+"""Settings of the embedded engine, and the names under which error messages refer to them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class OptionNames:
-    """What a user calls what he can change; the defaults are the keys of a training run."""
+    """The names of the user's options, for error messages; the defaults are the keys of a training run."""
 
     max_model_len: str = "rollout.max_model_len"
     lengths: str = "data.max_prompt_length, data.max_response_length or rollout.max_model_len"
-    """What makes histories shorter."""
+    """The options that limit the length of a history."""
     memory: str = "rollout.gpu_memory_utilization"
-    plain: str = "rollout.attention_backend=gather"
-    """What makes attention run in plain torch."""
+    torch_attention: str = "rollout.attention_backend=gather"
+    """The option that runs attention in plain torch."""
 
 
 InFlight = Literal["abort", "keep", "recompute"]
 Backend = Literal["auto", "paged", "gather"]
-"""How attention reads pages: our kernels, or plain torch over copies and views; auto is paged on a GPU."""
+"""How attention reads pages. `paged`: Triton kernels. `gather`: plain torch over copies and views. `auto`: paged on a
+GPU, otherwise gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a user may choose; the defaults are those of the configuration."""
+    """Sizes and policies; the defaults are those of the configuration."""
 
     max_model_len: int = 2048
     max_num_seqs: int = 256
@@ -35,7 +36,7 @@ class EngineSettings:
     in_flight: InFlight = "keep"
     seed: int = 0
     backend: Backend = "auto"
-    eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, and easier to look into
-    deterministic: bool = False  # nothing depends on timing, to the last bit
-    lend_memory: bool = False  # on a GPU, KV memory goes back to the device while weights are updated
-    words: OptionNames = field(default_factory=OptionNames)  # in sentences about these settings
+    eager: bool = False  # the paged backend without CUDA graphs and fused kernels: slower, easier to debug
+    deterministic: bool = False  # bit-identical results, whatever the timing
+    lend_memory: bool = False  # on a GPU, release the KV memory while weights are updated
+    option_names: OptionNames = field(default_factory=OptionNames)  # for error messages

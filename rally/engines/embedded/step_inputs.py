@@ -1,7 +1,7 @@
-"""Everything one fast step needs from the host, as one flat buffer: one copy to the device, at fixed places.
+"""The inputs of one step of the CUDA runner in one flat buffer, so that a step needs one copy to the device.
 
 Shapes: T packed tokens, B decoding requests (the first tokens), R requests with a chunk, N tiles of chunks, S tokens
-to be sampled, P the width of the page table. Sizes may be padded up to a bucket's; padding does nothing.
+to be sampled, P the width of the page table. Sizes may be padded to those of a bucket; padding has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLING = ("last", "slots", "temperature", "uniform")
 
 
 class Sizes(NamedTuple):
-    """The shape of a step; a CUDA graph belongs to one. `seats` is the most rows that can ever be sampled."""
+    """The sizes of a step; each CUDA graph has fixed ones. `max_samples` is the maximum of `samples`."""
 
     tokens: int
     decodes: int
@@ -33,13 +33,13 @@ class Sizes(NamedTuple):
     tiles: int
     samples: int
     pages: int
-    seats: int
+    max_samples: int
     axes: int = 1  # of positions
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         t, s = self.tokens, self.samples
         return {
-            "copies": (2, self.seats),
+            "copies": (2, self.max_samples),
             "last": (s,),
             "slots": (s,),
             "temperature": (s,),
@@ -54,13 +54,13 @@ class Sizes(NamedTuple):
         }
 
     def offsets(self) -> dict[str, int]:
-        """Where each field begins, in 4-byte words, at a multiple of 16 bytes. What sampling needs comes first and is
-        given all its seats, so that it is in the same place whatever else a step holds."""
+        """Where each field begins, in int32 elements, aligned to 16 bytes. The sampling fields come first and have
+        their maximum size, so that their offsets are the same in every step."""
         result, at = {}, 0
         for name, shape in self.fields().items():
             result[name] = at
-            words = self.seats if name in SAMPLING else prod(shape)
-            at += -(-words // 4) * 4
+            size = self.max_samples if name in SAMPLING else prod(shape)
+            at += -(-size // 4) * 4
         result["end"] = at
         return result
 
@@ -94,14 +94,14 @@ class StepInputs:
 
 
 class Padding(NamedTuple):
-    """What padding points to: a place in the KV store that nobody reads, and a slot that nobody has."""
+    """Where padding writes: an unused place in the KV store, and an unused slot."""
 
     trash: int
     no_slot: int
 
 
 def fill(
-    words: npt.NDArray[np.int32],
+    buffer: npt.NDArray[np.int32],
     sizes: Sizes,
     plan: StepPlan,
     slots: Slots,
@@ -111,21 +111,21 @@ def fill(
     padding: Padding,
     positions: Ints | None = None,
 ) -> int:
-    """Write the plan into a host buffer; returns how many words were written. `positions` [axes, T] are there where
-    they are not just the numbers of the tokens."""
+    """Write the plan into a host buffer; returns the number of int32 elements written. `positions` [axes, T] are given
+    if they differ from the token indices."""
     shapes, offsets = sizes.fields(), sizes.offsets()
-    words[: offsets["end"]] = 0
+    buffer[: offsets["end"]] = 0
 
     def put(name: str, values: npt.NDArray[np.generic], *, pad: int | None = None) -> None:
         at = offsets[name]
-        words[at : at + values.size] = values.reshape(-1)
+        buffer[at : at + values.size] = values.reshape(-1)
         if pad is not None:
-            words[at + values.size : at + prod(shapes[name])] = pad
+            buffer[at + values.size : at + prod(shapes[name])] = pad
 
     if plan.copies:
         source, target = np.array(plan.copies, np.int32).T
         put("copies", source)
-        words[offsets["copies"] + sizes.seats :][: len(target)] = target
+        buffer[offsets["copies"] + sizes.max_samples :][: len(target)] = target
     decodes, tokens = plan.decodes, packed_tokens(plan, slots, page_size)
     computed = slots.computed[decodes]
     put("ids", tokens.ids)
@@ -134,14 +134,14 @@ def fill(
         put("positions", tokens.positions)
     else:
         for axis, along in enumerate(positions):
-            words[offsets["positions"] + axis * sizes.tokens :][: len(along)] = along
+            buffer[offsets["positions"] + axis * sizes.tokens :][: len(along)] = along
     put("places", tokens.places, pad=padding.trash)
     put("lengths", computed)
     put("table", slots.table_SP[decodes, : sizes.pages])
     if plan.chunks:
         table = slots.table_SP[[c.slot for c in plan.chunks], : sizes.pages]
         at = offsets["table"] + sizes.decodes * sizes.pages
-        words[at : at + table.size] = table.reshape(-1)
+        buffer[at : at + table.size] = table.reshape(-1)
     if sizes.tiles:
         put("tiles", tiles(plan, computed, sizes.decodes, group))
     samplers = plan.samplers
@@ -154,8 +154,8 @@ def fill(
 
 
 def tiles(plan: StepPlan, computed: Ints, first_row: int, group: int) -> npt.NDArray[np.int32]:
-    """Every decoding token is a tile, a chunk is several (its row of the page table follows `first_row`); those with
-    long histories first, so that the last programs to run are short ones."""
+    """The tiles of the attention kernel: one per decoding token, several per chunk (whose rows of the page table begin
+    at `first_row`). Long histories come first, so that the last programs to run are short."""
     order = np.argsort(-computed)
     decoding = np.empty((len(order), 4), np.int32)
     decoding[:, 0] = decoding[:, 1] = order

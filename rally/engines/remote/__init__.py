@@ -1,4 +1,4 @@
-"""Rollout servers (vLLM, SGLang, our own) behind the engine protocol."""
+"""The remote engine: rollout servers (vLLM, SGLang, `rally serve engine`) behind the engine protocol."""
 
 from rally.engines.remote.canary import CanaryError, Oracle, tolerance_of
 from rally.engines.remote.client import ClientSettings, ServerReplica
@@ -8,7 +8,13 @@ from rally.engines.remote.rally_api import Rally, RallyReplica
 from rally.engines.remote.server_api import Launch, ServerApi
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
-from rally.engines.remote.weight_updates import CudaIpcWeights, WeightFiles, WeightTransport, roomy, sweep
+from rally.engines.remote.weight_updates import (
+    CudaIpcWeights,
+    WeightFiles,
+    WeightTransport,
+    choose_weights_folder,
+    remove_stale_folders,
+)
 
 __all__ = [
     "CanaryError",
@@ -27,7 +33,7 @@ __all__ = [
     "WeightFiles",
     "CudaIpcWeights",
     "WeightTransport",
-    "roomy",
-    "sweep",
+    "choose_weights_folder",
+    "remove_stale_folders",
     "tolerance_of",
 ]

@@ -1,8 +1,8 @@
-"""The engine over servers: what it samples comes from the trainer's weights, from servers that have shown it.
+"""The engine over rollout servers: updates their weights, verifies them, and restarts launched servers that die.
 
-After an update every server gets the new version and sings a canary; one that does not take it gets no requests. A
-server of our own that dies is started again from the current weights, while requests go to the others or wait. Where
-servers share the trainer's GPU they sleep during the update, and what they held is the trainer's.
+After an update every server loads the new version and must pass a canary generation; one that does not gets no
+requests. A launched server that dies is restarted with the current weights, while requests go to the others or wait.
+Servers that share the trainer's GPU sleep during the update, so that the trainer can use their memory.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from rally.engines.router.server_state import Duty, RouterSettings
 from rally.types import Generation, ImageSpan, SamplingParams
 from rally.util.subprocesses import POLL_SECONDS
 
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSettings:
-    """What a run wants of its servers."""
+    """Settings of a remote engine."""
 
     max_model_len: int
     sampling: SamplingParams
-    """As training samples; the probe at the start samples in the same way."""
+    """The sampling parameters of training; the probe at the start uses them too."""
     in_flight: InFlight = "keep"
     max_restarts: int = 3
     restart_delay: float = 2.0
     sleeps: bool = False
-    """Servers give their GPU memory to the update."""
+    """Servers release their GPU memory during the update."""
     router: RouterSettings = field(default_factory=RouterSettings)
 
 
 class RemoteEngine:
-    """A `TrainingEngine` over servers, which belong to its router; weights and processes are minded here."""
+    """A `TrainingEngine` over servers. The router owns the servers and routes requests; this class manages weights and
+    processes."""
 
     def __init__(
         self, servers: Sequence[ServerReplica], weights: WeightTransport, oracle: Oracle, settings: RemoteSettings
@@ -63,7 +64,7 @@ class RemoteEngine:
         self.restarts = 0
         self._version = 0
         self._requests = UtilizationClock()
-        self._minding = asyncio.Lock()  # one at a time gives weights to servers: an update, or one that comes back
+        self._update_lock = asyncio.Lock()  # an update and a restart must not send weights at once
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -79,16 +80,16 @@ class RemoteEngine:
         return self._requests.seconds
 
     def begin_at(self, version: int) -> None:
-        assert not self._watchers, "the engine is already at work"
+        assert not self._watchers, "the engine has already been started"
         self._version = version
 
     async def start(self) -> None:
-        await self.weights.take(self._version)
-        await _all(*(self._introduce(server) for server in self.servers))
+        await self.weights.stage(self._version)
+        await _all(*(self._bring_up(server) for server in self.servers))
         own = [server for server in self.servers if isinstance(server, LaunchedServer)]
         self._watchers = {server.name: asyncio.create_task(self._watch(server)) for server in own}
         for name, watcher in self._watchers.items():
-            watcher.add_done_callback(functools.partial(self._stopped_watching, name))
+            watcher.add_done_callback(functools.partial(self._watcher_ended, name))
 
     async def generate(
         self,
@@ -108,36 +109,36 @@ class RemoteEngine:
         self.router.dismiss(session)
 
     async def rest(self) -> None:
-        """A server that cannot be put to sleep is as one that does not take weights: it gets no requests."""
+        """Put the servers to sleep, if they share the trainer's GPU. One that fails gets no more requests."""
         if not self.settings.sleeps:
             return
-        async with self._minding:
+        async with self._update_lock:
             outcomes = await asyncio.gather(*(self._put_to_sleep(s) for s in self.servers), return_exceptions=True)
-        await self._settle(outcomes)
+        await self._drop_failed(outcomes)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Servers go on with the old weights meanwhile, or sleep; `publish` gives them the new ones."""
+        """The weights may change inside. Servers keep the old ones, or sleep, until `publish`."""
         try:
             yield
-        finally:  # an update that failed half way has changed weights too
+        finally:  # an update that failed may have changed weights too
             self._version += 1
 
     async def publish(self) -> dict[str, float]:
-        began = time.perf_counter()
-        async with self._minding:
-            await self._hold_current()
+        start = time.perf_counter()
+        async with self._update_lock:
+            await self._stage_current()
             written = time.perf_counter()
             if self.settings.sleeps:
-                torch.cuda.empty_cache()  # what the update no longer needs, servers want back
+                torch.cuda.empty_cache()  # servers need the memory that the update used
             outcomes = await asyncio.gather(*(self._update(s) for s in self.servers), return_exceptions=True)
-        await self._settle(outcomes)
-        heard = [outcome for outcome in outcomes if isinstance(outcome, float)]
+        await self._drop_failed(outcomes)
+        differences = [outcome for outcome in outcomes if isinstance(outcome, float)]
         return {
-            "timing_s/write_weights": written - began,
+            "timing_s/write_weights": written - start,
             "engine/servers": float(sum(server.serving for server in self.servers)),
             "engine/restarts": float(self.restarts),
-            **({"engine/canary_difference": max(heard)} if heard else {}),
+            **({"engine/canary_difference": max(differences)} if differences else {}),
             **self.router.lap(),
         }
 
@@ -153,72 +154,74 @@ class RemoteEngine:
         await server.sleep()
 
     async def _update(self, server: ServerReplica) -> float:
-        """The canary's difference, once the server has the current weights; only then it gets requests."""
+        """Load the current weights into a server, check them, and only then give it requests. Returns the canary's
+        difference."""
         self.router.pause(server.name)
-        difference = await self._give(server, lambda: canary(server, self.oracle))
+        difference = await self._send_and_check(server, lambda: canary(server, self.oracle))
         self.router.back(server.name)
         return difference
 
-    async def _give(self, server: ServerReplica, check: Callable[[], Awaitable[Told]]) -> Told:
-        """Send it the weights, and again if `check` does not find them there and another way is left."""
+    async def _send_and_check(self, server: ServerReplica, check: Callable[[], Awaitable[Result]]) -> Result:
+        """Send the weights, and again if `check` fails and the transport has another way."""
         version = self._version
         await self.weights.send(server, self.settings.in_flight)
         try:
             return await check()
         except EngineError as problem:
             server.serving = False
-            if not isinstance(problem, CanaryError) or version != self._version or not self.weights.doubt(problem):
+            if not isinstance(problem, CanaryError) or version != self._version or not self.weights.fall_back(problem):
                 raise
-        return await self._give(server, check)
+        return await self._send_and_check(server, check)
 
-    async def _settle(self, outcomes: Sequence[object]) -> None:
-        """After servers were asked something: those that failed get no requests; raise if that is no way to go on."""
+    async def _drop_failed(self, outcomes: Sequence[object]) -> None:
+        """Give no more requests to servers whose outcome is an error. Raises on a failed canary, on an unexpected
+        error, or if no server is left."""
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and (
                 isinstance(outcome, CanaryError) or not isinstance(outcome, EngineError)
             ):
                 raise outcome
-        gone = {
+        failed = {
             server.name: outcome
             for server, outcome in zip(self.servers, outcomes, strict=True)
             if isinstance(outcome, EngineError)
         }
-        if not gone:
+        if not failed:
             return
-        await asyncio.sleep(2 * POLL_SECONDS)  # a process may have died that its watcher has not noticed yet
+        await asyncio.sleep(2 * POLL_SECONDS)  # let watchers notice processes that have died
         for server in self.servers:
-            if server.name in gone and self.router.duty(server.name) is Duty.PAUSED:
-                _log.warning("%s gets no requests: %s", server.name, gone[server.name])
-                self.router.lost(server.name, str(gone[server.name]))
+            if server.name in failed and self.router.duty(server.name) is Duty.PAUSED:
+                _log.warning("%s gets no requests: %s", server.name, failed[server.name])
+                self.router.lost(server.name, str(failed[server.name]))
         if self.router.hopeless:
-            raise next(iter(gone.values()))
+            raise next(iter(failed.values()))
 
-    async def _introduce(self, server: ServerReplica) -> None:
+    async def _bring_up(self, server: ServerReplica) -> None:
         await server.up(await self.weights.folder())
         window = self.settings.max_model_len
-        await self._give(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
+        await self._send_and_check(server, lambda: probe(server, self.oracle, self.settings.sampling, window))
 
     async def _watch(self, server: LaunchedServer) -> None:
-        """Start it again when it dies, so often; then it is lost."""
+        """Restart a server when it dies, up to `max_restarts` times; then it is lost."""
         allowed = self.settings.max_restarts
-        why = await self._until_it_ends(server)
+        reason = await self._wait_for_end(server)
         for _ in range(allowed):
             await asyncio.sleep(self.settings.restart_delay)
             try:
-                await self._bring_back(server)
+                await self._restart(server)
             except EngineError as problem:
-                why = str(problem)
+                reason = str(problem)
                 continue
             self.restarts += 1
-            why = await self._until_it_ends(server)
+            reason = await self._wait_for_end(server)
         tried = f"rollout.server.max_attempts={allowed} attempts to start it again"
-        self.router.lost(server.name, f"{server.name} is lost after {tried}: {why}")
+        self.router.lost(server.name, f"{server.name} is lost after {tried}: {reason}")
 
-    async def _bring_back(self, server: LaunchedServer) -> None:
-        """Start it and give it the current weights; one that does not take them is ended."""
-        async with self._minding:
+    async def _restart(self, server: LaunchedServer) -> None:
+        """Start the process again and load the current weights; ended if that fails."""
+        async with self._update_lock:
             try:
-                await self._hold_current()
+                await self._stage_current()
                 await server.up(await self.weights.folder())
                 await self._catch_up(server)
             except EngineError:
@@ -226,9 +229,9 @@ class RemoteEngine:
                 raise
 
     async def _catch_up(self, server: ServerReplica) -> None:
-        """The trainer waits for nobody: its weights may have changed while the server started, or sang."""
+        """Update the server until it has the current weights: they may change while it loads or runs the canary."""
         while True:
-            await self._hold_current()
+            await self._stage_current()
             version = self._version
             try:
                 await self._update(server)
@@ -237,26 +240,26 @@ class RemoteEngine:
                 if version == self._version:
                     raise
 
-    async def _hold_current(self) -> None:
-        """What is taken while the trainer changes it is taken again: its version is not the current one then."""
+    async def _stage_current(self) -> None:
+        """Stage the current weights. Repeats if the version changed meanwhile."""
         while self.weights.version != self._version:
-            await self.weights.take(self._version)
+            await self.weights.stage(self._version)
 
-    def _stopped_watching(self, name: str, watcher: asyncio.Task[None]) -> None:
-        """A watcher that failed brings nobody back, so nobody may wait for that."""
+    def _watcher_ended(self, name: str, watcher: asyncio.Task[None]) -> None:
+        """Mark the server as lost if its watcher failed, because nothing would restart it."""
         if not watcher.cancelled() and (problem := watcher.exception()) is not None:
             self.router.lost(name, f"{name} could not be started again: {type(problem).__name__}: {problem}")
 
-    async def _until_it_ends(self, server: LaunchedServer) -> str:
+    async def _wait_for_end(self, server: LaunchedServer) -> str:
         assert server.process is not None
         await server.process.ended()
         server.serving = False
         self.router.away(server.name)
-        return f"it has died; {server.process.last_words()}"
+        return f"it died; {server.process.log_tail()}"
 
 
 async def _all(*steps: Awaitable[None]) -> None:
-    """Wait for all, then raise what the first that failed said: no other is left running."""
+    """Wait for all, then raise the first exception, so that none is left running."""
     for outcome in await asyncio.gather(*steps, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

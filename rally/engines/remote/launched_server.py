@@ -1,4 +1,7 @@
-"""A server that this run starts itself: it is up or its last words are told, and it ends with the run."""
+"""A rollout server that the run launches: its port, its process, and the environment it runs in.
+
+A server that fails to start is reported with the end of its log. The process ends with the run.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +21,36 @@ from rally.types import Generation, SamplingParams
 from rally.util.locks import Lock, hold
 from rally.util.subprocesses import POLL_SECONDS, ServerProcess
 
-PORTS = 1000  # how far a free one is looked for
+PORTS = 1000  # how many are tried
 
 
 class Port(NamedTuple):
-    """A port that is nobody else's until its lock is released."""
+    """A port that is reserved until its lock is released."""
 
     number: int
     lock: Lock
 
 
 def reserve_port(start: int | None) -> Port:
-    """The first port from `start` on that nobody uses or is about to use; without a start, any."""
-    for wanted in _wanted(start):
-        number = _bound(wanted)
+    """The first port from `start` on that is neither in use nor reserved; any free port if `start` is None."""
+    for candidate in _candidates(start):
+        number = _free_port(candidate)
         lock = None if number is None else hold(Path(tempfile.gettempdir()) / f"rally-port-{number}.lock")
         if number is None or lock is None:
             continue
-        if _bound(number) is not None:  # whoever locked it until now may have opened it
+        if _free_port(number) is not None:  # the previous holder of the lock may have opened it
             return Port(number, lock)
         lock.release()
     where = "of this machine" if start is None else f"from rollout.port_start={start} on"
     raise EngineError(f"none of the ports {where} is free; choose another rollout.port_start")
 
 
-def _wanted(start: int | None) -> Iterator[int]:
+def _candidates(start: int | None) -> Iterator[int]:
     return repeat(0, PORTS) if start is None else iter(range(start, min(start + PORTS, 65536)))
 
 
-def _bound(port: int) -> int | None:
-    """The port, or for 0 any, if it can be opened."""
+def _free_port(port: int) -> int | None:
+    """The port if it can be opened (for 0, any free port), else None."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -57,17 +60,17 @@ def _bound(port: int) -> int | None:
         return int(probe.getsockname()[1])
 
 
-NOWHERE = "http://127.0.0.1:0"
+NO_URL = "http://127.0.0.1:0"
 Command = Callable[[str, int], list[str]]
-"""The command line of a server over the model in a folder, at a port."""
+"""Makes the command line of a server from a model folder and a port."""
 
 
 class LaunchedServer(ServerReplica):
-    """A `ServerReplica` whose process is ours."""
+    """A `ServerReplica` whose process this run starts and ends."""
 
     def __init__(
         self,
-        dialect: ServerApi,
+        api: ServerApi,
         command: Command,
         log: Path,
         *,
@@ -75,13 +78,13 @@ class LaunchedServer(ServerReplica):
         environment: Mapping[str, str] | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
-        super().__init__(NOWHERE, dialect, settings)
+        super().__init__(NO_URL, api, settings)
         self.process: ServerProcess | None = None
         self._command = command
         self._log = log
         self._port_start = port_start
         self._port: Port | None = None
-        self._environment = dialect.environment() if environment is None else environment
+        self._environment = api.environment() if environment is None else environment
 
     @property
     def name(self) -> str:
@@ -95,11 +98,11 @@ class LaunchedServer(ServerReplica):
         try:
             return await super().generate(prompt_ids, params)
         except ReplicaGone as problem:
-            await asyncio.sleep(2 * POLL_SECONDS)  # if its process died, whoever watches it knows before the caller
+            await asyncio.sleep(2 * POLL_SECONDS)  # if its process died, the watcher notices before the caller
             raise ReplicaGone(f"{problem}; its log is {self._log}") from None
 
     async def up(self, folder: str) -> None:
-        """Start it. Its predecessor, if there was one, may hold its port for a while, so the next free one is taken."""
+        """Start it, on the next free port: an earlier process may still hold the old one."""
         await self.down()
         self.asleep = False
         self._woken.clear()
@@ -107,11 +110,11 @@ class LaunchedServer(ServerReplica):
         self.url = f"http://127.0.0.1:{self._port.number}"
         self.process = ServerProcess(self._command(folder, self._port.number), self._environment, self._log)
         try:
-            await self._answers(self._check_alive)
+            await self._wait_until_healthy(self._check_alive)
         except ReplicaGone as problem:
-            words = self.process.last_words()
+            log_tail = self.process.log_tail()
             await self.down()
-            raise ReplicaGone(f"{problem}; {words}") from None
+            raise ReplicaGone(f"{problem}; {log_tail}") from None
 
     async def close(self) -> None:
         await super().close()
@@ -119,39 +122,42 @@ class LaunchedServer(ServerReplica):
 
     def _check_alive(self) -> None:
         if not self.alive:
-            raise ReplicaGone(f"{self.name} has ended while it was starting")
+            raise ReplicaGone(f"{self.name} ended while it was starting")
 
     async def down(self) -> None:
-        """End it; `up` starts it again."""
+        """End the process; `up` starts it again."""
         self.serving = False
         if self.process is not None:
             await self.process.stop()
             self.process = None
         if self._port is not None:
             self._port.lock.release()
-            self._port, self.url = None, NOWHERE  # whose server answers there from now on, nobody knows
+            self._port, self.url = None, NO_URL  # another server may use the port from now on
 
 
 FIND = """
 import importlib.util, pathlib, sys
-found = importlib.util.find_spec(sys.argv[1])
-if found is None:
+spec = importlib.util.find_spec(sys.argv[1])
+if spec is None:
     sys.exit(3)
-root = pathlib.Path(found.submodule_search_locations[0])
+root = pathlib.Path(spec.submodule_search_locations[0])
 """
 
 
-def ask(python: str, package: str, question: str = "") -> str:
-    """What `question` prints; it may use `root`, the folder of `package`, which must be there."""
+def probe_package(python: str, package: str, script: str = "") -> str:
+    """Check that `package` is installed for an interpreter; returns what `script` prints there. `root` is the package's
+    folder in it. EngineError if the interpreter or the package is missing."""
     try:
-        asked = subprocess.run(
-            [python, "-c", FIND + question, package], capture_output=True, text=True, timeout=60, check=False
+        result = subprocess.run(
+            [python, "-c", FIND + script, package], capture_output=True, text=True, timeout=60, check=False
         )
     except OSError as problem:
-        raise EngineError(f"rollout.server.python={python} cannot be run ({problem.strerror}); name a Python") from None
-    if asked.returncode:
         raise EngineError(
-            f"{python} has no {package}; install it into an environment of its own (python -m venv DIR && DIR/bin/pip "
-            f"install {package}) and set rollout.server.python=DIR/bin/python"
+            f"rollout.server.python={python} cannot be run ({problem.strerror}); set it to a Python interpreter"
+        ) from None
+    if result.returncode:
+        raise EngineError(
+            f"{python} does not have {package}; install it into a separate environment (python -m venv DIR && "
+            f"DIR/bin/pip install {package}) and set rollout.server.python=DIR/bin/python"
         )
-    return asked.stdout.strip()
+    return result.stdout.strip()

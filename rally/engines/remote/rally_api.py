@@ -1,7 +1,7 @@
-"""Our own dialect: `rally serve engine --accept-weights` as a rollout server, weights by /load_weights from a folder.
+"""The API of Rally's own server: `rally serve engine --accept-weights`. Weights are loaded from a folder.
 
-Its engine is the embedded one, so spans, log-probabilities and seeds mean what they mean in process. What happens to
-requests in flight is decided when it starts; one that disagrees with the run refuses the weights.
+The server runs the embedded engine, so spans, log-probabilities and seeds have the same meaning as in process. Its
+policy for requests in flight is set when it starts; a server whose policy differs from the run's rejects weights.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from rally.engines.base import EngineError
 from rally.engines.remote.client import ClientSettings, ServerReplica
 from rally.engines.remote.server_api import (
     TOKEN_VARIABLE,
-    Asked,
+    GenerationRequest,
     HttpCall,
     InFlight,
     Launch,
     Source,
     as_list,
+    checked_generation,
     flags,
+    get_field,
     sampling_to_wire,
-    take,
-    whole,
 )
 from rally.types import Generation
 
 
 class Rally:
-    """The `Dialect` of Rally."""
+    """The `ServerApi` of Rally's own server."""
 
     name = "rally"
 
-    def generate(self, request: Asked) -> HttpCall:
+    def generate(self, request: GenerationRequest) -> HttpCall:
         body = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}
         return HttpCall("/generate", body)
 
-    def generation(self, answer: Any, request: Asked) -> Generation:
-        spans = take(answer, "spans")
-        return whole(
+    def generation(self, answer: Any, request: GenerationRequest) -> Generation:
+        spans = get_field(answer, "spans")
+        return checked_generation(
             request,
-            take(answer, "ids"),
-            take(answer, "logprobs"),
-            take(answer, "finish"),
-            spans=[{"version": take(s, 0), "start": take(s, 1), "end": take(s, 2)} for s in spans],
-            cached_tokens=take(answer, "cached_tokens"),
-            queued_seconds=take(answer, "queued_seconds"),
-            first_token_seconds=take(answer, "first_token_seconds"),
-            sampling_logprobs=take(answer, "sampling_logprobs"),
+            get_field(answer, "ids"),
+            get_field(answer, "logprobs"),
+            get_field(answer, "finish"),
+            spans=[{"version": get_field(s, 0), "start": get_field(s, 1), "end": get_field(s, 2)} for s in spans],
+            cached_tokens=get_field(answer, "cached_tokens"),
+            queued_seconds=get_field(answer, "queued_seconds"),
+            first_token_seconds=get_field(answer, "first_token_seconds"),
+            sampling_logprobs=get_field(answer, "sampling_logprobs"),
         )
 
     def abort(self, request_id: str) -> HttpCall | None:
@@ -57,10 +57,12 @@ class Rally:
         return (_load(source, version, in_flight),)
 
     def sleep(self) -> tuple[HttpCall, ...]:
-        raise EngineError("a server of Rally's own cannot sleep; set rollout.free_cache_engine=false")
+        raise EngineError(
+            "a `rally serve engine` server cannot release its memory; set rollout.free_cache_engine=false"
+        )
 
     def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
-        raise AssertionError("it never sleeps")
+        raise AssertionError("this server never sleeps")
 
     def resume(self) -> HttpCall:
         return HttpCall("/health")
@@ -85,21 +87,23 @@ class Rally:
             "accept_weights": True,
             "in_flight": launch.in_flight,
         }
-        words = flags({**options, **launch.extra}, negated=True)
-        return [launch.python, "-m", "rally.cli", "serve", "engine", launch.folder, *words]
+        arguments = flags({**options, **launch.extra}, negated=True)
+        return [launch.python, "-m", "rally.cli", "serve", "engine", launch.folder, *arguments]
 
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}
 
     def headers(self) -> dict[str, str]:
         token = os.environ.get(TOKEN_VARIABLE)
-        if token and any(ord(letter) < ord(" ") for letter in token):
-            raise EngineError(f"{TOKEN_VARIABLE} holds a line end or the like, which no request can carry; take it out")
+        if token and any(ord(character) < ord(" ") for character in token):
+            raise EngineError(
+                f"{TOKEN_VARIABLE} contains a control character such as a newline, which no header can carry; remove it"
+            )
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 class RallyReplica(ServerReplica):
-    """A running `rally serve engine` that samples from whatever weights it has."""
+    """A running `rally serve engine`, used with the weights that it has."""
 
     def __init__(self, url: str, settings: ClientSettings | None = None) -> None:
         super().__init__(url, Rally(), settings)
@@ -108,5 +112,5 @@ class RallyReplica(ServerReplica):
 
 def _load(source: Source, version: int, in_flight: InFlight) -> HttpCall:
     if not isinstance(source, str):
-        raise EngineError("a server of Rally's own takes weights from a folder alone")
+        raise EngineError("a `rally serve engine` server loads weights only from a folder, not by CUDA IPC")
     return HttpCall("/load_weights", {"folder": source, "version": version, "in_flight": in_flight})

@@ -1,4 +1,8 @@
-"""What goes over the wire to a rollout server and what must come back; an answer that is not whole is a failed one."""
+"""The interface of a rollout server's HTTP API, and the checks of its responses.
+
+`ServerApi` describes one kind of server (vLLM, SGLang, Rally). An incomplete or inconsistent response raises
+ReplicaGone, so it is never used for training.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,12 @@ TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
 
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """The fields that differ from the defaults."""
     return {f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default}
 
 
 def generation_to_wire(generation: Generation) -> dict[str, Any]:
+    """The JSON form of a generation, as Rally's own server returns it."""
     spans = [[span.version, span.start, span.end] for span in generation.spans]
     return {f.name: getattr(generation, f.name) for f in fields(generation)} | {"spans": spans}
 
@@ -28,15 +33,15 @@ InFlight = Literal["abort", "keep", "recompute"]
 
 
 class IpcExport(Protocol):
-    """Weights in the memory of the GPU that this process shares with a server, as each kind of server wants them."""
+    """CUDA IPC handles of weights on a GPU that this process shares with a server."""
 
-    def described(self) -> dict[str, Any]: ...
+    def for_vllm(self) -> dict[str, Any]: ...
 
-    def serialized(self) -> str: ...
+    def for_sglang(self) -> str: ...
 
 
 Source = str | IpcExport
-"""Where weights are: a folder, or memory."""
+"""Where weights are: a folder, or GPU memory."""
 
 
 class HttpCall(NamedTuple):
@@ -44,26 +49,30 @@ class HttpCall(NamedTuple):
 
     path: str
     body: Mapping[str, Any] | None = None
-    optional: bool = False  # older servers do not know it, and then it is not needed
-    wakes: str = ""  # the part of a sleeping server's memory that it brings back; a second time would kill SGLang
+    optional: bool = False  # older servers lack the route and do not need the call
+    wakes: str = ""  # the part of a sleeping server's memory that it restores; SGLang dies if it is sent twice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A generation as it was asked for, and the weight versions its server had before and after it."""
+class GenerationRequest:
+    """A generation request, and the weight versions of its server before and after it."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     before: int
-    after: int | None  # None: nobody knows
+    after: int | None  # None: unknown
     salt: str
-    """What its cached prefixes are kept under, of one load of weights alone: version 3 of another run is not ours."""
+    """The key of cached prefixes. It changes with each load of weights, since another run may use the same versions."""
+
+
+Asked = GenerationRequest
+"""The name of GenerationRequest in earlier documentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a server of our own is started."""
+    """How a server is launched."""
 
     python: str
     folder: str
@@ -74,86 +83,88 @@ class Launch:
     max_num_batched_tokens: int
     memory_share: float
     tensor_parallel: int = 1
-    frontends: int = 1  # processes that answer HTTP, where a server can have several
+    frontends: int = 1  # HTTP processes, if the server supports several
     on_cpu: bool = False
     seed: int = 0
     eager: bool = False
     log_level: str | None = None
-    raw_logprobs: bool = True  # at temperature 1 those before any filter; otherwise those after the temperature
+    raw_logprobs: bool = (
+        True  # log-probabilities before temperature and filters; only equal to the policy's at temperature 1
+    )
     in_flight: InFlight = "keep"
-    sleeps: bool = False  # it gives its memory to others for a while
-    by_handles: bool = False  # it may be given weights in the memory of another process
+    sleeps: bool = False  # it can release its GPU memory
+    by_handles: bool = False  # weights may be sent as CUDA IPC handles
     extra: Mapping[str, Any]
 
 
 class ServerApi(Protocol):
-    """What one kind of server wants to be asked, and how it answers; nothing here waits or remembers."""
+    """The HTTP calls of one kind of server and how to read the responses. Stateless, no I/O."""
 
     @property
     def name(self) -> str: ...
 
-    def generate(self, request: Asked) -> HttpCall:
+    def generate(self, request: GenerationRequest) -> HttpCall:
         """The call that samples one continuation."""
         ...
 
-    def generation(self, answer: Any, request: Asked) -> Generation:
-        """What was sampled; ReplicaGone where the answer is not whole."""
+    def generation(self, answer: Any, request: GenerationRequest) -> Generation:
+        """Read the response; ReplicaGone if it is incomplete."""
         ...
 
     def abort(self, request_id: str) -> HttpCall | None:
-        """What frees a request whose caller has gone; None where closing the connection does."""
+        """The call that aborts a request; None if closing the connection is enough."""
         ...
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
-        """The calls, in order, after which the server is paused and holds the weights of `source`."""
+        """The calls, in order, that pause the server and load the weights of `source`."""
         ...
 
     def sleep(self) -> tuple[HttpCall, ...]:
-        """What makes an idle server give back the GPU memory of its weights and KV."""
+        """The calls that make an idle server release the GPU memory of its weights and KV."""
         ...
 
     def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
-        """The calls, in order, after which a sleeping one holds the weights of `source`. Nothing was in flight."""
+        """The calls, in order, that wake a sleeping server and load the weights of `source`."""
         ...
 
     def resume(self) -> HttpCall:
-        """What makes a paused server go on."""
+        """The call that resumes a paused server."""
         ...
 
     def window(self) -> HttpCall:
-        """The call whose answer `window_of` understands."""
+        """The call whose response `window_of` reads."""
         ...
 
     def window_of(self, answer: Any) -> int | None:
-        """The most tokens of one history, if the server says it."""
+        """The maximum length of a history in tokens, if the server reports it."""
         ...
 
     def command(self, launch: Launch) -> list[str]:
-        """The command line of a server of our own."""
+        """The command line that launches a server."""
         ...
 
     def environment(self, by_handles: bool = False) -> dict[str, str]:
-        """What such a server wants beside our own environment."""
+        """Additional environment variables of a launched server."""
         ...
 
     def headers(self) -> dict[str, str]:
-        """What goes with every request."""
+        """Headers of every request."""
         ...
 
 
-def take(answer: Any, *path: str | int) -> Any:
-    """The value at a place inside an answer; ReplicaGone where there is none."""
+def get_field(answer: Any, *path: str | int) -> Any:
+    """The value at `path` inside a response; ReplicaGone if it is missing."""
     for step in path:
         try:
             answer = answer[step]
         except (KeyError, IndexError, TypeError):
-            place = ".".join(map(str, path))
-            raise ReplicaGone(f"the server's answer has no {place}, so it is not used") from None
+            missing = ".".join(map(str, path))
+            raise ReplicaGone(f"the server's response has no {missing}, so it is not used") from None
     return answer
 
 
-def whole(
-    request: Asked,
+def checked_generation(
+    request: GenerationRequest,
     ids: Any,
     logprobs: Any,
     finish: Any,
@@ -165,17 +176,17 @@ def whole(
     first_token_seconds: Any = None,
     sampling_logprobs: Any = None,
 ) -> Generation:
-    """The generation, if everything about it fits together."""
+    """The generation; ReplicaGone if the fields of the response are missing or inconsistent."""
     sampled = _ids(ids, request.params.max_tokens)
     if prompt_tokens is not None and prompt_tokens != len(request.prompt_ids):
         raise ReplicaGone(
-            f"the server was given a prompt of {len(request.prompt_ids)} tokens and read {prompt_tokens}; it must take "
-            "token ids as they are"
+            f"the server read {prompt_tokens} tokens of a prompt of {len(request.prompt_ids)}; it must take token ids "
+            "unchanged"
         )
     if finish not in ("stop", "length", "abort"):
-        raise ReplicaGone(f"the server ended a request for the unknown reason {finish!r}")
+        raise ReplicaGone(f"the server returned the unknown finish reason {finish!r}")
     if not sampled and finish != "abort":
-        raise ReplicaGone(f"the server sampled nothing and calls that finished ({finish})")
+        raise ReplicaGone(f"the server returned no tokens with finish reason {finish!r}")
     reason: FinishReason = finish
     return Generation(
         ids=sampled,
@@ -189,21 +200,21 @@ def whole(
     )
 
 
-def _ids(ids: Any, most: int) -> tuple[int, ...]:
+def _ids(ids: Any, max_tokens: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
-        raise ReplicaGone("the server's answer holds no list of token ids; it must return ids, not text")
-    if len(ids) > most:
-        raise ReplicaGone(f"the server sampled {len(ids)} tokens where {most} were asked for")
+        raise ReplicaGone("the server's response contains no list of token ids; it must return ids, not text")
+    if len(ids) > max_tokens:
+        raise ReplicaGone(f"the server sampled {len(ids)} tokens, more than max_tokens={max_tokens}")
     return tuple(ids)
 
 
 def _logprobs(values: Any, count: int) -> tuple[float, ...]:
     if not isinstance(values, list):
-        raise ReplicaGone("the server returned no log-probabilities of what it sampled")
+        raise ReplicaGone("the server returned no log-probabilities of the sampled tokens")
     if len(values) != count:
         raise ReplicaGone(f"the server returned {len(values)} log-probabilities for {count} sampled tokens")
     if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
-        raise ReplicaGone("the server returned a log-probability that is not a number")
+        raise ReplicaGone("the server returned a log-probability that is not a finite number")
     return tuple(map(float, values))
 
 
@@ -211,44 +222,46 @@ def _seconds(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _spans(reported: Any, count: int, request: Asked) -> tuple[WeightSpan, ...]:
-    """Which weights sampled what: as the server says, else by what it had before and after."""
+def _spans(reported: Any, count: int, request: GenerationRequest) -> tuple[WeightSpan, ...]:
+    """The weight version of each token: as the server reports, else the version before and after, if they are equal."""
     if count == 0:
         return ()
     if reported:
         return _reported_spans(reported, count)
     if request.before != request.after:
-        raise SampleVoid("weights changed while the server sampled, and it does not say where; it is sampled again")
+        raise SampleVoid(
+            "weights changed while the server sampled, and it does not report at which token; the request is repeated"
+        )
     return (WeightSpan(request.before, 0, count),)
 
 
 def _reported_spans(reported: Any, count: int) -> tuple[WeightSpan, ...]:
     spans, end = [], 0
     for one in reported:
-        label, start, stop = take(one, "version"), take(one, "start"), take(one, "end")
+        label, start, stop = get_field(one, "version"), get_field(one, "start"), get_field(one, "end")
         if not str(label).isdecimal():
-            raise ReplicaGone(f"the server samples from weights called {label!r}, which this run never gave it")
+            raise ReplicaGone(f"the server reports the weight version {label!r}, which is not one of this run")
         if start != end or stop <= start:
-            raise ReplicaGone("the server's weight versions do not cover what it sampled")
+            raise ReplicaGone("the server's weight versions do not cover the sampled tokens")
         spans.append(WeightSpan(int(label), start, stop))
         end = stop
     if end != count:
-        raise ReplicaGone("the server's weight versions do not cover what it sampled")
+        raise ReplicaGone("the server's weight versions do not cover the sampled tokens")
     return tuple(spans)
 
 
 def flags(options: Mapping[str, Any], *, negated: bool) -> list[str]:
-    """Options as a command line; `negated` where the server knows --no-x for what is switched off."""
-    words: list[str] = []
+    """Options as command-line arguments; `negated` if the server has --no-x for False."""
+    arguments: list[str] = []
     for key, value in options.items():
         flag = "--" + key.replace("_", "-")
         if value is None or (value is False and not negated):
             continue
         if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
+            arguments.append(flag if value else "--no-" + flag[2:])
         else:
-            words += [flag, value if isinstance(value, str) else json.dumps(value)]
-    return words
+            arguments += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return arguments
 
 
 def as_list(ids: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
-"""SGLang's dialect: token ids to /generate, weights by /update_weights_from_disk, never a word of text.
+"""The API of SGLang: token ids to /generate, weights from disk or by CUDA IPC. No text is involved.
 
-Read from 0.5.16 and 0.5.23. Its log-probabilities are those after the temperature and before top-p, top-k and min-p,
-unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB, which the probe at the start refuses. Seeds count only on a
-server with --enable-deterministic-inference. It stops at the model's own end-of-text ids as well.
+Written from the sources of 0.5.16 and 0.5.23. Log-probabilities are those after the temperature and before top-p, top-k
+and min-p, unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB, which the probe at the start rejects. Seeds have
+an effect only with --enable-deterministic-inference. The server also stops at the model's own end-of-text ids.
 """
 
 from __future__ import annotations
@@ -10,19 +10,29 @@ from __future__ import annotations
 from typing import Any
 
 from rally.engines.base import EngineError
-from rally.engines.remote.launched_server import ask
-from rally.engines.remote.server_api import Asked, HttpCall, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.engines.remote.launched_server import probe_package
+from rally.engines.remote.server_api import (
+    GenerationRequest,
+    HttpCall,
+    InFlight,
+    Launch,
+    Source,
+    as_list,
+    checked_generation,
+    flags,
+    get_field,
+)
 from rally.types import Generation
 
 PAUSE = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
 
 
 class Sglang:
-    """The `Dialect` of SGLang."""
+    """The `ServerApi` of SGLang."""
 
     name = "sglang"
 
-    def generate(self, request: Asked) -> HttpCall:
+    def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
@@ -31,10 +41,10 @@ class Sglang:
             "min_p": params.min_p,
             "max_new_tokens": params.max_tokens,
             "stop_token_ids": list(params.stop_ids),
-            "ignore_eos": not params.stop_ids,  # with it SGLang looks at no stop ids at all
+            "ignore_eos": not params.stop_ids,  # with it SGLang ignores all stop ids
         }
         if params.seed is not None:
-            sampling["sampling_seed"] = params.seed & 0x7FFFFFFF  # it is kept in 32 bits
+            sampling["sampling_seed"] = params.seed & 0x7FFFFFFF  # SGLang stores it in 32 bits
         return HttpCall(
             "/generate",
             {
@@ -48,35 +58,34 @@ class Sglang:
             },
         )
 
-    def generation(self, answer: Any, request: Asked) -> Generation:
-        meta = take(answer, "meta_info")
-        told = meta.get("output_token_logprobs")
-        ids = take(answer, "output_ids")
-        if isinstance(told, list) and isinstance(ids, list) and [take(one, 1) for one in told] != ids:
-            told = None  # log-probabilities of other tokens are none of these
-        return whole(
+    def generation(self, answer: Any, request: GenerationRequest) -> Generation:
+        meta = get_field(answer, "meta_info")
+        logprobs = meta.get("output_token_logprobs")
+        ids = get_field(answer, "output_ids")
+        if isinstance(logprobs, list) and isinstance(ids, list) and [get_field(one, 1) for one in logprobs] != ids:
+            logprobs = None  # they belong to other tokens
+        return checked_generation(
             request,
             ids,
-            None if told is None else [take(one, 0) for one in told],
-            take(meta, "finish_reason", "type"),
+            None if logprobs is None else [get_field(one, 0) for one in logprobs],
+            get_field(meta, "finish_reason", "type"),
             spans=meta.get("weight_versions"),
             prompt_tokens=meta.get("prompt_tokens"),
             cached_tokens=meta.get("cached_tokens"),
-            queued_seconds=meta.get("queue_time"),  # told by servers with --enable-metrics
+            queued_seconds=meta.get("queue_time"),  # only with --enable-metrics
         )
 
     def abort(self, request_id: str) -> HttpCall | None:
         return HttpCall("/abort_request", {"rid": request_id})
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
-        treated = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
-        return HttpCall("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, treated)
+        options = {"abort_all_requests": in_flight == "abort", "flush_cache": in_flight != "keep"}
+        return HttpCall("/pause_generation", {"mode": PAUSE[in_flight]}), _update(source, version, options)
 
     def sleep(self) -> tuple[HttpCall, ...]:
         return (
-            HttpCall(
-                "/pause_generation", {"mode": "abort"}
-            ),  # its own health check is a request, and under one it dies
+            # first, because its own health check is a request, and releasing memory during a request kills it
+            HttpCall("/pause_generation", {"mode": "abort"}),
             HttpCall("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
         )
 
@@ -98,8 +107,8 @@ class Sglang:
         return length if isinstance(length, int) else None
 
     def command(self, launch: Launch) -> list[str]:
-        _refuse_switched_off(launch)
-        ask(launch.python, "sglang")
+        _check_no_false_flags(launch)
+        probe_package(launch.python, "sglang")
         _require_memory_saver(launch)
         options: dict[str, Any] = {
             "model_path": launch.folder,
@@ -114,7 +123,7 @@ class Sglang:
             "random_seed": launch.seed,
             "disable_cuda_graph": launch.eager,
             "log_level": launch.log_level,
-            "log_level_http": launch.log_level or "warning",  # else it writes a line for each request
+            "log_level_http": launch.log_level or "warning",  # otherwise it logs every request
             "skip_tokenizer_init": True,
             "enable_memory_saver": launch.sleeps,
         }
@@ -127,27 +136,27 @@ class Sglang:
         return {}
 
 
-def _update(source: Source, version: int, treated: dict[str, Any]) -> HttpCall:
-    named = {"weight_version": str(version), **treated}
+def _update(source: Source, version: int, options: dict[str, Any]) -> HttpCall:
+    fields = {"weight_version": str(version), **options}
     if isinstance(source, str):
-        return HttpCall("/update_weights_from_disk", {"model_path": source, **named})
-    return HttpCall("/update_weights_from_tensor", {"serialized_named_tensors": [source.serialized()], **named})
+        return HttpCall("/update_weights_from_disk", {"model_path": source, **fields})
+    return HttpCall("/update_weights_from_tensor", {"serialized_named_tensors": [source.for_sglang()], **fields})
 
 
 def _require_memory_saver(launch: Launch) -> None:
     try:
         if launch.sleeps:
-            ask(launch.python, "torch_memory_saver")
+            probe_package(launch.python, "torch_memory_saver")
     except EngineError:
         raise EngineError(
-            f"SGLang gives GPU memory to the update only with torch_memory_saver, which {launch.python} lacks; install "
-            "it there (pip install torch-memory-saver), or set rollout.free_cache_engine=false"
+            f"SGLang releases GPU memory for the update only with torch_memory_saver, which {launch.python} lacks; "
+            "install it there (pip install torch-memory-saver), or set rollout.free_cache_engine=false"
         ) from None
 
 
-def _refuse_switched_off(launch: Launch) -> None:
+def _check_no_false_flags(launch: Launch) -> None:
     for key, value in launch.extra.items():
         if value is False:
             raise EngineError(
-                f"rollout.engine_kwargs.sglang.{key}=false: SGLang's flags can only be given; leave it out"
+                f"rollout.engine_kwargs.sglang.{key}=false: SGLang's flags can only be switched on; leave it out"
             )

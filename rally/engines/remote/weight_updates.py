@@ -1,8 +1,8 @@
-"""Weights reach a server on the trainer's own GPU as handles to the trainer's memory, or, where it does not take them,
-by files, and the reason is told.
+"""Transports for weight updates: files, or CUDA IPC handles for a server on the trainer's own GPU.
 
-CUDA IPC over the servers' own HTTP routes, read from vLLM 0.26.0 and 0.32.0 and from SGLang 0.5.16. vLLM unpickles what
-it is sent there, which it only does when told at its start: whoever can reach its port can then run code in it.
+If a server does not accept handles, files are used from then on, with a warning that says why. Handles are sent over
+the servers' own HTTP routes (written from the sources of vLLM 0.26.0 and 0.32.0 and SGLang 0.5.16). vLLM unpickles what
+it receives there, which must be enabled when it starts: anyone who can reach its port can then run code in it.
 """
 
 from __future__ import annotations
@@ -31,54 +31,56 @@ from rally.engines.remote.server_api import InFlight
 from rally.util.locks import hold
 
 FOLDERS = "rally-weights-"
-ALIVE = ".alive"  # locked for as long as the folder is somebody's
+ALIVE = ".alive"  # locked while the folder is in use
 SHARED_MEMORY = Path("/dev/shm")
-COPIES = 2.2  # the new weights are written while servers may still read the old ones
+COPIES = 2.2  # of the weights: new ones are written while servers may still read the old ones
 
 
 class WeightTransport(Protocol):
-    """How weights get to servers."""
+    """How weights get to servers. `stage` fixes a version, `send` gives it to one server."""
 
     @property
     def version(self) -> int | None:
-        """What was taken last."""
+        """The version staged last."""
         ...
 
-    async def take(self, version: int) -> None:
-        """Hold on to what the trainer has now: version `version`."""
+    async def stage(self, version: int) -> None:
+        """Make the trainer's current weights, version `version`, available to servers."""
         ...
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
-        """Let a server sample from what was taken last; ReplicaGone or EngineError where it does not."""
+        """Load the staged weights into a server; ReplicaGone or EngineError on failure."""
         ...
 
     async def folder(self) -> str:
-        """The model folder that a server may be started from; its weights are those taken last."""
+        """A model folder with the staged weights, from which a server can be started."""
         ...
 
-    def doubt(self, problem: EngineError) -> bool:
-        """What was sent did not do. Whether it goes another way from now on, so that sending it again may help."""
+    def fall_back(self, problem: EngineError) -> bool:
+        """The server does not have the weights that were sent. Returns whether another way is used from now on, so that
+        sending them again may help."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all files."""
         ...
 
 
 class WeightFiles:
-    """A `WeightTransport` by files. `write` writes the policy into a folder, in files of a bounded size."""
+    """A `WeightTransport` by files. `write` writes the policy into a folder, in files of bounded size; the folders are
+    made under `parent`."""
 
-    def __init__(self, write: Callable[[Path], None], room: Path) -> None:
+    def __init__(self, write: Callable[[Path], None], parent: Path) -> None:
         self._write = write
-        new = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}", dir=room))  # under a name that nobody sweeps
+        new = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}", dir=parent))  # a name that remove_stale_folders skips
         self._alive = hold(new / ALIVE)
-        self._root = new.rename(room / new.name[1:])
+        self._root = new.rename(parent / new.name[1:])
         self.version: int | None = None
 
-    async def take(self, version: int) -> None:
-        await asyncio.to_thread(self._take, version)
+    async def stage(self, version: int) -> None:
+        await asyncio.to_thread(self._stage, version)
 
-    def _take(self, version: int) -> None:
+    def _stage(self, version: int) -> None:
         new = self._root / str(version)
         work = self._root / f".writing-{version}"
         shutil.rmtree(work, ignore_errors=True)
@@ -91,13 +93,13 @@ class WeightFiles:
                 shutil.rmtree(old)
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
-        assert self.version is not None, "nothing was taken yet"
+        assert self.version is not None, "no weights were staged yet"
         await server.load(await self.folder(), self.version, in_flight)
 
     async def folder(self) -> str:
         return str(self._root / str(self.version))
 
-    def doubt(self, problem: EngineError) -> bool:
+    def fall_back(self, problem: EngineError) -> bool:
         return False
 
     def close(self) -> None:
@@ -107,30 +109,30 @@ class WeightFiles:
             self._alive = None
 
 
-def roomy(size: int, otherwise: Path) -> Path:
-    """Shared memory, if it has room for a model of `size` bytes; else a folder on disk."""
-    ours = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
-    if ours and shutil.disk_usage(SHARED_MEMORY).free > size * COPIES:
+def choose_weights_folder(size: int, on_disk: Path) -> Path:
+    """/dev/shm if a model of `size` bytes fits into it, else the folder `on_disk`, which is created."""
+    writable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+    if writable and shutil.disk_usage(SHARED_MEMORY).free > size * COPIES:
         return SHARED_MEMORY
-    otherwise.mkdir(parents=True, exist_ok=True)
-    return otherwise
+    on_disk.mkdir(parents=True, exist_ok=True)
+    return on_disk
 
 
-def sweep(room: Path) -> None:
-    """Remove what programs that were killed left there."""
-    for folder in room.glob(f"{FOLDERS}*"):
-        with suppress(FileNotFoundError):  # another run sweeps too
-            if folder.stat().st_uid != os.getuid() or (left := hold(folder / ALIVE)) is None:
+def remove_stale_folders(parent: Path) -> None:
+    """Remove weight folders that killed programs left in `parent`."""
+    for folder in parent.glob(f"{FOLDERS}*"):
+        with suppress(FileNotFoundError):  # another run removes it at the same time
+            if folder.stat().st_uid != os.getuid() or (lock := hold(folder / ALIVE)) is None:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            left.release()
+            lock.release()
 
 
 _log = logging.getLogger(__name__)
 
 
-class Handles:
-    """The policy's weights by name, on one GPU; each once, also where two names share a memory."""
+class IpcHandles:
+    """CUDA IPC handles of the policy's weights on one GPU. Tied weights are sent once."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         seen: set[int] = set()
@@ -140,27 +142,27 @@ class Handles:
                 seen.add(weight.data_ptr())
                 self.weights[name] = weight.detach().contiguous()
 
-    def described(self) -> dict[str, Any]:
-        """As vLLM wants them: what each weight is, and how to open it on this GPU."""
+    def for_vllm(self) -> dict[str, Any]:
+        """The update request of vLLM: names, dtypes and shapes, and the pickled handles."""
         gpu = _gpu(next(iter(self.weights.values())))
-        opened = [{gpu: reduce_tensor(weight)[1]} for weight in self.weights.values()]
+        handles = [{gpu: reduce_tensor(weight)[1]} for weight in self.weights.values()]
         return {
             "names": list(self.weights),
             "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in self.weights.values()],
             "shapes": [list(weight.shape) for weight in self.weights.values()],
-            "ipc_handles_pickled": base64.b64encode(pickle.dumps(opened)).decode(),
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
 
-    def serialized(self) -> str:
-        """As SGLang wants them: pairs of name and tensor, pickled as for another process of this machine."""
+    def for_sglang(self) -> str:
+        """The form of SGLang: pairs of name and tensor, pickled for another process of this machine."""
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump(list(self.weights.items()))
         return base64.b64encode(buffer.getvalue()).decode()
 
 
 class CudaIpcWeights:
-    """A `WeightTransport` by handles. `weights` gives the policy as it is; `files` is the way that always works, and
-    the only one for a server that starts."""
+    """A `WeightTransport` by CUDA IPC. `weights` returns the current policy. `files` is used to start servers, and for
+    everything once handles have failed."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]], files: WeightFiles) -> None:
         self._weights = weights
@@ -168,23 +170,24 @@ class CudaIpcWeights:
         self.version: int | None = None
         self._works = True
 
-    async def take(self, version: int) -> None:
-        """Nothing is copied: the trainer waits until servers have read its memory."""
+    async def stage(self, version: int) -> None:
+        """Copies nothing: the trainer waits until servers have read its memory."""
         self.version = version
         if not self._works:
-            await self._files.take(version)
+            await self._files.stage(version)
 
     async def send(self, server: ServerReplica, in_flight: InFlight) -> None:
-        assert self.version is not None, "nothing was taken yet"
+        assert self.version is not None, "no weights were staged yet"
         if not self._works:
             await self._send_files(server, in_flight)
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the server reads what it finds
+            torch.cuda.synchronize()  # pending kernels must have written the weights
         try:
-            await server.load(Handles(self._weights()), self.version, in_flight)
-        except (EngineError, RuntimeError) as problem:  # there is memory that torch cannot share
-            self.doubt(EngineError(str(problem)))  # now: SGLang dies of handles it cannot open, and would die again
+            await server.load(IpcHandles(self._weights()), self.version, in_flight)
+        except (EngineError, RuntimeError) as problem:  # RuntimeError: memory that torch cannot share
+            # At once: handles that it cannot open kill SGLang, and would kill it again.
+            self.fall_back(EngineError(str(problem)))
             await self._send_files(server, in_flight)
 
     async def _send_files(self, server: ServerReplica, in_flight: InFlight) -> None:
@@ -192,16 +195,16 @@ class CudaIpcWeights:
         await self._files.send(server, in_flight)
 
     async def folder(self) -> str:
-        assert self.version is not None, "nothing was taken yet"
+        assert self.version is not None, "no weights were staged yet"
         if self._files.version != self.version:
-            await self._files.take(self.version)
+            await self._files.stage(self.version)
         return await self._files.folder()
 
-    def doubt(self, problem: EngineError) -> bool:
-        """Handles did not do: files from now on. Whether that is a change."""
+    def fall_back(self, problem: EngineError) -> bool:
+        """Use files from now on; returns whether that is a change."""
         changed, self._works = self._works, False
         if changed:
-            _log.warning("weights go to servers by files from now on; by CUDA IPC they did not arrive: %s", problem)
+            _log.warning("weights are sent to servers as files from now on, because CUDA IPC failed: %s", problem)
         return changed
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One engine over several servers: routing, failover, and what is known of each server."""
+"""The router: one engine over several servers, with session affinity, failover and health checks."""
 
 from rally.engines.router.router import Router
 

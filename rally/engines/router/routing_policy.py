@@ -1,11 +1,11 @@
-"""Where each request goes is decided here alone, synchronously and without a clock, so that a simulation can drive it.
+"""Decides where each request goes. Synchronous and without a clock of its own, so that a simulation can drive it.
 
-Guarantees: the first request of a session goes to the server with the fewest requests in flight, at random among
-equals, and later ones to the same server as long as it lives and keeps up; no server has more in flight than allowed;
-of two requests that could take a free place the older one does; a request is repeated only after it failed.
+The first request of a session goes to the server with the fewest requests in flight, at random among equals. Later ones
+go to the same server as long as it is usable and does not lag behind. No server has more requests in flight than
+allowed. Of two requests that could take a free slot, the older one does. A request is repeated only after it failed.
 
-`ask` queues a ticket, `place` says which tickets are to be sent off now, and exactly one of `done`, `failed`,
-`refused`, `void` and `leave` follows for each ticket that was. Times are any clock's that does not go backwards.
+`ask` queues a ticket, `place` returns the tickets to be sent now, and for each of those exactly one of `done`,
+`failed`, `refused`, `void` and `leave` follows. Times are of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _serial = attrgetter("serial")
 
 
 class RoutingPolicy:
-    """Servers, sessions and waiting requests. `counts` says what was decided how often."""
+    """Servers, sessions and waiting requests. `counts` are the numbers of decisions by kind."""
 
     def __init__(self, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
         self.servers: dict[str, ServerState] = {}
         self.counts: Counter[str] = Counter()
         self._homes: OrderedDict[str, str] = OrderedDict()  # session to server, least recently used first
-        self._queue: list[Ticket] = []  # waits for any server, oldest first
+        self._queue: list[Ticket] = []  # tickets that wait for any server, oldest first
         self._random = random.Random(self.settings.seed)
         self._asked = 0
-        self._deserted_since: float | None = None
+        self._outage_since: float | None = None
 
     @property
     def waiting(self) -> int:
@@ -45,20 +45,20 @@ class RoutingPolicy:
 
     def add(self, name: str, now: float) -> None:
         if name in self.servers:
-            raise EngineError(f"there is a server {name!r} already; give each its own name")
+            raise EngineError(f"there is already a server {name!r}; give each its own name")
         self.servers[name] = ServerState(name, self.settings)
-        self._look_around(now)
+        self._update_outage(now)
 
     def remove(self, name: str, now: float) -> None:
-        """Give it no more requests; it is gone when what it has in flight has ended."""
+        """Give it no more requests; it is removed when its requests in flight have ended."""
         server = self.servers[name]
         server.leaving = True
         self._release_queue(server)
         self._forget_if_empty(server)
-        self._look_around(now)
+        self._update_outage(now)
 
     def ask(self, session: str | None, now: float) -> Ticket:
-        """A new request; the next `place` may send it off."""
+        """Queue a new request; the next `place` may return it."""
         self._asked += 1
         ticket = Ticket(self._asked, session, now)
         self.counts["requests"] += 1
@@ -66,7 +66,7 @@ class RoutingPolicy:
         return ticket
 
     def place(self, now: float) -> list[Ticket]:
-        """The tickets that are to be sent off now, each to its `server`."""
+        """The tickets to be sent now, each to its `server`."""
         placed = []
         while self.waiting and any(server.has_room(now) for server in self.servers.values()):
             options = [option for option in self._options(now) if option is not None]
@@ -79,15 +79,15 @@ class RoutingPolicy:
         return placed
 
     def done(self, ticket: Ticket, now: float) -> None:
-        """The server answered; an answer that refuses a faulty request is one too."""
+        """The server answered, be it by rejecting an invalid request."""
         server = self._leave_server(ticket)
         server.answered()
-        self._settle_in(ticket, server)
+        self._set_home(ticket, server)
         self._forget_if_empty(server)
-        self._look_around(now)
+        self._update_outage(now)
 
     def failed(self, ticket: Ticket, now: float) -> bool:
-        """The server failed under it. Whether it is queued again; if not, it has been tried often enough."""
+        """The server failed during the request. Returns whether it is queued again; if not, its tries are used up."""
         server = self._leave_server(ticket)
         self.counts["failed_tries"] += 1
         ticket.failures += 1
@@ -102,7 +102,7 @@ class RoutingPolicy:
         return True
 
     def refused(self, ticket: Ticket, retry_after: float, now: float) -> None:
-        """The server is busy; the request keeps its turn."""
+        """The server is busy; the request keeps its place in the queue."""
         server = self._leave_server(ticket)
         self.counts["refusals"] += 1
         if server.refused(retry_after, now) > self.settings.patience:
@@ -113,47 +113,48 @@ class RoutingPolicy:
         self._forget_if_empty(server)
 
     def void(self, ticket: Ticket, now: float) -> None:
-        """What the server sampled is of no use, and nobody is to blame; the request keeps its turn."""
+        """The result is unusable but not a failure (SampleVoid); the request keeps its place in the queue."""
         self._forget_if_empty(self._leave_server(ticket))
         self.counts["void_tries"] += 1
         self._enqueue(ticket, now)
 
     def leave(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more, wherever it is."""
+        """The caller is gone; drop the ticket, waiting or in flight."""
         if ticket.server is None:
             self._withdraw(ticket)
         else:
             self._forget_if_empty(self._leave_server(ticket))
 
     def heard(self, name: str, ok: bool, now: float) -> bool:
-        """A health check came back. Whether the server is given up, and all that it has in flight with it; failed
-        requests may have opened its circuit before."""
+        """The result of a health check. Returns whether the server's requests in flight must be abandoned: its circuit
+        is open, possibly since an earlier failed request."""
         server = self.servers.get(name)
         if server is None:
             return False
         if server.heard(ok, now):
             self._opened(server, now)
-        self._look_around(now)
+        self._update_outage(now)
         return not ok and server.duty is Duty.ON and server.circuit is Circuit.OPEN
 
     def assign(self, name: str, duty: Duty, now: float) -> None:
-        """What whoever minds a server says of it; ON comes after a proof and wipes out what was held against it."""
+        """Set a server's duty, on behalf of the component that manages it. ON follows a successful check and clears
+        earlier failures."""
         server = self.servers[name]
         if duty is Duty.ON:
             server.back()
-        elif duty is not Duty.PAUSED or server.duty is Duty.ON:  # a pause makes nobody better
+        elif duty is not Duty.PAUSED or server.duty is Duty.ON:  # a pause does not improve AWAY or LOST
             server.duty = duty
         if not server.usable:
             self._release_queue(server)
-        self._look_around(now)
+        self._update_outage(now)
 
     def forget(self, session: str) -> None:
-        """The session has ended."""
+        """The session has ended; drop its server."""
         self._homes.pop(session, None)
 
     def stranded(self, now: float) -> list[Ticket]:
-        """Withdraw and return the requests that have waited too long for any server to come back."""
-        if self._deserted_since is None:
+        """Withdraw and return the requests that have waited too long while no server was usable."""
+        if self._outage_since is None:
             return []
         late = [t for t in self._queue if now >= self._deadline(t)]
         for ticket in late:
@@ -162,34 +163,34 @@ class RoutingPolicy:
         return late
 
     def next_change(self, now: float) -> float | None:
-        """When `place` or `stranded` may have something new to say without anything happening before."""
+        """When `place` or `stranded` may return something new through the passage of time alone."""
         if not self.waiting:
             return None
         times = [s.quiet_until for s in self.servers.values() if s.usable and s.quiet_until > now]
-        if self._deserted_since is not None and self._queue:
+        if self._outage_since is not None and self._queue:
             times.append(min(map(self._deadline, self._queue)))
         return min(times, default=None)
 
     def _options(self, now: float) -> Iterator[tuple[Ticket, ServerState] | None]:
-        """Who could go where: the oldest ticket of each queue that may leave it."""
-        yield self._from_common_queue(now)
+        """Possible assignments: the oldest ticket of each queue that can be sent, with a server for it."""
+        yield self._from_shared_queue(now)
         for server in self.servers.values():
             if not server.queue:
                 continue
             ticket = server.queue[0]
             if server.has_room(now):
                 yield ticket, server
-            elif self._lags(server, now) and (other := self._emptiest(ticket, now)):
+            elif self._lags(server, now) and (other := self._least_loaded(ticket, now)):
                 yield ticket, other
 
-    def _from_common_queue(self, now: float) -> tuple[Ticket, ServerState] | None:
+    def _from_shared_queue(self, now: float) -> tuple[Ticket, ServerState] | None:
         for ticket in self._queue:
-            if server := self._emptiest(ticket, now):
+            if server := self._least_loaded(ticket, now):
                 return ticket, server
         return None
 
-    def _emptiest(self, ticket: Ticket, now: float) -> ServerState | None:
-        """The server with the fewest in flight. One that failed under this request only if there is no other at all."""
+    def _least_loaded(self, ticket: Ticket, now: float) -> ServerState | None:
+        """The server with the fewest requests in flight. One that failed on this request only if there is no other."""
         usable = [s for s in self.servers.values() if s.usable]
         untried = [s for s in usable if s.name not in ticket.tried] or usable
         free = [s for s in untried if s.has_room(now)]
@@ -197,7 +198,8 @@ class RoutingPolicy:
         return self._random.choice([s for s in free if s.in_flight == least]) if free else None
 
     def _lags(self, server: ServerState, now: float) -> bool:
-        """Whether it is so far behind another with room that a session is better off without its cached prefix."""
+        """Whether its load exceeds that of another available server so much that sessions should give up their
+        cache."""
         least = min((s.load for s in self.servers.values() if s.has_room(now)), default=server.load)
         return server.load > self.settings.lag_factor * least + self.settings.lag_margin
 
@@ -213,8 +215,8 @@ class RoutingPolicy:
                 del queue[at]
                 return
 
-    def _settle_in(self, ticket: Ticket, server: ServerState) -> None:
-        """The session is at home where it was last answered; count how it came there."""
+    def _set_home(self, ticket: Ticket, server: ServerState) -> None:
+        """Assign the session to the server that answered last, and count whether it moved."""
         if ticket.session is None:
             return
         before = self._homes.pop(ticket.session, None)
@@ -232,7 +234,7 @@ class RoutingPolicy:
             self.counts["moved_from_busy" if lives else "moved_from_dead"] += 1
 
     def _leave_server(self, ticket: Ticket) -> ServerState:
-        assert ticket.server is not None, "a ticket that was never sent off"
+        assert ticket.server is not None, "a ticket that was never sent"
         server = self.servers[ticket.server]
         server.release(ticket)
         return server
@@ -240,10 +242,10 @@ class RoutingPolicy:
     def _opened(self, server: ServerState, now: float) -> None:
         self.counts["circuits_opened"] += 1
         self._release_queue(server)
-        self._look_around(now)
+        self._update_outage(now)
 
     def _release_queue(self, server: ServerState) -> None:
-        """Those who waited for this server alone now wait for any."""
+        """Tickets that waited for this server now wait for any."""
         self._queue = sorted([*self._queue, *server.queue], key=_serial)
         server.queue = []
 
@@ -251,16 +253,16 @@ class RoutingPolicy:
         if server.leaving and server.in_flight == 0:
             del self.servers[server.name]
 
-    def _look_around(self, now: float) -> None:
-        """Note since when there has been no server at all, and none that somebody brings back."""
+    def _update_outage(self, now: float) -> None:
+        """Track since when no server is usable or being restarted."""
         if any(server.usable or server.duty is Duty.AWAY for server in self.servers.values()):
-            self._deserted_since = None
-        elif self._deserted_since is None:
-            self._deserted_since = now
+            self._outage_since = None
+        elif self._outage_since is None:
+            self._outage_since = now
 
     def _deadline(self, ticket: Ticket) -> float:
-        if self._deserted_since is None:
+        if self._outage_since is None:
             return float("inf")
         if self.all_lost:
-            return self._deserted_since  # waiting helps nobody
-        return max(ticket.since, self._deserted_since) + self.settings.give_up_after
+            return self._outage_since  # no server will come back
+        return max(ticket.since, self._outage_since) + self.settings.give_up_after

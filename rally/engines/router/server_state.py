@@ -1,10 +1,10 @@
-"""One server as the router sees it: what it has in flight, whether it is trusted, and until when it wants nothing.
+"""The router's settings, and its state of one server: requests in flight, circuit breaker, back-off and duty.
 
-A circuit breaker with three states. `closed`: it is given requests. `open`: after several failures in a row it is given
-none. `half_open`: after a pause and a good health check it is given one request, and with every further check that it
-passes twice as many; the first to be answered closes the circuit, the first to fail opens it again.
+The circuit breaker has three states. `closed`: the server gets requests. `open`: after several consecutive failures it
+gets none. `half_open`: after a pause and a passed health check it gets one request, and twice as many with every
+further check that it passes; the first success closes the circuit, the first failure opens it again.
 
-Beside what is found out about a server stands what is told of it by whoever starts it and gives it weights: its duty.
+The duty is set from outside, by the component that starts the server and updates its weights.
 """
 
 from __future__ import annotations
@@ -15,40 +15,44 @@ from enum import StrEnum
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """How requests are spread over servers; times are seconds."""
+    """How requests are distributed over servers; times are in seconds."""
 
-    max_in_flight: int = 256  # requests at one server; the others wait here, first come first served
-    lag_factor: float = 1.25  # a session leaves its server when that has more than this many times the least load
-    lag_margin: int = 8  # and so many requests on top
-    open_after: int = 3  # failures in a row
+    max_in_flight: int = 256  # per server; other requests wait in the router, first come first served
+    lag_factor: float = 1.25  # a session leaves its server if its load exceeds this multiple of the least load
+    lag_margin: int = 8  # plus so many requests
+    open_after: int = 3  # consecutive failures
     first_pause: float = 1.0  # before a server that failed is tried again; doubles each time
     longest_pause: float = 60.0
-    busy_pause: float = 0.1  # after a refusal that names no time; doubles with each in a row
-    patience: float = 2.0  # for which a session waits for its own server when that is busy
-    max_tries: int = 4  # of one request, when servers fail under it
-    give_up_after: float = 120.0  # of waiting while no server at all answers
+    busy_pause: float = 0.1  # after a busy response without Retry-After; doubles each time
+    patience: float = 2.0  # how long a session waits for its own busy server
+    max_tries: int = 4  # of one request
+    give_up_after: float = 120.0  # without any usable server
     health_every: float = 2.0
     health_timeout: float = 5.0
-    max_sessions: int = 100_000  # whose server is remembered
+    max_sessions: int = 100_000  # that are remembered
     seed: int = 0
 
 
 class Circuit(StrEnum):
+    """The state of the circuit breaker."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
 
 
 class Duty(StrEnum):
+    """The state of a server, set by the component that manages it."""
+
     ON = "on"
-    PAUSED = "paused"  # back in a moment: its sessions wait for it
-    AWAY = "away"  # somebody brings it back: its sessions go elsewhere
-    LOST = "lost"  # nobody does
+    PAUSED = "paused"  # for a moment: its sessions wait for it
+    AWAY = "away"  # being restarted: its sessions go elsewhere
+    LOST = "lost"  # will not come back
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request on its way to an answer. `server` is where it is in flight, None while it waits."""
+    """One request. `server` is where it is in flight, None while it waits."""
 
     serial: int
     session: str | None
@@ -56,12 +60,12 @@ class Ticket:
     server: str | None = None
     tried: set[str] = field(default_factory=set)
     failures: int = 0
-    probe: bool = False  # given to a half-open server
+    probe: bool = False  # sent to a half-open server
 
 
 @dataclass(eq=False)
 class ServerState:
-    """`queue` holds the tickets that wait for this server and no other, oldest first."""
+    """State of one server. `queue` are the tickets that wait for this server only, oldest first."""
 
     name: str
     settings: RouterSettings
@@ -70,13 +74,13 @@ class ServerState:
     circuit: Circuit = Circuit.CLOSED
     duty: Duty = Duty.ON
     leaving: bool = False
-    failures: int = 0  # in a row
-    openings: int = 0  # in a row
+    failures: int = 0  # consecutive
+    openings: int = 0  # consecutive
     open_until: float = 0.0
-    refusals: int = 0  # in a row
+    refusals: int = 0  # consecutive
     quiet_until: float = 0.0
     probes: int = 0  # in flight while half open
-    allowance: int = 1  # the most of them
+    allowance: int = 1  # the maximum of probes
 
     @property
     def load(self) -> int:
@@ -100,23 +104,23 @@ class ServerState:
         self.probes += ticket.probe
 
     def release(self, ticket: Ticket) -> None:
-        assert ticket.server == self.name and self.in_flight > 0, "a ticket is given back where it was taken"
+        assert ticket.server == self.name and self.in_flight > 0, "the ticket is not in flight here"
         self.in_flight -= 1
         self.probes -= ticket.probe
         ticket.server, ticket.probe = None, False
 
     def answered(self) -> None:
-        """It did what it was asked: whatever was held against it is forgotten."""
+        """A request succeeded: close the circuit and clear failures."""
         self.circuit = Circuit.CLOSED
         self.failures = self.openings = self.refusals = 0
 
     def back(self) -> None:
-        """It has been shown to be well: nothing that was before counts any more."""
+        """The server passed its checks: clear everything."""
         self.duty, self.quiet_until = Duty.ON, 0.0
         self.answered()
 
     def failed(self, now: float) -> bool:
-        """Whether this failure opened the circuit. One that is not on duty is expected to fail."""
+        """Returns whether this failure opened the circuit. Failures of a server that is not on duty do not count."""
         if self.duty is not Duty.ON:
             return False
         self.failures += 1
@@ -130,14 +134,14 @@ class ServerState:
         return True
 
     def refused(self, retry_after: float, now: float) -> float:
-        """It is busy, which is no failure; returns how long it is left alone."""
+        """The server is busy, which is not a failure; returns the seconds until it gets requests again."""
         pause = retry_after or min(self.settings.longest_pause, self.settings.busy_pause * 2**self.refusals)
-        self.refusals += now >= self.quiet_until  # all that were in flight together are refused together
+        self.refusals += now >= self.quiet_until  # requests in flight together are refused together and count once
         self.quiet_until = max(self.quiet_until, now + pause)
         return self.quiet_until - now
 
     def heard(self, ok: bool, now: float) -> bool:
-        """A health check came back; returns whether it opened the circuit."""
+        """The result of a health check; returns whether it opened the circuit."""
         if not ok:
             return self.failed(now)
         if self.duty is not Duty.ON:

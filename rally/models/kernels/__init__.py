@@ -1,4 +1,4 @@
-"""GPU kernels, each beside the plain torch that specifies it; a leaf that knows tensors and nothing else of ours.
+"""Triton kernels, and the plain torch functions that specify them (reference.py). They import nothing else of Rally.
 
-Only the kernel files import triton, so import one where a CUDA device, and with it triton, is known to be there.
+Only the kernel modules import triton; import them only where a CUDA device, and with it triton, is present.
 """

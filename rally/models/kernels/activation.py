@@ -1,4 +1,4 @@
-"""The gated activation rounds twice, as Hugging Face's MLP does: after the activation and after the product.
+"""Gated activation kernels (SiLU, tanh GELU). They round twice, as transformers does: after activation and product.
 
 Shapes: T tokens, F features.
 """
@@ -41,7 +41,7 @@ def gated(gate_TF: Tensor, up_TF: Tensor, kind: Activation) -> Tensor:
 
 
 def gated_backward(gate_TF: Tensor, up_TF: Tensor, grad_TF: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
-    """The gradients of `gated` for the gate and for what it gates."""
+    """The gradients of `gated` with respect to `gate` and `up`."""
     tokens, features = gate_TF.shape
     assert kind in ("silu", "gelu_tanh")
     assert all(t.is_contiguous() and t.dtype == gate_TF.dtype for t in (gate_TF, up_TF, grad_TF))

@@ -1,4 +1,4 @@
-"""How work is cut: the tiles that one program of the extend kernel takes, and the splits of the decode kernel."""
+"""Tile sizes of the paged attention kernels, and the list of tiles of the extend kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_M = 64  # rows of a tile: tokens times the heads of a group; 128 is a litt
 
 
 def extend_tokens(group: int, block_m: int = BLOCK_M) -> int:
-    """Most tokens in a tile, where `group` query heads share a key/value head."""
+    """The maximum number of tokens in a tile, where `group` query heads share a key/value head."""
     return block_m // group
 
 
@@ -21,7 +21,7 @@ def extend_tiles(
 ) -> NDArray[np.int32]:
     """Tiles [N, 4] of chunks, each (row of the table, first token in q, tokens, position of its first token).
 
-    Tiles with the longest histories come first, so that the last programs to run are short ones.
+    Tiles with the longest histories come first, so that the last programs to run are short.
     """
     chunks = np.array(rows, dtype=np.int32).reshape(-1, 4)
     width = extend_tokens(group, block_m)

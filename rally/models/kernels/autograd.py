@@ -1,6 +1,7 @@
-"""The elementwise parts of a decoder layer as single kernels with gradients: they round where the module rounds.
+"""Norms, gated activation and rotary embedding as autograd functions over the Triton kernels.
 
-A gradient is summed in fp32 and rounded once. Nothing is kept for the backward pass but the inputs.
+They round where the module rounds. Gradients are summed in fp32 and rounded once. Only inputs are kept for the backward
+pass.
 Shapes: T tokens, C channels, F features, H heads, D channels of a head.
 """
 
@@ -25,7 +26,7 @@ def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False
 def add_and_norm(
     x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The sum of both, and the norm of the sum."""
+    """The sum of both, and its norm."""
     return _AddNorm.apply(x_TC, residual_TC, weight_C, eps, offset)  # type: ignore[no-any-return]
 
 

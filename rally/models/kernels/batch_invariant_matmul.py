@@ -1,8 +1,8 @@
-"""A row of `linear` is bit for bit the same alone and among any others.
+"""Batch-invariant linear layer: a row of the result is bit for bit the same whatever other rows there are.
 
-A library's matrix product picks its tiles, and whether to split the inner dimension, by the number of rows, so that a
-token's logits depend on how many tokens came with it. Here the tile is chosen by the weight alone, each output element
-is one fp32 accumulator that walks the channels in one order, and one compiled kernel serves every number of rows.
+A library's matrix product chooses its tiles, and whether to split the inner dimension, by the number of rows, so a
+token's logits depend on the size of its batch. Here the tile depends only on the weight, each output element is one
+fp32 accumulator over the channels in a fixed order, and one compiled kernel serves every number of rows.
 Shapes: T tokens, C channels in, F features out.
 """
 

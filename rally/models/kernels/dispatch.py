@@ -1,4 +1,4 @@
-"""The kernels a fast step is made of: Triton on a GPU, their plain-torch specification anywhere else."""
+"""Selects the kernels of a step: Triton on a GPU, the plain torch reference on any other device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Kernels(NamedTuple):
-    """Signatures and meanings are those of `rally.models.kernels`."""
+    """The functions of one implementation; see `reference` for what they compute."""
 
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., Tensor]
@@ -39,7 +39,6 @@ def kernels_for(device: torch.device) -> Kernels:
 
         return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend, linear)
     from rally.models.kernels import reference
-    from rally.models.kernels import reference as reference_attention
 
     return Kernels(
         reference.rms_norm,
@@ -47,7 +46,7 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.rotate_and_store,
         reference.gated,
         reference.sample,
-        reference_attention.paged_decode,
-        reference_attention.paged_extend,
+        reference.paged_decode,
+        reference.paged_extend,
         reference.linear,
     )

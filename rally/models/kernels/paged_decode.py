@@ -1,12 +1,12 @@
-"""One new token per request attends to its whole history in KV pages, and its result depends on that history alone.
+"""Paged attention for one new token per request (decode). Batch-invariant: a result depends only on its own history.
 
-Every program takes the heads of one key/value head and one split of one request's history, so keys and values are read
-once. Splits have a fixed size and begin at fixed positions: how a row is cut, and the order in which its parts are
-added, follow from its own length, never from its batch mates, the size of the batch or `max_length`. (The result is not
-bitwise that of `paged_extend` for the same token, whose tiles have another shape; a caller that needs decode, chunks
-and training to agree to the last bit runs `paged_extend` for all of them.)
+Each program computes the heads of one key/value head for one split of one request's history, so keys and values are
+read once. Splits have a fixed size and begin at fixed positions, so the splits of a row and the order in which they are
+added follow from its own length, not from the rest of the batch or `max_length`. The result is not bitwise that of
+`paged_extend` for the same token, whose tiles have another shape. A caller that needs decode, chunks and training to
+agree to the last bit uses `paged_extend` for all of them.
 
-The grid follows from shapes and `max_length`, nothing waits for the device, so a CUDA graph can capture the call.
+The grid follows from shapes and `max_length` and nothing synchronizes, so a CUDA graph can capture the call.
 
 Shapes: B requests, H query heads, K key/value heads, G = H / K, D head size, P width of the page table, S splits.
 A pool of keys or values is [slots, K, D]; slot = page * page_size + offset.
@@ -29,7 +29,7 @@ MERGED = 8  # splits that the merging kernel reads at once
 
 
 class DecodeTuning(NamedTuple):
-    """How a program does its work; `split` also decides how results are rounded, so a run keeps to one."""
+    """Launch parameters; `split` also determines rounding, so a run uses one value."""
 
     block: int
     warps: int
@@ -148,7 +148,7 @@ def _decode_kernel(
         if WINDOW:
             seen = seen & (position >= low)
         slot = page.to(tl.int64) * PAGE + position % PAGE
-        # The next block's pages are asked for now, so that its keys need not wait for them.
+        # Load the next block's page numbers now, so that its keys need not wait for them.
         page = tl.load(pages + (position + BLOCK) // PAGE, mask=position + BLOCK < end, other=0)
         place = slot[:, None] * pool_slot + kv * pool_head + column[None, :]
         # What is not seen is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.

@@ -1,12 +1,12 @@
-"""Chunks of prompts attend to KV pages that hold their history and themselves; how they are cut changes no bit.
+"""Paged attention for chunks of tokens (prefill). Batch-invariant: chunking does not change a bit of the result.
 
-A program takes one tile: consecutive tokens of one request, for the heads of one key/value head. Blocks of keys begin
-at fixed positions of the history, and a block of which a token sees nothing leaves that token's sums as they were. So
-for one `block_m` the result of a token is bitwise the same in a tile of its own, which is a decode, in any chunk, and
-in a packed forward over a pool whose pages are single tokens; it depends on the token's own history alone. It is not
-bitwise that of `paged_decode`, which is faster for decodes: it multiplies in other shapes and splits long histories.
+A program computes one tile: consecutive tokens of one request, for the heads of one key/value head. Blocks of keys
+begin at fixed positions of the history, and a block of which a token sees nothing leaves that token's sums unchanged.
+So for one `block_m` the result of a token depends only on its own history. It is bitwise the same in a tile of its own
+(a decode), in any chunk, and in a packed forward over a pool whose pages are single tokens. It is not bitwise that of
+`paged_decode`, which is faster for decodes: that kernel multiplies in other shapes and splits long histories.
 
-The grid follows from shapes, nothing waits for the device, so a CUDA graph can capture the call.
+The grid follows from shapes and nothing synchronizes, so a CUDA graph can capture the call.
 
 Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, R rows of the page table, P its
 width, N tiles. A pool of keys or values is [slots, K, D]; slot = page * page_size + offset.
@@ -27,7 +27,7 @@ LOG2_E = math.log2(math.e)
 
 
 class ExtendTuning(NamedTuple):
-    """How a program does its work; `block` also decides how results are rounded, so a run keeps to one."""
+    """Launch parameters; `block` also determines rounding, so a run uses one value."""
 
     block: int
     warps: int
@@ -35,7 +35,8 @@ class ExtendTuning(NamedTuple):
 
 
 def tuning(head_size: int, block_m: int) -> ExtendTuning:
-    """A warp for every 16 rows, and of keys what its registers hold; only `block_m` may differ where bits must not."""
+    """One warp per 16 rows, and as many keys as its registers hold. `block`, and with it rounding, follows from both
+    arguments."""
     block = 32 if head_size > 128 or block_m <= 64 else 64
     return ExtendTuning(block, block_m // 16, 3 if head_size <= 128 else 2)
 
@@ -54,7 +55,7 @@ def paged_extend(
     block_m: int = BLOCK_M,
     tuned: ExtendTuning | None = None,
 ) -> None:
-    """Tokens whose own keys and values, and those of their histories, are already in the pool; causal by position.
+    """Causal attention of tokens whose own keys and values, and those of their histories, are already in the pool.
 
     A tile is (row of the table, first token in q, tokens, position of that token in its history), int32, of at most
     `extend_tokens(G, block_m)` tokens; one of 0 tokens is padding. With a window w a token at position p sees
@@ -179,7 +180,7 @@ def _attend(
     for block in range(start, stop, BLOCK_N):
         place = block + tl.arange(0, BLOCK_N)
         slot = (page.to(tl.int64) * PAGE + place % PAGE)[:, None]
-        # The next block's pages are asked for now, so that its keys need not wait for them.
+        # Load the next block's page numbers now, so that its keys need not wait for them.
         page = tl.load(pages + (place + BLOCK_N) // PAGE, mask=place + BLOCK_N < end, other=0)
         if MASKED:
             # What no token sees is loaded as zeros: a weight of zero would not keep out a NaN of a free slot.
@@ -196,7 +197,7 @@ def _attend(
                 seen = seen & (place[None, :] > query[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        # A row that has seen nothing yet, which a window allows, subtracts 0: infinity less infinity is no number.
+        # A row that has seen nothing yet, which a window allows, subtracts 0: infinity minus infinity would be NaN.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top) if WINDOW else new_top
         weights = tl.exp2(scores * scale - shift[:, None])
         fade = tl.exp2(top - shift)

@@ -1,8 +1,8 @@
-"""Attention over KV pages in plain torch: the specification that the kernels of this room are tested against.
+"""The kernels in plain torch: norms, rotary embedding, activation, sampling, linear layers and paged attention.
 
-The functions have the names and the signatures of the kernels and run on any device, one request after the other, with
-scores, softmax and sums in fp32. They read nothing that a kernel may not read: no page beyond a row's length, no slot
-outside the window.
+They are the specification that the Triton kernels are tested against, with the same names and signatures, on any
+device. Attention computes one request after the other in fp32, and reads nothing that a kernel may not read: no page
+beyond a row's length, no slot outside the window.
 
 Shapes: B requests, T packed tokens, H query heads, K key/value heads, G = H / K, D head size, R rows of a page table,
 P its width, N tiles, t tokens of one request, L keys that it sees.
@@ -145,7 +145,7 @@ def _first_visible(position: int, window: int | None) -> int:
 
 
 def _slots(pages_P: Tensor, first: int, end: int, page_size: int) -> Tensor:
-    """Where positions `first` to `end` lie in the pool: [L]."""
+    """The slots [L] in the pool of the positions from `first` to `end`."""
     positions_L = torch.arange(first, end, device=pages_P.device)
     return pages_P.long()[positions_L // page_size] * page_size + positions_L % page_size
 

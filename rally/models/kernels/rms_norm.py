@@ -1,4 +1,4 @@
-"""RMS norm of a row rounds where Hugging Face's eager module rounds, and does not depend on the other rows.
+"""RMS norm kernels. They round where the eager modules of transformers round, and rows are independent.
 
 Llama and Qwen round the normalised value to the dtype and then multiply by the weight; Gemma multiplies by
 (1 + weight) in fp32 and rounds once (`offset=True`). One program reads one row once.
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BACKWARD_TILE = 2048  # elements that a program of the backward pass has in hand at once
-_TURNS = 8  # tiles that it works through, so that it hands on one sum for the weight and not eight
+_BACKWARD_TILE = 2048  # elements that a program of the backward pass holds at once
+_TURNS = 8  # tiles per program, so that it writes one partial sum for the weight instead of eight
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:

@@ -1,7 +1,8 @@
-"""One launch turns a step's q, k, v into rotated queries and stored keys and values, with Hugging Face's roundings.
+"""Rotary embedding kernels: rotate queries, and rotate and store keys and values in one launch.
 
-Each head is normed first where the model norms heads (Qwen3, Gemma3). The rotation is Hugging Face's: the first half
-of a head pairs with its second half, x * cos and rotate_half(x) * sin are each rounded, and so is their sum.
+Each head is normed first if the model norms heads (Qwen3, Gemma3). Rotation and roundings are those of transformers:
+the first half of a head pairs with its second half, x * cos and rotate_half(x) * sin are each rounded, and so is their
+sum.
 Shapes: T tokens, H query heads, K key and value heads, D channels of a head; pools are [slots, K, D].
 """
 
@@ -56,7 +57,7 @@ def rotate_and_store(
 
 
 def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
-    """Every head rotated; `back` undoes it, which is what the gradient needs. Both halves of cos and sin are equal."""
+    """Rotate every head; `back` rotates back, for the gradient. Both halves of cos and sin are equal."""
     tokens, heads, size = x_THD.shape
     assert size >= 2 and size & (size - 1) == 0
     assert cos_TD.shape == sin_TD.shape == (tokens, size) and cos_TD.is_contiguous() and sin_TD.is_contiguous()

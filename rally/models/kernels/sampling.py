@@ -1,8 +1,8 @@
-"""A token is drawn on the device by inverting its row's distribution at a given uniform number, in two launches.
+"""Sampling kernel: inverts the cumulative distribution of each row at a given uniform number, in two launches.
 
-The first launch reduces every chunk of the vocabulary to its maximum, its place and the sum of exponentials; the second
-finds the chunk that the number falls into and looks inside that one only. A row never depends on another. A logit of
--inf marks a forbidden token; a NaN, a +inf or a row of nothing but -inf gives a NaN logprob, which the host checks.
+The first launch reduces each chunk of the vocabulary to its maximum, the index of that, and the sum of exponentials.
+The second finds the chunk that the number falls into and reads only that one. Rows are independent. A logit of -inf
+marks a forbidden token. A NaN, a +inf or a row of only -inf gives a NaN logprob, which the host checks.
 Shapes: B rows, V vocabulary, N chunks.
 """
 
@@ -20,9 +20,10 @@ _CHUNK = 4096
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor, ids_B: Tensor, logprobs_B: Tensor) -> None:
-    """Write a token of each row and its log-probability under softmax(logits / temperature), both.
+    """Write a token for each row to `ids_B` and its log-probability under softmax(logits / temperature) to
+    `logprobs_B`.
 
-    Temperature 0 takes the largest logit, the first of equals, and its log-probability at temperature 1.
+    Temperature 0 takes the first largest logit, and its log-probability at temperature 1.
     """
     rows, vocabulary = logits_BV.shape
     assert logits_BV.dtype == temperature_B.dtype == logprobs_B.dtype == torch.float32 and ids_B.dtype == torch.int64
@@ -113,7 +114,7 @@ def _choose_kernel(
     chunk_peak = tl.max(tl.where(here, peaks, -float("inf")), axis=0)
     weights = tl.exp(tl.div_rn(x, divisor) - chunk_peak).to(tl.float64)
     inner = tl.cumsum(weights, axis=0)
-    # Of the sum just made, not of the first launch's: the two differ in rounding, and the end must stay the end.
+    # Relative to this sum and not that of the first launch: they differ in rounding, and the end must be reachable.
     beyond = inner > share * tl.sum(weights, axis=0)
     drawn = chunk * CHUNK + _first(beyond, weights > 0, offsets, CHUNK)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rally.config import Config
-from rally.engines import build_engine
+from rally.engines import EmbeddedEngine
 from rally.engines.base import EngineError, TrainingEngine
 from rally.engines.remote import (
     ClientSettings,
@@ -35,8 +35,8 @@ from rally.engines.remote import (
     Vllm,
     WeightFiles,
     WeightTransport,
-    roomy,
-    sweep,
+    choose_weights_folder,
+    remove_stale_folders,
     tolerance_of,
 )
 from rally.engines.router.server_state import RouterSettings
@@ -101,7 +101,7 @@ def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
             "rollout.checkpoint_engine.backend=ipc is for a server of one GPU that is the trainer's; leave it out here"
         )
     room = room_of(config, model)
-    sweep(room)
+    remove_stale_folders(room)
     weights = functools.partial(whole_weights, model)
     first = functools.partial(write_whole, model, _bucket(config), _untied(config, model))
     files = WeightFiles(WeightWriter(first, weights), room)
@@ -123,7 +123,7 @@ def room_of(config: Config, model: PreTrainedModel) -> Path:
     if any(urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls):
         on_disk.mkdir(parents=True, exist_ok=True)
         return on_disk
-    return roomy(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
+    return choose_weights_folder(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
 
 
 def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
@@ -311,4 +311,4 @@ def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngi
             )
         return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec))
     settings = engine_settings_of(config)
-    return build_engine(config.rollout.name, policy.model, settings, decode=inputs.codec.decode)
+    return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode)

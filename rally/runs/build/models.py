@@ -20,7 +20,7 @@ from rally.images.patches import Patches
 from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.models.lora import LoraSettings, add_adapters, check_resumable
 from rally.models.parallel import ALONE, Message, Ranks
-from rally.models.vision import give_sight
+from rally.models.vision import set_patches
 from rally.models.vision_io import freeze_tower, patches_for
 
 
@@ -69,7 +69,7 @@ def trained_model(
         overrides=dict(model.override_config),
     )
     if patches := patches_at(model, base, image_options):
-        give_sight(found, patches)
+        set_patches(found, patches)
     if lora:
         add_adapters(found, lora, base, path)
     return found
@@ -99,7 +99,7 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
         spelled=model.spelled_tokens,
-        called="model.tokenizer_path" if model.tokenizer_path else PATH_KEY,
+        option="model.tokenizer_path" if model.tokenizer_path else PATH_KEY,
     )
 
 

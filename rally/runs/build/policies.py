@@ -9,7 +9,7 @@ from rally.config import Config
 from rally.models.load import PATH_KEY, pick_device, pick_dtype
 from rally.models.lora import has_adapters
 from rally.models.parallel import ALONE, Ranks, ranks_of
-from rally.models.vision_io import share_sight
+from rally.models.vision_io import share_patches
 from rally.runs.build.models import model_of, patches_of
 from rally.runs.build.training import (
     gradient_limits_of,
@@ -43,10 +43,10 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
-        called="critic.model.path" if config.critic.model.path else PATH_KEY,
+        option="critic.model.path" if config.critic.model.path else PATH_KEY,
     )
     if patches := patches_of(config):
-        share_sight(body, patches, "critic.model.path")
+        share_patches(body, patches, "critic.model.path")
     ranks.spread(body)
     learner = Policy(
         body,

@@ -11,7 +11,7 @@ from rally.config import Config
 from rally.config.trainer import RunConfig, TrainerConfig
 from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSettings, build_sinks
 from rally.track.export import TRACKERS
-from rally.track.export.export_lock import alone
+from rally.track.export.delivery import sole_exporter
 from rally.types import RallyError
 from rally.util.jsonl import write_atomic
 
@@ -59,7 +59,7 @@ def set_evaluation_aside(folder: RunFolder) -> None:
 def unread(folder: RunFolder) -> AbstractContextManager[None]:
     """While the block lasts, no process that sends to trackers reads the folder; an earlier run's is waited for."""
     state = folder.path / "tracking"
-    return alone(state) if state.is_dir() else nullcontext()
+    return sole_exporter(state) if state.is_dir() else nullcontext()
 
 
 def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:

@@ -1,1 +1,1 @@
-"""Guarantees: nothing here trusts the program it runs. These files run inside the isolation, never in the trainer."""
+"""The part of the sandbox that runs inside the isolation, never in the trainer. It does not trust the program."""

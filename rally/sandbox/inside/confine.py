@@ -1,4 +1,4 @@
-"""Guarantees: what runs after `enter` and `confine` is held by the level's walls and by every cap of its order.
+"""Applies a level of isolation and the limits of a request: `enter` to the supervisor, `confine` to the program.
 
 level        the supervisor enters                         the program is confined by
 bubblewrap   its own user, pid, mount, network, IPC and    rlimits, a seccomp filter
@@ -16,37 +16,38 @@ import sys
 from typing import Literal
 
 from rally.sandbox.inside import landlock, seccomp, syscalls
-from rally.sandbox.inside.request import Order
+from rally.sandbox.inside.request import ExecutionRequest
 
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 
 INNER_ID = 1000
-UNPRIVILEGED = 65534  # who root becomes before a program comes near
-# Within a network namespace of its own a program may use all; outside of one, none that could leave the tree.
+UNPRIVILEGED = 65534  # the user that replaces root before any program runs
+# Socket families: all within the program's own network namespace; without one, none that could reach other processes.
 _SOCKETS: dict[LevelName, tuple[str, ...]] = {"bubblewrap": ("unix", "inet", "inet6"), "landlock": ()}
 _LIMIT_SLACK = 2  # the supervisor and the process that places files
 
 
 def namespaces_of(level: LevelName) -> int:
+    """The clone flags of the namespaces that an execution gets."""
     return syscalls.NEW_ALL if level == "bubblewrap" else 0
 
 
 def prepare(level: LevelName) -> None:
-    """Called once by the fork server: what all executions share is computed before there is one."""
+    """Called once by the fork server: compute what all executions share."""
     if level in _SOCKETS:
         seccomp.assembled(*_SOCKETS[level])
 
 
-def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
-    """Called once by the supervisor of an execution, before anything of the program exists."""
+def enter(level: LevelName, request: ExecutionRequest, outer_ids: tuple[int, int]) -> None:
+    """Called once by the supervisor of an execution, before the program starts."""
     if level != "bubblewrap":
         os.setsid()
         syscalls.become_subreaper()
         return
     _map_ids(*outer_ids)
     covered = [(folder, os.open(folder, os.O_PATH | os.O_DIRECTORY)) for folder in _python_below("/tmp", "/mnt")]
-    # One tmpfs under all three, so that one size caps them together.
-    syscalls.mount_tmpfs("/tmp", order.caps.disk, order.caps.files)
+    # One tmpfs under all three, so that one size limits them together.
+    syscalls.mount_tmpfs("/tmp", request.caps.disk, request.caps.files)
     for name in ("tmp", "mnt", "shm"):
         os.mkdir(f"/tmp/{name}", 0o700)
     syscalls.bind("/tmp/mnt", "/mnt")
@@ -63,22 +64,22 @@ def enter(level: LevelName, order: Order, outer_ids: tuple[int, int]) -> None:
     syscalls.set_dumpable(False)
 
 
-def confine(level: LevelName, order: Order, seconds: float | None) -> None:
-    """Called by every process that does something on the program's behalf; `seconds` of CPU time each at most."""
-    # The program may look at itself; the supervisor, which it was forked from, it may not.
+def confine(level: LevelName, request: ExecutionRequest, seconds: float | None) -> None:
+    """Called by every process that acts for the program; `seconds` is the maximum of CPU time of each."""
+    # The program may inspect itself, but not the supervisor that it was forked from.
     syscalls.set_dumpable(True)
-    _mark_as_first_to_go()
-    _set_limits(level, order, seconds)
+    _prefer_for_oom_kill()
+    _set_limits(level, request, seconds)
     if level == "landlock":
-        landlock.restrict(order.readable, (order.folder,))
+        landlock.restrict(request.readable, (request.folder,))
     if level in _SOCKETS:
-        seccomp.refuse_dangerous_calls(*_SOCKETS[level])
+        seccomp.install_filter(*_SOCKETS[level])
 
 
 def _python_below(*private: str) -> list[str]:
-    """The folders of this Python that lie where a program's own files will: they must be shown again above those."""
+    """The folders of this Python below `private`, which the tmpfs will cover: they must be mounted again on top."""
     folders = sorted({os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix)})
-    return [folder for folder in folders if any(folder.startswith(f"{place}/") for place in private)]
+    return [folder for folder in folders if any(folder.startswith(f"{parent}/") for parent in private)]
 
 
 def _map_ids(uid: int, gid: int) -> None:
@@ -91,23 +92,23 @@ def _map_ids(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def _mark_as_first_to_go() -> None:
-    """Should the machine itself run out of memory, let the kernel choose this process."""
+def _prefer_for_oom_kill() -> None:
+    """If the machine runs out of memory, let the kernel kill this process first."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
-def _set_limits(level: LevelName, order: Order, seconds: float | None) -> None:
-    caps = order.caps
+def _set_limits(level: LevelName, request: ExecutionRequest, seconds: float | None) -> None:
+    caps = request.caps
     limits = {
-        # Counts on top of what the warm interpreter already holds, which forks share.
+        # In addition to what the warm interpreter already uses, which forks share.
         resource.RLIMIT_DATA: caps.memory + _data_size(),
         resource.RLIMIT_FSIZE: caps.disk,
         resource.RLIMIT_NOFILE: caps.open_files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if level == "bubblewrap":  # elsewhere the kernel would count all processes of the user; there the watch counts ours
+    if level == "bubblewrap":  # elsewhere the kernel counts all processes of the user, and ResourceWatch counts ours
         limits[resource.RLIMIT_NPROC] = caps.processes + _LIMIT_SLACK
     if seconds is not None:
         limits[resource.RLIMIT_CPU] = int(seconds) + 2
@@ -117,7 +118,7 @@ def _set_limits(level: LevelName, order: Order, seconds: float | None) -> None:
         resource.setrlimit(limit, (value, value))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGXFSZ, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # as Python itself starts: an error to handle, not a death
+        signal.signal(number, signal.SIG_IGN)  # as in a normal Python start: an error to handle, not a fatal signal
 
 
 def _data_size() -> int:

@@ -1,5 +1,5 @@
-"""Guarantees: after `restrict`, this process and all it starts read only the given paths, write only the given folders,
-open no TCP connection, and signal and reach no process outside. Needs Linux 6.12 (Landlock ABI 6); never loosens."""
+"""Landlock rules. After `restrict` this process and all that it starts can read only the given paths, write only the
+given folders, open no TCP connection, and signal no process outside. Irrevocable. Needs Linux 6.12 (Landlock ABI 6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _PathRule(ctypes.Structure):
 
 
 def abi() -> int:
-    """The version the kernel speaks; 0 when it has none."""
+    """The kernel's Landlock version; 0 without Landlock."""
     try:
         return syscalls.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     except OSError:
@@ -36,8 +36,9 @@ def abi() -> int:
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
-    wanted = _Ruleset(files=_ALL, network=3, scoped=3)
-    ruleset = syscalls.syscall(_CREATE_RULESET, ctypes.byref(wanted), ctypes.c_size_t(ctypes.sizeof(wanted)), 0)
+    """Apply the rules to this process."""
+    rules = _Ruleset(files=_ALL, network=3, scoped=3)
+    ruleset = syscalls.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(ctypes.sizeof(rules)), 0)
     for path in readable:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in _DEVICES:

@@ -1,7 +1,7 @@
-"""Guarantees: code runs in this forked interpreter as `python main.py` would run it, and none of our own frames show.
+"""Runs Python code in this forked interpreter as `python main.py` would, without our own frames in tracebacks.
 
-It runs as the module `__main__` of a file that exists, with the exit codes, tracebacks, threads and exit handlers of a
-script. Random generators that the fork server loaded are seeded anew, so that two runs do not draw the same numbers.
+The code runs as the module `__main__` of an existing file, with the exit codes, tracebacks, threads and exit handlers
+of a script. Random generators that the fork server loaded are seeded again, so that runs draw different numbers.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rally.sandbox.inside.request import Order
+from rally.sandbox.inside.request import ExecutionRequest
 
 _SEEDED = (("numpy.random", "seed"), ("sympy.core.random", "seed"))
 
 
 @dataclass(frozen=True)
 class ProgramResult:
+    """The exit code, and the repr of a final expression if asked for."""
+
     code: int
     echo: str | None = None
 
 
-def run_script(order: Order, path: list[str], link: socket.socket) -> NoReturn:
-    """The whole of a one-shot program."""
-    namespace = _fresh_main(order, path)
-    ran = execute(order.code, namespace, namespace["__file__"], order.echo)
-    if ran.echo is not None:
-        _tell(link, ran)
-    threading._shutdown()  # type: ignore[attr-defined]  # a script ends when its threads have
+def run_script(request: ExecutionRequest, path: list[str], link: socket.socket) -> NoReturn:
+    """Run a program from start to exit."""
+    namespace = _fresh_main(request, path)
+    result = execute(request.code, namespace, namespace["__file__"], request.echo)
+    if result.echo is not None:
+        _send_result(link, result)
+    threading._shutdown()  # type: ignore[attr-defined]  # a script waits for its threads
     atexit._run_exitfuncs()
     _flush()
     # A full shutdown of the interpreter would take longer than most programs.
-    os._exit(ran.code)
+    os._exit(result.code)
 
 
-def run_session(order: Order, path: list[str], link: socket.socket) -> NoReturn:
-    """Cells in one namespace, until the supervisor ends it."""
-    namespace = _fresh_main(order, path)
+def run_session(request: ExecutionRequest, path: list[str], link: socket.socket) -> NoReturn:
+    """Run cells in one namespace, until the supervisor ends the process."""
+    namespace = _fresh_main(request, path)
     for number, line in enumerate(_lines(link), start=1):
         name = f"<cell {number}>"
         cell = json.loads(line)["code"]
         linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
-        ran = execute(cell, namespace, name, order.echo)
+        result = execute(cell, namespace, name, request.echo)
         _flush()
-        _tell(link, ran)
+        _send_result(link, result)
     os._exit(0)
 
 
 def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> ProgramResult:
-    """Run `code`; with `echo`, also the repr of a last line that is an expression with a value."""
+    """Run `code`; with `echo`, also return the repr of a final expression that is not None."""
     try:
         parsed = ast.parse(code, name)
         last = parsed.body[-1] if echo and parsed.body else None
@@ -72,17 +74,17 @@ def execute(code: str, namespace: dict[str, Any], name: str, echo: bool) -> Prog
         return ProgramResult(0, None if value is None else repr(value))
     except SystemExit as end:
         return ProgramResult(_exit_code(end))
-    except BaseException as error:  # noqa: BLE001 - whatever the program raised is its result
+    except BaseException as error:  # noqa: BLE001 - any exception of the program is its result
         _show(error)
         return ProgramResult(1)
 
 
-def _fresh_main(order: Order, path: list[str]) -> dict[str, Any]:
+def _fresh_main(request: ExecutionRequest, path: list[str]) -> dict[str, Any]:
     main = types.ModuleType("__main__")
-    main.__file__ = os.path.join(order.folder, order.main)
+    main.__file__ = os.path.join(request.folder, request.main)
     sys.modules["__main__"] = main
-    sys.argv = [order.main]
-    sys.path[:] = [order.folder, *path]
+    sys.argv = [request.main]
+    sys.path[:] = [request.folder, *path]
     for module, function in _SEEDED:
         if module in sys.modules:
             getattr(sys.modules[module], function)()
@@ -100,9 +102,9 @@ def _show(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    with suppress(Exception):  # a program may have closed or replaced what this writes to
+    with suppress(Exception):  # the program may have closed or replaced stderr
         if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(type(error), error, trace)  # knows the lines of a cell, which is in no file
+            traceback.print_exception(type(error), error, trace)  # finds the source of cells in linecache
         else:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
 
@@ -113,9 +115,9 @@ def _flush() -> None:
             stream.flush()
 
 
-def _tell(link: socket.socket, ran: ProgramResult) -> None:
+def _send_result(link: socket.socket, result: ProgramResult) -> None:
     with suppress(OSError):
-        link.sendall(json.dumps({"code": ran.code, "echo": ran.echo}).encode() + b"\n")
+        link.sendall(json.dumps({"code": result.code, "echo": result.echo}).encode() + b"\n")
 
 
 def _lines(link: socket.socket) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Guarantees: what a sandbox is asked to do arrives as typed values; anything else is our own bug."""
+"""The execution request that a supervisor receives, as typed values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """Limits of one execution; sizes in bytes. `cpu_seconds` is of all its processes together, for each step."""
+    """Limits of one execution; sizes in bytes. `cpu_seconds` is for all its processes together, per step."""
 
     memory: int
     disk: int
@@ -21,7 +21,7 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One command; without `argv` it is the code itself, in the warm interpreter."""
+    """One command; without `argv`, the Python code itself in the warm interpreter."""
 
     name: str
     timeout: float
@@ -29,8 +29,8 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """One execution: files and code are placed in `folder`, then the steps run until one fails."""
+class ExecutionRequest:
+    """One execution: files and code are written into `folder`, then the steps run until one fails."""
 
     folder: str
     main: str
@@ -45,7 +45,7 @@ class Order:
     readable: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> Order:
+    def of(cls, message: dict[str, Any]) -> ExecutionRequest:
         steps = tuple(Step(**{**s, "argv": None if s["argv"] is None else tuple(s["argv"])}) for s in message["steps"])
-        plain = {**message, "steps": steps, "caps": Caps(**message["caps"])}
-        return cls(**{**plain, "fetch": tuple(message["fetch"]), "readable": tuple(message["readable"])})
+        fields = {**message, "steps": steps, "caps": Caps(**message["caps"])}
+        return cls(**{**fields, "fetch": tuple(message["fetch"]), "readable": tuple(message["readable"])})

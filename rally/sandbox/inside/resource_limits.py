@@ -1,8 +1,8 @@
-"""Guarantees: all processes of an execution are measured together, a breach of a cap is named, and all end together.
+"""Measures and kills the process tree of an execution, and finds the limit that it exceeds.
 
-Resident pages that processes share are first counted in each: cheap, and never too little. Only when that exceeds the
-cap are they counted by share (PSS), so that a pool of forks is not killed for pages it has once. Page tables, swap and
-socket buffers count too; they are how memory is hidden from a limit.
+Shared resident pages are first counted in each process, which is cheap and never too little. Only if that exceeds the
+limit are they counted proportionally (PSS), so that a pool of forks is not killed for shared pages. Page tables, swap
+and socket buffers count too, because memory could be hidden in them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from rally.sandbox.inside.request import Caps
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_SOCKET_BYTES = 256 << 10  # a socket's buffer at its worst
+_SOCKET_BYTES = 256 << 10  # the maximum of a socket's buffer
 _COUNTED = ("VmRSS:", "VmPTE:", "VmSwap:")
-_KILL_ROUNDS = 1000  # a tree that forks while it is killed needs several; in a namespace one is enough
-_GONE = (FileNotFoundError, ProcessLookupError)  # it ended while we looked
+_KILL_ROUNDS = 1000  # a tree that forks while being killed needs several; with a pid namespace one is enough
+_GONE = (FileNotFoundError, ProcessLookupError)  # the process has ended meanwhile
 
 
 class ProcessTree:
-    """The processes below this one: all others of its pid namespace, or else its descendants."""
+    """The processes below this one: all others of its pid namespace, or its descendants without one."""
 
     def __init__(self, own_namespace: bool) -> None:
         self.own_namespace = own_namespace
@@ -32,13 +32,13 @@ class ProcessTree:
     def members(self) -> list[int]:
         if self.own_namespace:
             return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        found: list[int] = []
-        waiting = [os.getpid()]
-        while waiting:
-            below = _children(waiting.pop())
-            found += below
-            waiting += below
-        return found
+        members: list[int] = []
+        unvisited = [os.getpid()]
+        while unvisited:
+            children = _children(unvisited.pop())
+            members += children
+            unvisited += children
+        return members
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -58,7 +58,7 @@ class ProcessTree:
 
 
 def reap(block: bool = False) -> dict[int, int]:
-    """Status by process id of all children that ended; with `block`, of all there are."""
+    """Exit status by pid of all children that have ended; with `block`, wait for all children."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:
@@ -71,12 +71,16 @@ def reap(block: bool = False) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Usage:
+    """Resources that a process tree uses."""
+
     memory: int
     cpu_seconds: float
     processes: int
 
 
 class ResourceWatch:
+    """Compares the usage of a process tree with its limits."""
+
     def __init__(self, caps: Caps, tree: ProcessTree, folder: str) -> None:
         self._caps = caps
         self._tree = tree
@@ -85,21 +89,21 @@ class ResourceWatch:
         self.peak_memory = 0
 
     def restart(self) -> None:
-        """CPU time is counted from here."""
+        """Count CPU time from now on."""
         self._cpu_before = self._measure().cpu_seconds
 
     def breach(self, cpu_seconds: float) -> str | None:
-        """The cap that is exceeded now, if one is."""
+        """The name of a limit that is exceeded now, or None."""
         usage = self._measure()
         self.peak_memory = max(self.peak_memory, usage.memory)
         if usage.memory > self._caps.memory:
             return "memory"
         if usage.cpu_seconds - self._cpu_before > cpu_seconds:
             return "cpu"
-        return None if self._tree.own_namespace else self._unwalled_breach(usage)
+        return None if self._tree.own_namespace else self._polled_breach(usage)
 
-    def _unwalled_breach(self, usage: Usage) -> str | None:
-        """Of the caps that the kernel keeps only where there are namespaces and a private disk."""
+    def _polled_breach(self, usage: Usage) -> str | None:
+        """The limits that the kernel enforces only with namespaces and a private tmpfs."""
         if usage.processes > self._caps.processes:
             return "processes"
         sizes = [size for folder, _, names in os.walk(self._folder) for size in _each_size(folder, names)]
@@ -111,8 +115,8 @@ class ResourceWatch:
         memory = sum(_each(members, _resident)) + sockets
         if memory > self._caps.memory:
             memory = sum(_each(members, _share)) + sockets
-        gone = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = gone.ru_utime + gone.ru_stime + sum(_each(members, _cpu_ticks)) / _TICK
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = ended.ru_utime + ended.ru_stime + sum(_each(members, _cpu_ticks)) / _TICK
         return Usage(memory=memory, cpu_seconds=cpu, processes=len(members))
 
 
@@ -140,7 +144,7 @@ def _resident(pid: int) -> int:
 def _share(pid: int) -> int:
     try:
         pages = _kilobytes(_read(f"/proc/{pid}/smaps_rollup"), ("Pss:",))
-    except PermissionError:  # a process can hide its map, not its size
+    except PermissionError:  # a process can hide its memory map, but not its size
         return _resident(pid)
     return pages + _kilobytes(_read(f"/proc/{pid}/status"), _COUNTED[1:])
 
@@ -155,13 +159,13 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def _sockets() -> int:
-    """In use in this network namespace."""
+    """The number of sockets in this network namespace."""
     return int(_read("/proc/self/net/sockstat").split()[2])
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with suppress(*_GONE):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
-    return found
+            children += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return children

@@ -1,9 +1,9 @@
-"""Guarantees: a filtered process can reach the kernel only through calls that a program needs to compute.
+"""The seccomp filter: denies system calls that a program does not need for computing.
 
-Refused with EPERM: what looks into other processes, changes mounts, namespaces, the clock or the kernel, and what keeps
-memory that no limit counts (anonymous files, System V segments, message queues, rings, keys). Sockets only of the
-families given (pairs of unix sockets always): others, such as vsock, lead out of a network namespace. Calls of another
-ABI end the process.
+Denied with EPERM: calls that inspect other processes, change mounts, namespaces, the clock or the kernel, or hold
+memory that no limit counts (anonymous files, System V segments, message queues, rings, keys). Only sockets of the given
+families are allowed (and pairs of unix sockets): others, such as vsock, lead out of a network namespace. A call of
+another ABI kills the process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rally.sandbox.inside import syscalls
 
 FAMILIES = {"unix": 1, "inet": 2, "inet6": 10}
 
-# name: (x86_64, aarch64); None where the machine has no such call
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
+# name: (x86_64, aarch64); None if the architecture has no such call
+_DENIED: dict[str, tuple[int | None, int | None]] = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -107,13 +107,13 @@ Code = list[tuple[int, int, int, int]]
 
 @cache
 def assembled(*families: str) -> _Program:
-    """The filter, ready to install. The fork server makes it once, for all executions."""
+    """The filter, ready to install. The fork server builds it once for all executions."""
     code = _assembled(syscalls.MACHINE, [FAMILIES[name] for name in families])
-    return _Program(len(code), (_Instruction * len(code))(*(_Instruction(*words) for words in code)))
+    return _Program(len(code), (_Instruction * len(code))(*(_Instruction(*fields) for fields in code)))
 
 
-def refuse_dangerous_calls(*families: str) -> None:
-    """Filter this process and all it starts, for good."""
+def install_filter(*families: str) -> None:
+    """Filter this process and all that it starts, irrevocably."""
     syscalls.no_new_privileges()
     syscalls.set_filter(assembled(*families))
 
@@ -130,7 +130,7 @@ def _assembled(machine: str, families: Sequence[int]) -> Code:
         code += [(_JUMP_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     # ENOSYS makes the C library fall back to clone, whose flags a filter can read.
     code += _when_called(_CLONE3, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)])
-    for numbers in _REFUSED.values():
+    for numbers in _DENIED.values():
         number = numbers[column]
         if number is not None:
             code += _when_called(number, [(_RETURN, 0, 0, _ERROR | errno.EPERM)])
@@ -146,7 +146,7 @@ def _when_called(number: int, then: Code) -> Code:
 
 
 def _unless(test: int, values: Sequence[int], error: int, wanted: bool = True) -> Code:
-    """Allow a call whose first argument passes the test against a value (`wanted`) or against none, else `error`."""
+    """Allow a call whose first argument passes the test for one of the values (`wanted`) or for none, else `error`."""
     met, unmet = (_ALLOW, _ERROR | error) if wanted else (_ERROR | error, _ALLOW)
     code: Code = [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
     for value in values:

@@ -1,7 +1,7 @@
-"""Guarantees: an execution ends with all its processes, and what came of it is one message of bounded size.
+"""The supervisor of an execution: runs its steps or cells, enforces limits, and reports the outcome to the host.
 
-This is process 1 of an execution. It runs the steps of an order, or the cells of a session, and tells the host. When
-the host is gone, it ends everything.
+It is process 1 of its pid namespace. Every execution ends with all its processes, and its outcome is one message of
+bounded size. If the host disconnects, the supervisor kills everything.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from rally.sandbox import json_socket
 from rally.sandbox.inside import program_process
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.inside.program_process import ProgramProcess
-from rally.sandbox.inside.request import Caps, Order, Step
+from rally.sandbox.inside.request import Caps, ExecutionRequest, Step
 from rally.sandbox.inside.resource_limits import ProcessTree, ResourceWatch, reap
 
-TICK = 0.02  # how often caps are measured: memory then overshoots by what a machine can touch in that time
-GRACE = 1.0  # for an interrupted session to come back
+TICK = 0.02  # seconds between measurements; memory may exceed its limit for that long
+GRACE = 1.0  # seconds for an interrupted session to respond
 _CHUNK = 1 << 16
 
 
 class HostGone(ConnectionError):
-    """Nobody waits for this execution any more."""
+    """The host has disconnected."""
 
 
 @dataclass
 class Capture:
-    """The first `limit` bytes of a stream, and how many more there were."""
+    """The first `limit` bytes of a stream, and the number of further bytes."""
 
     limit: int
     kept: bytearray = field(default_factory=bytearray)
     cut: int = 0
 
     def take(self, data: bytes) -> None:
-        room = self.limit - len(self.kept)
-        self.kept += data[:room]
-        self.cut += max(0, len(data) - room)
+        space = self.limit - len(self.kept)
+        self.kept += data[:space]
+        self.cut += max(0, len(data) - space)
 
 
 class Follower:
-    """One program, or one cell of a session, from now to its end."""
+    """Follows one program, or one cell of a session, to its end."""
 
     def __init__(
         self, launched: ProgramProcess, host: socket.socket, watch: ResourceWatch, caps: Caps, session: bool
@@ -57,17 +57,17 @@ class Follower:
         self._host = host
         self._watch = watch
         self._session = session
-        self._word = Capture(caps.output * 8)  # JSON may spell one byte with six
+        self._reply = Capture(caps.output * 8)  # JSON may encode one byte as six
         self.out = Capture(caps.output)
         self.err = Capture(caps.output)
         self.reason = ""
         self.return_code: int | None = None
-        self.heard: dict[str, Any] | None = None
+        self.result: dict[str, Any] | None = None
         self.seconds = 0.0
         self._streams: list[tuple[int, Callable[[bytes], None]]] = [
             (launched.out, self.out.take),
             (launched.err, self.err.take),
-            (launched.link.fileno(), self._listen),
+            (launched.link.fileno(), self._read_reply),
         ]
 
     def until_ended(self, timeout: float, cpu_seconds: float) -> None:
@@ -94,7 +94,7 @@ class Follower:
         self.seconds = time.monotonic() - started
 
     def drain(self) -> None:
-        """What was printed but not read yet. At the end nobody writes any more, so this ends."""
+        """Read what is left in the pipes, after all writers have ended."""
         for end, take in self._streams:
             while _read_some(end, take) == _CHUNK:
                 pass
@@ -103,24 +103,24 @@ class Follower:
         status = reap().get(self._launched.pid)
         if status is not None:
             self.return_code = os.waitstatus_to_exitcode(status)
-        return status is not None or (self._session and self.heard is not None)
+        return status is not None or (self._session and self.result is not None)
 
-    def _listen(self, data: bytes) -> None:
-        """The program's own word of what came of it: it can lie only about itself."""
-        self._word.take(data)
-        if b"\n" in data and self.heard is None:
+    def _read_reply(self, data: bytes) -> None:
+        """Read the result that the program reports. It is not trusted beyond the program itself."""
+        self._reply.take(data)
+        if b"\n" in data and self.result is None:
             try:
-                word = json.loads(self._word.kept.partition(b"\n")[0])
+                reply = json.loads(self._reply.kept.partition(b"\n")[0])
             except (ValueError, RecursionError):
-                word = None
-            told = isinstance(word, dict) and isinstance(word.get("code", 0), int)
-            self.heard = word if told else {}
+                reply = None
+            valid = isinstance(reply, dict) and isinstance(reply.get("code", 0), int)
+            self.result = reply if valid else {}
 
     def _hung_up(self, data: bytes) -> None:
-        raise HostGone("the host hung up")
+        raise HostGone("the host disconnected")
 
     def _interrupt(self) -> bool:
-        """A session is first asked to stop, so that its variables survive."""
+        """Interrupt a session, so that its variables survive. Returns whether this is a session."""
         if self._session:
             with suppress(ProcessLookupError):
                 os.kill(self._launched.pid, signal.SIGINT)
@@ -128,7 +128,7 @@ class Follower:
 
 
 def _read_some(end: int, take: Callable[[bytes], None]) -> int:
-    """How many bytes there were; 0 at the end of the stream. The host's end is handed on too."""
+    """Pass available bytes to `take`; returns their number, 0 at the end of the stream, -1 if there are none."""
     try:
         data = os.read(end, _CHUNK)
     except BlockingIOError:
@@ -152,31 +152,33 @@ _KILLED = -int(signal.SIGKILL)
 
 
 class Supervisor:
-    def __init__(self, level: LevelName, order: Order, host: socket.socket, path: list[str]) -> None:
+    """Runs one execution request."""
+
+    def __init__(self, level: LevelName, request: ExecutionRequest, host: socket.socket, path: list[str]) -> None:
         self._level: LevelName = level
-        self._order = order
+        self._request = request
         self._host = host
         self._path = path
         self._tree = ProcessTree(own_namespace=level == "bubblewrap")
-        self._watch = ResourceWatch(order.caps, self._tree, order.folder)
+        self._watch = ResourceWatch(request.caps, self._tree, request.folder)
 
     def run(self) -> None:
-        """All there is to do, whatever comes in between."""
+        """Run the request and report, then kill all processes."""
         try:
-            if self._order.session:
+            if self._request.session:
                 self._run_session()
             else:
                 self._run_steps()
         except ConnectionError:
-            pass  # nobody is left to tell
+            pass  # the host is gone
         finally:
             self._tree.kill()
 
     def _run_steps(self) -> None:
         steps: list[json_socket.Message] = []
         echo: str | None = None
-        for step in self._order.steps:
-            launched = program_process.start(self._level, self._order, step, self._path, first=not steps)
+        for step in self._request.steps:
+            launched = program_process.start(self._level, self._request, step, self._path, first=not steps)
             follower = self._follow(launched, step)
             self._tree.kill()
             follower.drain()
@@ -185,50 +187,50 @@ class Supervisor:
             echo = self._echo(follower)
             if follower.reason or follower.return_code != 0:
                 break
-        files = program_process.fetch(self._level, self._order)
-        self._tell(steps, echo, files=files.contents, files_left_out=files.left_out)
+        files = program_process.fetch(self._level, self._request)
+        self._report(steps, echo, files=files.contents, files_left_out=files.left_out)
 
     def _run_session(self) -> None:
-        launched = program_process.start(self._level, self._order, None, self._path)
+        launched = program_process.start(self._level, self._request, None, self._path)
         alive = True
         while alive:
-            self._tree.signal(signal.SIGSTOP)  # between cells nothing runs, so nothing needs watching
+            self._tree.signal(signal.SIGSTOP)  # nothing runs between cells, so nothing needs measuring
             cell = json_socket.receive(self._host)
             self._tree.signal(signal.SIGCONT)
             try:
                 program_process.send_cell(launched, cell["code"])
             except OSError:
-                self._tree.kill()  # it does not listen any more; following it will find it ended
+                self._tree.kill()  # it no longer reads; the follower then sees its end
             step = Step(name="run", timeout=cell["timeout"])
             follower = self._follow(launched, step)
-            alive = follower.heard is not None and follower.return_code is None
+            alive = follower.result is not None and follower.return_code is None
             if not alive:
                 self._tree.kill()
             follower.drain()
-            self._tell([_result(step, follower)], self._echo(follower), lost=not alive)
+            self._report([_result(step, follower)], self._echo(follower), lost=not alive)
 
     def _follow(self, launched: ProgramProcess, step: Step) -> Follower:
         self._watch.restart()
-        follower = Follower(launched, self._host, self._watch, self._order.caps, self._order.session)
-        follower.until_ended(step.timeout, self._order.caps.cpu_seconds or step.timeout)
+        follower = Follower(launched, self._host, self._watch, self._request.caps, self._request.session)
+        follower.until_ended(step.timeout, self._request.caps.cpu_seconds or step.timeout)
         return follower
 
     def _echo(self, follower: Follower) -> str | None:
-        """The value of the last line, when the program printed nothing."""
-        echo = (follower.heard or {}).get("echo")
+        """The value of the final expression, if the program printed nothing."""
+        echo = (follower.result or {}).get("echo")
         if not isinstance(echo, str) or follower.out.kept:
             return None
-        return echo[: self._order.caps.output]
+        return echo[: self._request.caps.output]
 
-    def _tell(self, steps: list[json_socket.Message], echo: str | None, **more: Any) -> None:
+    def _report(self, steps: list[json_socket.Message], echo: str | None, **more: Any) -> None:
         json_socket.send(self._host, {"steps": steps, "echo": echo, "peak_memory": self._watch.peak_memory, **more})
 
 
 def _result(step: Step, follower: Follower) -> json_socket.Message:
     late = follower.reason in ("timeout", "cpu")
     code = follower.return_code
-    if code is None:  # a cell that answered, or a program that was ended
-        code = int((follower.heard or {"code": _KILLED}).get("code") or 0)
+    if code is None:  # a cell that finished, or a program that was killed
+        code = int((follower.result or {"code": _KILLED}).get("code") or 0)
     return {
         "name": step.name,
         "status": "TimeLimitExceeded" if late else "Finished",

@@ -1,6 +1,6 @@
-"""Guarantees: each of these calls into the kernel did what its name says, or raised the OSError that it answered with.
+"""System calls that Python has no functions for. Each raises OSError on failure.
 
-Python has no names for them. A raw `clone` is safe here because only the fork server calls it, and that has one thread.
+A raw `clone` is safe here because only the fork server calls it, which has one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import platform
 import signal
 from typing import Any
 
-_LIBC = ctypes.PyDLL(None, use_errno=True)  # holds the GIL, so that a clone happens in a settled interpreter
+# PyDLL holds the GIL, so that the interpreter is in a consistent state during a clone.
+_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 MACHINE = platform.machine()
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE, -1)
@@ -26,12 +27,12 @@ _SET_DUMPABLE, _SET_SECCOMP, _CAPBSET_DROP, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 
 
 def syscall(number: int, *args: Any) -> int:
     ctypes.set_errno(0)
-    answer: int = _LIBC.syscall(ctypes.c_long(number), *args)
-    return _checked(answer, f"system call {number}")
+    result: int = _LIBC.syscall(ctypes.c_long(number), *args)
+    return _checked(result, f"system call {number}")
 
 
 def clone(namespaces: int) -> int:
-    """Fork into fresh namespaces; 0 in the child."""
+    """Fork into new namespaces; returns 0 in the child."""
     flags = ctypes.c_ulong(namespaces | signal.SIGCHLD)
     pid = syscall(_CLONE, flags, None, None, None, None)
     if pid == 0:
@@ -52,7 +53,7 @@ def bind(source: str, target: str) -> None:
 
 
 def drop_capabilities() -> None:
-    """Of this process and of all that it will start, also over exec."""
+    """Drop the capabilities of this process and all that it starts, also across exec."""
     last = int(_read("/proc/sys/kernel/cap_last_cap"))
     for capability in range(last + 1):
         _prctl(_CAPBSET_DROP, capability)
@@ -67,31 +68,31 @@ def no_new_privileges() -> None:
 
 
 def set_dumpable(yes: bool) -> None:
-    """Whether processes of the same user may trace this one and look into its memory."""
+    """Whether processes of the same user may trace this one and read its memory."""
     _prctl(_SET_DUMPABLE, int(yes))
 
 
 def become_subreaper() -> None:
-    """Orphans among the descendants come to this process instead of leaving the tree."""
+    """Make this process the parent of orphaned descendants, so that they stay in its tree."""
     _prctl(_SET_SUBREAPER, 1)
 
 
 def set_filter(program: Any) -> None:
-    """Install a seccomp filter for good."""
+    """Install a seccomp filter, irrevocably."""
     _prctl(_SET_SECCOMP, 2, ctypes.byref(program))
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     encoded = [text.encode() if text is not None else None for text in (source, target, kind, data)]
-    answer = _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
-    _checked(answer, f"mount {target}")
+    result = _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    _checked(result, f"mount {target}")
 
 
 def _prctl(option: int, value: Any, extra: Any = 0) -> None:
-    _checked(_LIBC.prctl(option, _word(value), _word(extra), 0, 0), f"prctl {option}")
+    _checked(_LIBC.prctl(option, _ulong(value), _ulong(extra), 0, 0), f"prctl {option}")
 
 
-def _word(value: Any) -> Any:
+def _ulong(value: Any) -> Any:
     return ctypes.c_ulong(value) if isinstance(value, int) else value
 
 
@@ -100,8 +101,8 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _checked(answer: int, what: str) -> int:
-    if answer < 0:
+def _checked(result: int, call: str) -> int:
+    if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-    return answer
+        raise OSError(code, f"{call}: {os.strerror(code)}")
+    return result

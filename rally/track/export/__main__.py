@@ -24,10 +24,11 @@ from rally.track.export.delivery import (
     EpisodeFiles,
     MetricsTail,
     PositionedMetrics,
+    StillSending,
     Stream,
+    sole_exporter,
 )
 from rally.track.export.episode_spans import Decode
-from rally.track.export.export_lock import StillSending, alone
 from rally.track.export.settings import ExportSettings, TraceSettings, TrackerRun
 from rally.track.export.traces import TraceBackend, Traces
 from rally.track.run_folder.folder import RunFolder
@@ -50,7 +51,7 @@ def main(text: str) -> None:
             print(kind, name, text, file=sys.stderr)  # noqa: T201 - this is a program, and nobody else listens
 
     try:
-        with alone(settings.state):
+        with sole_exporter(settings.state):
             streams = list(build_streams(settings, tell))
             for stream in streams:
                 stream.open()

@@ -7,7 +7,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -15,7 +16,28 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from rally.track.export.settings import without_password
 from rally.track.metrics.statistics import Metrics
 from rally.track.run_folder.folder import RunFolder
+from rally.types import RallyError
 from rally.util.jsonl import write_atomic
+from rally.util.locks import LockFile
+
+LOCK_SECONDS = 60.0  # how long to wait for what an earlier attempt still has to send
+
+
+class StillSending(RallyError):
+    """The export process of an earlier attempt has not ended."""
+
+
+@contextmanager
+def sole_exporter(state: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
+    """Wait until no other process exports the run of `state`, and keep others waiting while the block lasts."""
+    state.mkdir(parents=True, exist_ok=True)
+    with LockFile(state / "lock") as lock:
+        if not lock.acquire(timeout):
+            raise StillSending(
+                f"trackers are still being sent what {state.parent} holds, by another run there or by the process "
+                "of an earlier one; wait for its end and try again"
+            )
+        yield
 
 
 @dataclass

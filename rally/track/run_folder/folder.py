@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
 from rally.util.jsonl import StepLines, checked_lines, write_atomic
+from rally.util.locks import LockFile
 
 # What we chose ourselves among a few words, or count: a reader depends on it.
 _EPISODE = ("id", "group", "stop_reason", "segments")
@@ -326,3 +328,31 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+LOCK = ".lock"
+
+
+class FolderInUse(RallyError):
+    """Another process writes to the run folder."""
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Lock `folder` for this process while the block lasts; FolderInUse if another process writes to it.
+
+    The lock belongs to the process: children do not inherit it, and a killed run can be resumed at once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with LockFile(folder / LOCK, per_process=True) as lock:
+        try:
+            acquired = lock.acquire()
+        except OSError:  # the file system has no locks, so nobody can tell
+            acquired = True
+        if not acquired:
+            raise FolderInUse(
+                f"{folder} is being written by another run (process {lock.read() or 'unknown'}); wait for its end or "
+                "stop it, or choose another trainer.experiment_name"
+            )
+        lock.write(f"{os.getpid()} on {os.uname().nodename}")
+        yield

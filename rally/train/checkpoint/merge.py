@@ -164,7 +164,7 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     if not path:
         raise MergeError(f"{source / CONFIG} does not name the base model; name it with --base")
     try:
-        model = load_model(path, dtype=_stored_dtype(path), called="--base")
+        model = load_model(path, dtype=_stored_dtype(path), option="--base")
     except LoadError as problem:
         raise MergeError(f"the model under the adapters may have moved: {problem}") from problem
     add_adapters(model, LoraSettings(start=str(source)), path)
@@ -179,7 +179,7 @@ def _stored_dtype(path: str) -> str:
     """The dtype of the base on disk: the merged weights are rounded once, to that."""
     if path.endswith(".gguf"):
         return "float32"
-    stored = load_model_config(path, called="--base").dtype
+    stored = load_model_config(path, option="--base").dtype
     return str(stored or "float32").removeprefix("torch.")
 
 

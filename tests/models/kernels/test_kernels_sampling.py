@@ -7,8 +7,8 @@ from kernel_cases import gpu, interpreted, replayed
 from torch import Tensor
 
 from rally.engines.embedded import sampler
+from rally.engines.embedded.sampler import filtered_logprobs
 from rally.models.kernels import reference
-from rally.models.kernels.sampling_filters import filtered_logprobs
 
 NAN, INF = float("nan"), float("inf")
 LAST = 1 - 2.0**-32  # the largest number that the engine's hash gives

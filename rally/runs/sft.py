@@ -98,7 +98,7 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
-    ranks.begin(RunPlan(config, start.path if start else None, steps))
+    ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
     written = itertools.chain.from_iterable(row.ids for row in train.rows)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
@@ -244,7 +244,7 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
     path = str(start.actor) if start else None
     model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
     attention.install(model)
-    ranks.spread(model)
+    ranks.shard(model)
     limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(
         model,

@@ -87,7 +87,7 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     if tokens == 0:
         raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
     mine, tried = torch.zeros(1, device=policy.device), []
-    with policy.ranks.doing(SftStep(rows, torch.initial_seed())), policy.training():
+    with policy.ranks.broadcast(SftStep(rows, torch.initial_seed())), policy.training():
         parts = micro_batches_for(policy.ranks, rows, settings.cut)
         for part in share_of(policy.ranks, parts):
             loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
@@ -96,7 +96,7 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
                 mine += loss_M.detach().sum()
                 tried.append(Tried(part.rows, loss_M.detach()))
         norm = take_step(policy, parts, tried)
-        total = sum(map(float, policy.ranks.gathered(mine)))
+        total = sum(map(float, policy.ranks.all_gather(mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
     return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
@@ -109,7 +109,7 @@ def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> floa
         return token_logprobs(policy.model, packed).logp_M
 
     taught = [row for row in rows if row.sampled]
-    with policy.ranks.doing(ComputeLoss(taught)):
+    with policy.ranks.broadcast(ComputeLoss(taught)):
         logp_M = over_rows(taught, forward, policy.device, settings.cut, policy.ranks)
     return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
 

@@ -82,7 +82,7 @@ class CriticMetrics:
         """Over all ranks, which have all gone through the same mini-batches."""
         loss = sum(map(float, self.losses))
         mine = torch.tensor([self.decisions, loss, float(self.clipped), float(self.predicted)], dtype=torch.float64)
-        decisions, loss, clipped, predicted = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
+        decisions, loss, clipped, predicted = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
         return {
             "critic/vf_loss": loss / max(1, len(self.losses)),
             "critic/vf_clipfrac": clipped / max(1, decisions),
@@ -118,7 +118,7 @@ class Critic:
         """What is expected before each sampled token of the rows."""
         learner, settings = self.learner, self.settings
         cut = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.doing(ComputeValues(rows)):
+        with learner.ranks.broadcast(ComputeValues(rows)):
             return over_rows(
                 rows, lambda packed: token_values(learner.model, packed), learner.device, cut, learner.ranks
             )
@@ -128,7 +128,7 @@ class Critic:
     ) -> dict[str, float]:
         """Run all mini-batches of one step and return its metrics."""
         settings, learner, metrics = self.settings, self.learner, CriticMetrics()
-        with learner.ranks.doing(UpdateCritic(batch, step, torch.initial_seed())):
+        with learner.ranks.broadcast(UpdateCritic(batch, step, torch.initial_seed())):
             with learner.training():
                 for epoch in range(settings.epochs):
                     order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
@@ -172,7 +172,7 @@ class Critic:
 
     def part(self) -> Part:
         """The critic's part of a checkpoint, everything in one folder: copied now, written when it is called."""
-        with self.learner.ranks.doing(GatherCritic()):
+        with self.learner.ranks.broadcast(GatherCritic()):
             model = value_model_part(self.learner.model)
             state = state_part(OPTIMIZER, self.learner.state())
 

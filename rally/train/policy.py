@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
-from rally.models.parallel import Ranks, ranks_of, spread_like
+from rally.models.parallel import Ranks, ranks_of, shard_like
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 
@@ -150,7 +150,7 @@ class Policy:
         self.optimizer.param_groups[0].update(own)
         with torch.no_grad():
             for name, master in state.get("masters", {}).items():
-                self.masters[name].copy_(spread_like(master, self.masters[name]))
+                self.masters[name].copy_(shard_like(master, self.masters[name]))
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
         self._rest()
@@ -166,7 +166,7 @@ class Policy:
         masters = list(self.masters.values())
         state = {
             number: {
-                name: spread_like(value, masters[number]) if value.shape == masters[number].shape else value
+                name: shard_like(value, masters[number]) if value.shape == masters[number].shape else value
                 for name, value in one.items()
             }
             for number, one in optimizer["state"].items()

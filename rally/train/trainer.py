@@ -365,7 +365,7 @@ def run(trainer: Trainer) -> dict[str, float]:
     async def whole() -> dict[str, float]:
         async with trainer.rollout.scorer:
             try:
-                async with trainer.policy.ranks.watching():
+                async with trainer.policy.ranks.watch():
                     return await trainer.fit()
             finally:
                 trainer.recorder.close()

@@ -100,13 +100,13 @@ class UpdateMetrics:
         mine = torch.tensor(
             [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
         )
-        tokens, *rest = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
+        tokens, *rest = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
         means = {f"actor/{k}": v / max(1, tokens) for k, v in zip(self.sums, rest[len(self.losses) :], strict=True)}
         means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         if self.trained:
-            means |= _mismatch(*(torch.cat(ranks.gathered(torch.cat(x))) for x in (self.trained, self.recorded)))
+            means |= _mismatch(*(torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)))
         means["actor/trained_tokens"] = tokens
         return means
 
@@ -153,7 +153,7 @@ def update_policy(
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
     told: dict[str, float] = {}
-    with policy.ranks.doing(UpdatePolicy(batch, step, torch.initial_seed())):
+    with policy.ranks.broadcast(UpdatePolicy(batch, step, torch.initial_seed())):
         if settings.correction.active:
             with timed("old_log_prob"):
                 batch, told = _corrected(policy, batch, settings)
@@ -186,7 +186,7 @@ def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row]
     def forward(packed: PackedRows) -> Tensor:
         return reference(packed, settings.temperature)
 
-    with policy.ranks.doing(ComputeReference(rows)):
+    with policy.ranks.broadcast(ComputeReference(rows)):
         return over_rows(rows, forward, policy.device, settings.reference_limits or settings.cut, policy.ranks)
 
 

@@ -51,7 +51,7 @@ def with_value_head(body: nn.Module, learned: dict[str, Tensor] | None = None) -
 def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
     """A function that writes the model, as it is now, into a folder."""
     state: dict[str, Tensor] = copied(model_state(model))
-    saver = model if ranks_of(model).count == 1 else plain_twin(model)
+    saver = model if ranks_of(model).world_size == 1 else plain_twin(model)
     head = {name.removeprefix(f"{HEAD}."): state.pop(name) for name in list(state) if name.startswith(f"{HEAD}.")}
 
     def write(folder: Path) -> None:
@@ -63,7 +63,7 @@ def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
 
 def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """The value of the state before each sampled token, read where that token is predicted."""
-    return ranks_of(model).within(model, _token_values, packed)
+    return ranks_of(model).summon(model, _token_values, packed)
 
 
 def _token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:

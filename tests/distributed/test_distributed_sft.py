@@ -76,7 +76,7 @@ def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_is_for_one_gpu() -> None:
     class Two(type(ALONE)):  # type: ignore[misc]
-        count = 2
+        world_size = 2
 
     patches = object()
     check_sight("a/b", patches, ALONE)  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
 def own_gpus(model: PreTrainedModel) -> range:
     """Which GPUs the trainer is on: each rank is on the one of its number."""
     first = model.device.index or 0
-    return range(first, first + ranks_of(model).count) if model.device.type == "cuda" else range(0)
+    return range(first, first + ranks_of(model).world_size) if model.device.type == "cuda" else range(0)
 
 
 def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
@@ -256,7 +256,7 @@ def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 def oracle_of(model: PreTrainedModel) -> Oracle:
     def forward(ids: Sequence[int]) -> Tensor:
-        with ranks_of(model).doing(ComputeLogits(ids)):
+        with ranks_of(model).broadcast(ComputeLogits(ids)):
             return logits_of(model, ids)
 
     vocabulary = model.config.get_text_config().vocab_size
@@ -277,7 +277,7 @@ def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path)
 
 
 def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    with ranks_of(model).doing(GatherWeights()):
+    with ranks_of(model).broadcast(GatherWeights()):
         return merged_weights(model) if has_adapters(model) else model_state(model)
 
 

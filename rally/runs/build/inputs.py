@@ -83,7 +83,7 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
 
 def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
     asked = trainer.n_gpus_per_node
-    if asked != ranks.count:
+    if asked != ranks.world_size:
         raise RunError(
             f"trainer.n_gpus_per_node={asked} is for `rally train`, `rally sft` and rally.distributed, which start the "
             "other processes; leave it out here"
@@ -91,7 +91,7 @@ def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
 
 
 def check_sight(model: str, patches: Patches | None, ranks: Ranks) -> None:
-    if ranks.count > 1 and patches is not None:
+    if ranks.world_size > 1 and patches is not None:
         raise RunError(f"{model} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
 
 

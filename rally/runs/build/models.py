@@ -30,7 +30,7 @@ def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> P
     found = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
     if config.actor.freeze_vision_tower:
         freeze_tower(found)
-    ranks.spread(found)
+    ranks.shard(found)
     return found
 
 
@@ -63,7 +63,7 @@ def trained_model(
         check_resumable(Path(path), lora)
     found = load_model(
         base if lora or not path else path,
-        device=device if ranks.count == 1 else torch.device("cpu"),
+        device=device if ranks.world_size == 1 else torch.device("cpu"),
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),

@@ -39,7 +39,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     device = pick_device(config.trainer.device)
     body = load_value_model(
         str(checkpoint.path / FOLDER if checkpoint else model.path),
-        device=device if ranks.count == 1 else torch.device("cpu"),
+        device=device if ranks.world_size == 1 else torch.device("cpu"),
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
@@ -47,7 +47,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     )
     if patches := patches_of(config):
         share_sight(body, patches, "critic.model.path")
-    ranks.spread(body)
+    ranks.shard(body)
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),

@@ -40,7 +40,7 @@ def trainer_of(
     sampler = sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
-    ranks.begin(RunPlan(config, checkpoint.path if checkpoint else None, steps))
+    ranks.start(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
-from rally.models.parallel import model_state, ranks_of, whole
+from rally.models.parallel import full_tensor, model_state, ranks_of
 from rally.models.vision_io import processor_files
 from rally.util.threads import started
 
@@ -163,7 +163,7 @@ def model_part(
     folder of the whole model as well."""
     adapted = has_adapters(model)
     weights, both = copied_weights(model, merged=merged)
-    saver = model if ranks_of(model).count == 1 else plain_twin(model)
+    saver = model if ranks_of(model).world_size == 1 else plain_twin(model)
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
     def write(checkpoint: Path) -> None:
@@ -211,7 +211,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 def _with(made: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
     """`value` with the copies in it; what is spread over ranks is put together now, by all of them in this order."""
     if isinstance(value, DTensor):
-        return whole(value)
+        return full_tensor(value)
     if isinstance(value, Tensor):
         return made[_identity(value)]
     if isinstance(value, Mapping):

@@ -110,7 +110,7 @@ class CheckpointStore:
         In the background, everything has been copied when this returns, and the checkpoint before this one is whole.
         """
         self.wait()
-        with policy.ranks.doing(GatherState(self.merged)):
+        with policy.ranks.broadcast(GatherState(self.merged)):
             own = policy_parts(policy, tokenizer, step, merged=self.merged)
         parts = [
             *own,

@@ -172,7 +172,7 @@ def compiled_ops() -> Ops:
 
 def _gains(model: PreTrainedModel) -> bool:
     size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
-    whole = ranks_of(model).count == 1  # else a layer's weights are there only while the layer itself is called
+    whole = ranks_of(model).world_size == 1  # else a layer's weights are there only while the layer itself is called
     return whole and has_triton() and fits_one_call(size) and known(model)
 
 

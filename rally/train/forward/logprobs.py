@@ -31,7 +31,7 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    return ranks_of(model).within(model, _token_logprobs, packed, temperature, entropy_gradient)
+    return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient)
 
 
 def _token_logprobs(

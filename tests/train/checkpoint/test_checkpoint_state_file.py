@@ -176,14 +176,14 @@ def test_a_program_that_ends_meanwhile_still_writes_all(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         import torch
-        from rally.util.threads import Background, side_by_side
+        from rally.util.threads import BackgroundJobs, side_by_side
         from rally.train.checkpoint.snapshot import write_state
 
         def job():
             time.sleep(0.5)  # the main thread has ended by now
             side_by_side([lambda: write_state({"a": torch.ones(3)}, Path(sys.argv[1]))], "part")
 
-        Background("test").start(job)
+        BackgroundJobs("test").start(job)
     """
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "trainer.pt")], check=True, timeout=60)
     assert torch.load(tmp_path / "trainer.pt", weights_only=True)["a"].tolist() == [1, 1, 1]

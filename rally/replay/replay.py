@@ -220,7 +220,7 @@ def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFindi
     if of_agent(episode):
         return ReplayFinding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
-    settings, most = build.loop_settings_of(config), build.engine_settings_of(config).max_model_len
+    settings, most = build.loop_settings_of(config), config.max_model_len
     try:
         now = EpisodeBuilder.start(codec, episode.task, settings, most).segment
     except RallyError as problem:

@@ -11,11 +11,8 @@ It is written beside its place, flushed, and renamed last.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,6 +22,7 @@ from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read
 from rally.retrieval.dense import Dense, Floats, Vectors, bring_vectors, write_vectors
 from rally.retrieval.encoder import Encoder, EncoderSettings, recipe_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
+from rally.util.atomic import atomic_folder
 
 DAMPING = 60
 """The usual constant: with it, being second in both rankings beats being first in only one."""
@@ -137,7 +135,7 @@ def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = l
     if out.exists():
         raise RetrievalError(f"{out} exists already; remove it, or give another folder with --out")
     recipe = None if spec.encoder is None else recipe_for(spec.encoder, spec.recipe)
-    with _aside(out) as folder:
+    with atomic_folder(out) as folder:
         total = _write_words(corpus, folder, spec.kind, progress)
         vectors, cut = spec.vectors, None
         if spec.ready is not None:
@@ -218,29 +216,3 @@ def _lasting(encoder: str | None) -> str:
     """A folder by its whole path, because a server is started from somewhere else; a hub's name as it is."""
     assert encoder is not None
     return str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
-
-
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block ends well, and is gone when it does not."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir()
-    try:
-        yield part
-        for file in part.rglob("*"):
-            _flush(file)
-        _flush(part)
-        part.rename(out)
-        _flush(out.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that a machine that loses its power does not keep the name and lose what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

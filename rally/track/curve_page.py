@@ -23,7 +23,7 @@ from rally.track.metrics.episode_metrics import (
 from rally.track.run_folder.folder import MetricsRow, RunFolder
 from rally.track.svg_chart import COLORS, Panel, Series, bounds, marks, svg
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import atomic_file, write_atomic
 
 _DARK = ("#60a5fa", "#fbbf24", "#34d399", "#c084fc", "#f472b6", "#22d3ee")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -262,9 +262,8 @@ def _draw_png(title: str, panels: Sequence[Panel], path: Path) -> None:
         axes.set_visible(False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, panel)
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, format="png")
-    part.replace(path)
+    with atomic_file(path) as part:
+        figure.savefig(part, format="png")
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:

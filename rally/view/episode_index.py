@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.types import RallyError
+from rally.util.atomic import atomic_file
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"
@@ -112,13 +113,11 @@ class Index:
             self._make()
 
     def _make(self) -> None:
-        """It has its name only once it is whole."""
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        for path in (part, *(self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))):
-            path.unlink(missing_ok=True)
-        with closing(sqlite3.connect(part)) as db:
+        """The file gets its name only once it is complete."""
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        with atomic_file(self.path) as part, closing(sqlite3.connect(part)) as db:
             db.executescript(_SCHEMA)
-        os.replace(part, self.path)
 
     def _usable(self) -> bool:
         try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rally.track.display_text import one_line
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import RallyError
-from rally.util.jsonl import JsonLinesTail
+from rally.util.jsonl import StepLinesTail
 from rally.view.episode_index import Index, Indexer
 from rally.view.episode_query import PAGE, Query, QueryError
 from rally.view.episode_rows import shown
@@ -40,8 +40,8 @@ class RunData:
         self._tokenizer = tokenizer
         self.index = Index(path)
         self.indexer = Indexer(self.index)
-        self._metrics = JsonLinesTail(path / "metrics.jsonl")
-        self._phases = JsonLinesTail(path / "timeline.jsonl")
+        self._metrics = StepLinesTail(path / "metrics.jsonl")
+        self._phases = StepLinesTail(path / "timeline.jsonl")
         self._images = ImageFolder(path)
         self._lock = threading.Lock()
         self._advantages: tuple[tuple[str, int], dict[str, Any]] = (("", 0), {})
@@ -53,8 +53,8 @@ class RunData:
     def state(self) -> Json:
         """What changes while the run goes on; the page asks every second."""
         with self._lock:
-            self._metrics.look()
-            self._phases.look()
+            self._metrics.read()
+            self._phases.read()
             steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
             metrics, phases = [len(self._metrics.rows), self._metrics.bad], len(self._phases.rows)
         return {"name": self.name, "step": steps, "metrics": metrics, "phases": phases, **self.indexer.progress()}
@@ -62,7 +62,7 @@ class RunData:
     def metrics(self, wanted: Collection[str] | None = None) -> Json:
         """The steps, all names, and for those wanted (by default all) their values, null where there is none."""
         with self._lock:
-            self._metrics.look()
+            self._metrics.read()
             merged: dict[int, Json] = {}
             for row in self._metrics.rows:
                 merged.setdefault(row["step"], {}).update(row)
@@ -105,7 +105,7 @@ class RunData:
     def timeline(self, step: int) -> Json:
         """When each phase of a step ran, and what each of its episodes was doing."""
         with self._lock:
-            self._phases.look()
+            self._phases.read()
             phases = [[p["phase"], p["start"], p["end"]] for p in self._phases.rows if p["step"] == step]
         with closing(self.index.connect()) as db:
             found = db.execute(

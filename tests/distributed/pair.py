@@ -19,7 +19,7 @@ from rally.distributed.worker import Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.parallel import ALONE, Ranks, model_state
-from rally.runs.build.engines import whole_weights
+from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
 from rally.train.critic import Critic, CriticSettings
@@ -105,7 +105,7 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         with awake(asked if ranks.rank == 0 else None):  # the run is what wakes it
             metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
-    return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
+    return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
 
 
 class Taught(NamedTuple):

@@ -13,7 +13,7 @@ from rally.distributed import sft
 from rally.models.parallel import ALONE
 from rally.recipes.arithmetic.data import conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.inputs import RunError, check_sight
+from rally.runs.build.inputs import RunError, check_images
 from rally.track import RunFolder
 
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
@@ -79,7 +79,7 @@ def test_a_model_that_sees_is_for_one_gpu() -> None:
         world_size = 2
 
     patches = object()
-    check_sight("a/b", patches, ALONE)  # type: ignore[arg-type]
-    check_sight("a/b", None, Two())
+    check_images("a/b", patches, ALONE)  # type: ignore[arg-type]
+    check_images("a/b", None, Two())
     with pytest.raises(RunError, match="a/b sees images, which is for one GPU"):
-        check_sight("a/b", patches, Two())  # type: ignore[arg-type]
+        check_images("a/b", patches, Two())  # type: ignore[arg-type]

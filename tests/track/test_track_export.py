@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsTail, PositionedMetrics, Stream, words
+from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsLines, PositionedMetrics, Stream, words
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.export_lock import alone
 from rally.track.export.settings import flat
@@ -58,7 +58,7 @@ class Bench:
 
         stream = Stream(
             "tracker",
-            MetricsTail(self.folder),
+            MetricsLines(self.folder),
             DeliveryLedger.read(self.state),
             connect,
             lambda *words: self.told.append(words),
@@ -169,7 +169,7 @@ def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> Non
 
     folder = RunFolder(tmp_path)
     stream = Stream(
-        "tracker", MetricsTail(folder), DeliveryLedger(tmp_path / "s"), connect, lambda *words: told.append(words)
+        "tracker", MetricsLines(folder), DeliveryLedger(tmp_path / "s"), connect, lambda *words: told.append(words)
     )
     stream.open()
     stream.pump()
@@ -192,7 +192,7 @@ def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -
 
 def test_a_line_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path).create()
-    tail = MetricsTail(folder)
+    tail = MetricsLines(folder)
     assert tail.news(1.0) == []
     folder.log_metrics(1, {"a": float("inf"), "b": 2})
     with folder.metrics_path.open("a") as file:

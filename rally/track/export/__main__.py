@@ -22,7 +22,7 @@ from rally.track.export.delivery import (
     DeliveryLedger,
     Destination,
     EpisodeFiles,
-    MetricsTail,
+    MetricsLines,
     PositionedMetrics,
     Stream,
 )
@@ -79,7 +79,7 @@ def build_streams(settings: ExportSettings, tell: Tell) -> Iterator[AnyStream]:
     folder = RunFolder(settings.folder)
     for name in settings.trackers:
         ledger = DeliveryLedger.read(settings.state / f"{name}.json")
-        yield Stream(name, MetricsTail(folder), ledger, partial(_tracker, name, place), tell)
+        yield Stream(name, MetricsLines(folder), ledger, partial(_tracker, name, place), tell)
     if settings.trace is not None:
         # Last, because traces belong to the run of the metrics, which is then open.
         ledger = DeliveryLedger.read(settings.state / f"traces-{settings.trace.backend}.json")

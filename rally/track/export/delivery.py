@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from rally.track.export.settings import without_password
 from rally.track.metrics.statistics import Metrics
 from rally.track.run_folder.folder import RunFolder
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import write_atomic
+from rally.util.jsonl import StepLinesTail
 
 
 @dataclass
@@ -67,25 +68,19 @@ class EpisodeFile(NamedTuple):
     validate: bool
 
 
-class MetricsTail:
-    """The lines of metrics.jsonl, as they come."""
+class MetricsLines:
+    """Follows metrics.jsonl."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.metrics_path
-        self._read = 0
+        self._tail = StepLinesTail(folder.metrics_path, strict=True)
 
     def news(self, now: float) -> list[PositionedMetrics]:
-        """The lines finished since the last call; null is nan, as everywhere."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        rows = [json.loads(line) for line in whole.split(b"\n") if line]
-        self._read += len(whole) + len(newline)  # last, so that what could not be read is read again
+        """The lines finished since the last call. null is nan, as everywhere."""
         return [
-            PositionedMetrics(row.pop("step"), now, {k: math.nan if v is None else v for k, v in row.items()})
-            for row in rows
+            PositionedMetrics(
+                row["step"], now, {k: math.nan if v is None else v for k, v in row.items() if k != "step"}
+            )
+            for row in self._tail.read()
         ]
 
 

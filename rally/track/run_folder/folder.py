@@ -26,7 +26,8 @@ from rally.images.loading import FORMATS, loaded_images
 from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
-from rally.util.jsonl import StepLines, checked_lines, write_atomic
+from rally.util.atomic import write_atomic
+from rally.util.jsonl import StepLines, checked_lines
 
 # What we chose ourselves among a few words, or count: a reader depends on it.
 _EPISODE = ("id", "group", "stop_reason", "segments")
@@ -96,9 +97,7 @@ class ImageFolder:
             place = self.path / f"{image.hash}.{image.format}"
             if not place.exists():
                 self.path.mkdir(exist_ok=True)
-                part = place.with_name(f".{place.name}.part")
-                part.write_bytes(image.read())
-                os.replace(part, place)
+                write_atomic(place, image.read())
 
     def find(self, name: str) -> Path | None:
         """The file of the image with this hash; a name that is no hash has none, whatever it looks like."""

@@ -1,4 +1,4 @@
-"""The training forward: log-probabilities of sampled tokens, never holding all logits at once.
+"""Log-probabilities and entropies of sampled tokens, without ever holding all logits in memory.
 
 It runs the same module, attention registration and output head as the embedded engine, so rollout and training see the
 same policy.
@@ -51,7 +51,8 @@ def _token_logprobs(
 def _any_head(
     model: PreTrainedModel, hidden_UC: Tensor, targets_U: Tensor, temperature: float, rows: int, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same through autograd, for heads that are more than one matrix; it says what `HeadLogprobs` must compute."""
+    """The same through autograd, for output heads that are more than one matrix. It is the specification of
+    `HeadLogprobs`."""
     parts = [
         checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
         for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)

@@ -24,6 +24,7 @@ def demo(
 ) -> None:
     """Train a small agent from nothing, on a CPU, in a few minutes: it learns to use a calculator."""
     console = quiet_console()
-    from rally.demo.demo import DemoSettings, run_demo
+    from rally.demo.curriculum import CourseSettings, run_course
+    from rally.demo.demo import CALCULATOR
 
-    run_demo(out, DemoSettings(seed=seed, grpo_steps=steps), console, words or [])
+    run_course(CALCULATOR, out, CourseSettings(seed=seed, grpo_steps=steps), console, words or [])

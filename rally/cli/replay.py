@@ -33,7 +33,7 @@ def replay(
     found = run_again(run, episode, load_config(config or run / "config.yaml", words or []), checkpoint)
     console.note(found.title)
     for finding in found.findings:
-        console.note(f"{finding.part}: {finding.verdict}: {finding.words}")
+        console.note(f"{finding.part}: {finding.verdict}: {finding.text}")
         if finding.details:
             console.table("", [["", "recorded", "now"], *map(list, finding.details)])
     if found.changed:

@@ -19,7 +19,7 @@ from rally.config import load_config
 from rally.data import load_tasks, write_rows
 from rally.doctor import doctor, environment, memory_and_time, rollout_logprobs
 from rally.doctor.case import DoctorCase, DoctorOptions, Finding
-from rally.doctor.doctor import CHECKS, Check, examine, exit_code, looked
+from rally.doctor.doctor import CHECKS, Check, examine, exit_code, run_check
 from rally.doctor.environment import Driver, judge_driver
 from rally.runs.cost_estimate import StepTime
 from rally.tools import BaseTool, ToolBox
@@ -42,9 +42,9 @@ def find(home: Path, tmp_path: Path) -> Iterator[Any]:
     """What one check says about the small run with some keys changed."""
     cases: list[DoctorCase] = []
 
-    def look(name: str, *overrides: str, wishes: DoctorOptions | None = None) -> list[Finding]:
-        cases.append(DoctorCase(run_config(home, tmp_path / "out", *overrides), wishes))
-        return list(looked(LOOKS[name], cases[-1]))
+    def look(name: str, *overrides: str, options: DoctorOptions | None = None) -> list[Finding]:
+        cases.append(DoctorCase(run_config(home, tmp_path / "out", *overrides), options))
+        return list(run_check(LOOKS[name], cases[-1]))
 
     yield look
     for case in cases:
@@ -279,7 +279,7 @@ def test_a_tool_that_may_destroy_something_is_not_called(home: Path, tmp_path: P
 
     case = DoctorCase(run_config(home, tmp_path))
     case._made["the tools"] = ToolBox([Drop()])
-    assert "drop was not called" in told(list(looked(LOOKS["tools"], case)), "warning")
+    assert "drop was not called" in told(list(run_check(LOOKS["tools"], case)), "warning")
 
 
 FORGETFUL = (
@@ -294,7 +294,7 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
     model = config.model.model_copy(update={"custom_chat_template": FORGETFUL})
     whole = config.actor_rollout_ref.model_copy(update={"model": model})
     case = DoctorCase(config.model_copy(update={"actor_rollout_ref": whole}))
-    found = list(looked(LOOKS["template"], case))
+    found = list(run_check(LOOKS["template"], case))
     assert "leaves out the list of tools" in told(found, "warning")
     [diff] = [one for one in found if one.shown]
     assert diff.status == "warning" and "drops the thinking of earlier turns" in diff.text
@@ -313,7 +313,7 @@ def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     key = f"custom_reward_function.path={flat}"
     assert "earns no more than a bad one" in told(find("reward", key), "warning")
-    assert "'42' earns 0" in told(find("reward", key, wishes=DoctorOptions(answer="42")), "error")
+    assert "'42' earns 0" in told(find("reward", key, options=DoctorOptions(answer="42")), "error")
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n")
     assert "ZeroDivisionError" in told(find("reward", key), "error")
 
@@ -360,7 +360,7 @@ def test_a_rollout_server_that_is_not_there_is_an_error(find: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_twin_has_the_architecture_and_agrees_with_itself(family: str) -> None:
     model = make_model(family)
-    twin = rollout_logprobs.twin_of(model.config)
+    twin = rollout_logprobs.small_version_of(model.config)
     assert type(twin) is type(model) and twin.num_parameters() < 1_000_000
     compared = await rollout_logprobs.compare(twin, list(range(30)), 1.0)
     assert compared.tokens == 24 and max(compared.plain, compared.packed) < 1e-4

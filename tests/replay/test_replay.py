@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rally.cli.main import app
 from rally.config import load_config
-from rally.replay.replay import Replayed, ReplayError, Verdict, departure, find_episode, logprob_gap, replay
+from rally.replay.replay import Replayed, ReplayError, Verdict, find_episode, first_difference, logprob_gap, replay
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -59,7 +59,7 @@ def verdicts(found: Replayed) -> dict[str, Verdict]:
 
 def words(found: Replayed, part: str) -> str:
     [finding] = [finding for finding in found.findings if finding.part == part]
-    return finding.words
+    return finding.text
 
 
 def change(run: Path, id: str, **fields: object) -> None:
@@ -164,7 +164,7 @@ def test_another_reward_function_is_told_from_the_recorded_one(run: Path, home: 
     [finding] = [finding for finding in found.findings if finding.part == "reward"]
     told = {name: (recorded, now) for name, recorded, now in finding.details}
     assert float(told["reward"][1]) == pytest.approx(float(told["reward"][0]) + 1.0)
-    assert told["length"][0] == told["length"][1] and finding.words.startswith("in reward, score")
+    assert told["length"][0] == told["length"][1] and finding.text.startswith("in reward, score")
 
 
 def test_a_reward_function_that_fails_now_cannot_be_compared(run: Path, tmp_path: Path) -> None:
@@ -223,12 +223,12 @@ patterns = st.lists(st.text("so", min_size=1, max_size=9), min_size=1, max_size=
 @given(patterns, st.randoms(), st.data())
 def test_the_first_token_that_was_changed_is_found(shapes: list[str], rng: random.Random, data: st.DataObject) -> None:
     was = [segment(rng, shape) for shape in shapes]
-    assert departure(was, was) is None and logprob_gap(was, was) is None
+    assert first_difference(was, was) is None and logprob_gap(was, was) is None
     number = data.draw(st.integers(0, len(was) - 1))
     place = data.draw(st.integers(0, len(shapes[number]) - 1))
     now = list(was)
     now[number] = _changed(was[number], place)
-    found = departure(was, now)
+    found = first_difference(was, now)
     assert found is not None and (found.segment, found.place) == (number, place)
     assert found.writer == ("policy" if shapes[number][place] == "s" else "tool or user")
     assert logprob_gap(was, now, found) is None, "what comes after the first difference says nothing more"
@@ -239,7 +239,7 @@ def test_log_probabilities_that_moved_are_counted(shapes: list[str], rng: random
     was = [segment(rng, shape) for shape in shapes]
     now = [replace(one, response_logprobs=tuple(p - 0.5 * m for p, m in _scored(one))) for one in was]
     gap, sampled = logprob_gap(was, now), sum(one.sampled for one in was)
-    assert departure(was, now) is None and (gap is None) == (sampled == 0)
+    assert first_difference(was, now) is None and (gap is None) == (sampled == 0)
     if gap is not None:
         assert (gap.count, gap.of) == (sampled, sampled) and gap.largest == pytest.approx(0.5)
         assert was[gap.segment].response_mask[gap.place] == 1
@@ -253,9 +253,9 @@ def test_a_history_that_ends_earlier_departs_there() -> None:
         response_mask=was.response_mask[:3],
         response_logprobs=was.response_logprobs[:3],
     )
-    found = departure([was], [shorter])
+    found = first_difference([was], [shorter])
     assert found is not None and (found.place, found.writer) == (3, "policy")
-    assert departure([was, was], [was]) is not None
+    assert first_difference([was, was], [was]) is not None
 
 
 def _changed(one: Segment, place: int) -> Segment:

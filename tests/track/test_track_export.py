@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsLines, PositionedMetrics, Stream, words
+from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsLines, PositionedMetrics, Stream, error_text
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.export_lock import alone
 from rally.track.export.settings import flat
@@ -234,7 +234,7 @@ def test_the_configuration_is_flat_for_trackers_that_want_it_so() -> None:
 
 
 def test_a_password_in_an_address_is_not_shown() -> None:
-    said = words(OSError("cannot reach postgresql://me:secret@host/db or http://host:5000/a@b"))
+    said = error_text(OSError("cannot reach postgresql://me:secret@host/db or http://host:5000/a@b"))
     assert said == "OSError: cannot reach postgresql://***@host/db or http://host:5000/a@b"
 
 

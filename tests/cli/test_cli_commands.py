@@ -8,7 +8,7 @@ import pytest
 
 from rally import __version__
 from rally.cli.main import main
-from rally.cli.os_errors import system_sentence
+from rally.cli.os_errors import os_error_message
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
@@ -72,10 +72,10 @@ def test_what_is_no_configuration_is_told_apart(
 
 
 def test_a_full_disk_is_told_with_what_to_do_and_a_bug_keeps_its_traceback() -> None:
-    told = system_sentence(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
+    told = os_error_message(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
     assert told is not None and told.startswith("runs/mine/metrics.jsonl: No space left on device; make room")
-    assert system_sentence(OSError("a library's own")) is None
-    assert system_sentence(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
+    assert os_error_message(OSError("a library's own")) is None
+    assert os_error_message(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
 
 
 @pytest.mark.parametrize("how", ["atomic", "append"])

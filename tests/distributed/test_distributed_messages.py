@@ -162,7 +162,5 @@ def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.Monk
 def test_who_starts_no_ranks_says_so() -> None:
     config = load_config(overrides=[*TWO, "actor_rollout_ref.model.path=a/b", "data.train_files=pyproject.toml"])
     for start in (train, evaluate):
-        with pytest.raises(
-            RunError, match=r"n_gpus_per_node=2 is for `rally train`, `rally sft` and rally\.distributed"
-        ):
+        with pytest.raises(RunError, match=r"n_gpus_per_node=2 needs `rally train`, `rally sft` or rally\.distributed"):
             start(config)

@@ -81,5 +81,5 @@ def test_a_model_that_sees_is_for_one_gpu() -> None:
     patches = object()
     check_images("a/b", patches, ALONE)  # type: ignore[arg-type]
     check_images("a/b", None, Two())
-    with pytest.raises(RunError, match="a/b sees images, which is for one GPU"):
+    with pytest.raises(RunError, match="a/b takes images, which is supported on one GPU only"):
         check_images("a/b", patches, Two())  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_it_says_which_sampled_token_departs(copy: Path) -> None:
     change(copy, id, segments=(replace(first, response_ids=tuple(ids)), *rest))
     found = again(copy, id)
     assert verdicts(found) == {"prompt": "same", "reward": "same", "sampling": "different"} and found.exit_code == 1
-    assert words(found, "sampling").startswith("departs at token 3 of the response, which the policy wrote: recorded ")
+    assert words(found, "sampling").startswith("differs at token 3 of the response, which the policy wrote: recorded ")
 
 
 def test_other_weights_are_noticed_and_named(run: Path) -> None:
@@ -146,7 +146,7 @@ def test_weights_that_are_gone_are_named(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "global_step_1")
     found = again(copy, "t000002-00000-0")
     assert verdicts(found)["sampling"] is Verdict.CANNOT and found.exit_code == 2
-    assert "the weights after step 1, which sampled it, are not there" in words(found, "sampling")
+    assert "the weights after step 1, which sampled it, no longer exist" in words(found, "sampling")
 
 
 def test_a_run_that_was_not_deterministic_is_not_sampled_again(run: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_command_prints_and_exits_as_it_found(run: Path) -> None:
 @pytest.mark.parametrize(
     ("id", "said"),
     [
-        ("first", "'first' is no episode id; they look like t000003-00001-2"),
+        ("first", "'first' is not an episode id; ids look like t000003-00001-2"),
         ("t000009-00000-0", "has no training episodes of step 9"),
         ("t000001-00000-7", "has no episode t000001-00000-7; its first is t000001-"),
     ],

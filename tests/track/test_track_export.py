@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from track_episodes import episodes, make_episode
 
 from rally.track.export import ExportSettings, TraceSettings, require_packages
-from rally.track.export.delivery import DeliveryLedger, EpisodeFiles, MetricsLines, PositionedMetrics, Stream, error_text
+from rally.track.export.delivery import (
+    DeliveryLedger,
+    EpisodeFiles,
+    MetricsLines,
+    PositionedMetrics,
+    Stream,
+    error_text,
+)
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.export_lock import alone
 from rally.track.export.settings import flat
@@ -174,7 +181,7 @@ def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> Non
     stream.open()
     stream.pump()
     stream.close(ok=True)
-    assert told == [("refused", "tracker", "tracker cannot be opened (OSError); mend that, or leave tracker out")]
+    assert told == [("refused", "tracker", "tracker cannot be opened (OSError); fix that, or leave tracker out")]
 
 
 def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ class OtelTraces:
     def add(self, traces: Sequence[Trace]) -> None:
         spans = [span for trace in traces for span in readable_spans(trace, _attributes, self._resource)]
         if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise RallyError(
-                f"the OpenTelemetry collector at {self.where} did not accept the spans; check that it runs"
-            )
+            raise RallyError(f"the OpenTelemetry collector at {self.where} did not accept the spans; is it running?")
 
     def close(self) -> None:
         self._exporter.shutdown()

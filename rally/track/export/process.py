@@ -34,7 +34,7 @@ class Exporter:
         self._console = console
         self._log = settings.state / LOG
         self._partial_line = b""
-        self._ended_early = False
+        self._process_ended = False
 
     def __enter__(self) -> Exporter:
         """Start, and wait until every tracker is open."""
@@ -48,7 +48,7 @@ class Exporter:
             self._process.wait()
             what = (
                 "the export process ended"
-                if self._ended_early
+                if self._process_ended
                 else f"they did not answer within {OPENING_SECONDS:.0f} s"
             )
             raise RallyError(f"the trackers cannot be opened: {what}; see {self._log}, fix the problem and try again")
@@ -87,7 +87,7 @@ class Exporter:
         self._in.close()
         for message in self._messages(CLOSING_SECONDS):
             self._report(*message)
-        if self._process.poll() is None and not self._ended_early:
+        if self._process.poll() is None and not self._process_ended:
             self._console.note(f"process {self._process.pid} is still sending to trackers and ends by itself")
 
     def _report(self, kind: str, name: str, text: str) -> None:
@@ -113,7 +113,7 @@ class Exporter:
         ends = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
-            while not self._ended_early and selector.select(max(0.0, ends - time.monotonic())):
+            while not self._process_ended and selector.select(max(0.0, ends - time.monotonic())):
                 part = os.read(self._out.fileno(), 65536)
                 if not part:
                     yield from self._ended()
@@ -125,7 +125,7 @@ class Exporter:
                     return
 
     def _ended(self) -> Iterator[tuple[str, str, str]]:
-        self._ended_early = True
+        self._process_ended = True
         if self._process.wait():
             yield "gone", "", ""
 

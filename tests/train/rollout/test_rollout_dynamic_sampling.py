@@ -156,7 +156,7 @@ def test_the_metrics_a_group_may_be_judged_by() -> None:
     assert found == [0.75, 0.75, 0.75, 1.0, 1.0, 0.5], "acc is the score where the function reports none"
     assert metric_of(replace(one, reward_info={}), "acc") == 0.75
     assert metric_of(replace(one, reward_info={"score": 1.0, "acc": True}), "acc") == 1.0
-    with pytest.raises(MetricError, match=r"metric=em is no number .* one of what it came with: score, f1"):
+    with pytest.raises(MetricError, match=r"metric=em is not a number .* one of its numbers: score, f1"):
         metric_of(one, "em")
 
 

@@ -115,7 +115,7 @@ def test_what_fails_is_told_once_and_who_needs_it_says_so(config_file: Path, tmp
     (tmp_path / "empty").mkdir()
     findings = list(examine(config_file, [f"{M}.tokenizer_path={tmp_path}/empty"]))
     assert told(findings, "error").count("the tokenizer") == 1
-    left_out = [one.check for one in findings if "because the tokenizer could not be had" in one.text]
+    left_out = [one.check for one in findings if "because the tokenizer could not be loaded" in one.text]
     assert left_out == ["template", "lengths", "prompt", "policy"]
     assert {"tools", "reward", "memory"} <= {one.check for one in findings if one.status == "ok"}
 
@@ -306,7 +306,7 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
 def test_a_format_that_does_not_read_the_templates_calls_is_an_error(find: Any) -> None:
     assert "parses calls as the chat template renders them" in told(find("prompt"), "ok")
     wrong = told(find("prompt", f"{R}.multi_turn.format=qwen3_coder"), "error")
-    assert "multi_turn.format=qwen3_coder does not read calls" in wrong and "set it to hermes" in wrong
+    assert "multi_turn.format=qwen3_coder does not parse calls" in wrong and "set it to hermes" in wrong
 
 
 def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     key = f"custom_reward_function.path={flat}"
-    assert "earns no more than a bad one" in told(find("reward", key), "warning")
+    assert "scores no more than a bad one" in told(find("reward", key), "warning")
     assert "'42' scores 0" in told(find("reward", key, options=DoctorOptions(answer="42")), "error")
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n")
     assert "ZeroDivisionError" in told(find("reward", key), "error")
@@ -349,7 +349,7 @@ def test_rollout_and_trainer_that_disagree_are_an_error(find: Any, monkeypatch: 
         return replace(generation, logprobs=tuple(p - 0.5 for p in generation.logprobs))
 
     monkeypatch.setattr(rollout_logprobs.EmbeddedEngine, "generate", off)
-    assert "the engine does not compute what this model does" in told(find("policy"), "error")
+    assert "the embedded engine does not support this model" in told(find("policy"), "error")
 
 
 def test_a_rollout_server_that_is_not_there_is_an_error(find: Any) -> None:

@@ -128,7 +128,7 @@ def test_calls_that_the_loop_would_not_read(codecs: dict[str, ChatCodec]) -> Non
     llama = ChatCodec(codecs["llama3_2"].tokenizer, "hermes", [SCHEMA])
     assert "its text parses to none" in str(check(llama, RETOOL).first)
     spoken = [USER, calling("1", content="Let me see."), tool("1"), says("1")]
-    assert "says 'Let me see.', which the chat template does not print" in str(check(codecs["llama3_2"], spoken).first)
+    assert "has the content 'Let me see.', which the chat template does not render" in str(check(codecs["llama3_2"], spoken).first)
     assert check(codecs["qwen2_5"], spoken).different == 0
     two = [USER, calling("1", "2"), tool("1"), tool("2"), says("1")]
     assert check(codecs["llama3_2"], two).different == 1, "its template has room for one call"
@@ -149,7 +149,7 @@ def test_the_first_token_that_differs_is_shown_on_both_sides() -> None:
     report = check(codec, [USER, calling("1"), tool("4"), says("4")])
     head, taught, episode = str(report.first).splitlines()
     assert "in turn 2 (tool or user, observed), differs from the episode" in head
-    assert taught.strip().startswith("taught:") and "['" not in taught.split("[")[0]
+    assert taught.strip().startswith("row:") and "['" not in taught.split("[")[0]
     shown = [line.partition("[")[2].partition("]")[0] for line in (taught, episode)]
     assert shown[0].endswith("'\\n'") and shown[1].endswith("' '"), "one goes on with a newline, one with the name"
     assert "* '<|im_end|>'" in taught and "* '<|im_end|>'" in episode, "sampled tokens are marked"

@@ -59,15 +59,15 @@ def reward(case: DoctorCase) -> Iterator[Finding]:
     tasks = list(by_source.values())[-MOST_SOURCES:]
     spec = build.reward_spec_of(case.config)
     for task in reversed(tasks):
-        given = case.options.answer if task is case.tasks[0] else None
-        answers = [*good_answers(task, given), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
+        user_answer = case.options.answer if task is case.tasks[0] else None
+        answers = [*good_answers(task, user_answer), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
         episodes = [episode_of(task, answer) for answer in answers]
         scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
-        yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
+        yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, user_answer)
 
 
-def good_answers(task: Task, given: str | None) -> list[CandidateAnswer]:
-    texts = [given] if given is not None else [form.format(text) for text in truths(task) for form in FORMS]
+def good_answers(task: Task, user_answer: str | None) -> list[CandidateAnswer]:
+    texts = [user_answer] if user_answer is not None else [form.format(text) for text in truths(task) for form in FORMS]
     return [CandidateAnswer(text, rounds) for rounds in (1, 2) for text in texts]
 
 
@@ -98,7 +98,7 @@ def episode_of(task: Task, answer: CandidateAnswer) -> Episode:
     )
 
 
-def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, given: str | None) -> Finding:
+def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, user_answer: str | None) -> Finding:
     failed = next((one for one in tried if one.score.error is not None), None)
     if failed is not None:
         problem = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"
@@ -110,7 +110,7 @@ def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, given:
         seconds = max(one.score.seconds for one in tried)
         return Finding("reward", "ok", f"{task.data_source}: {earned}; at most {seconds:.3f} s a score")
     problem = f"{task.data_source}: a good answer scores no more than a bad one ({earned})"
-    if spec.path is not None and given is None:
+    if spec.path is not None and user_answer is None:
         advice = "if your function expects another format, give an answer that it must reward with --answer 'TEXT'"
         return Finding("reward", "warning", f"{problem}; {advice}")
     return Finding("reward", "error", f"{problem}; fix the reward function or the ground truth of row {task.id}")

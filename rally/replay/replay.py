@@ -227,10 +227,10 @@ def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFindi
         return ReplayFinding("prompt", Verdict.CANNOT, str(problem))
     first = episode.segments[0]
     shown = tuple(span for span in first.images if span.end <= len(first.prompt_ids))
-    apart = first_difference([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
-    if apart is None:
+    difference = first_difference([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
+    if difference is None:
         return ReplayFinding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
-    return ReplayFinding("prompt", Verdict.DIFFERENT, apart.describe(codec.decode))
+    return ReplayFinding("prompt", Verdict.DIFFERENT, difference.describe(codec.decode))
 
 
 async def rescored(record: Recorded, config: Config) -> ReplayFinding:
@@ -300,10 +300,10 @@ def _not_reproducible(config: Config) -> str | None:
 def _compare_samples(episode: Episode, now: Episode | None, inputs: RunInputs) -> ReplayFinding:
     if now is None:
         return ReplayFinding("sampling", Verdict.DIFFERENT, "its prompt was not started this time")
-    apart = first_difference(episode.segments, now.segments)
-    gap = logprob_gap(episode.segments, now.segments, apart)
-    if apart is not None:
-        text = f"differs at {apart.describe(inputs.codec.decode)}"
+    difference = first_difference(episode.segments, now.segments)
+    gap = logprob_gap(episode.segments, now.segments, difference)
+    if difference is not None:
+        text = f"differs at {difference.describe(inputs.codec.decode)}"
         if gap is not None:
             text += f"; before that {gap.describe()} differ"
         return ReplayFinding("sampling", Verdict.DIFFERENT, text if now.error is None else f"{text}; {now.error}")

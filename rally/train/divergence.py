@@ -46,9 +46,9 @@ class Tried(NamedTuple):
 class DivergedError(RallyError):
     """A gradient that must not be applied. `tried` holds the rows it was computed from."""
 
-    def __init__(self, problem: str, tried: Sequence[Tried] = (), kept: str = "") -> None:
+    def __init__(self, problem: str, tried: Sequence[Tried] = (), saved: str = "") -> None:
         self.problem, self.tried = problem, tried
-        where = f"; its batch {kept}" if kept else ""
+        where = f"; its batch {saved}" if saved else ""
         super().__init__(
             f"{problem}, so the step was not applied{where}; lower the learning rate, or check the rewards and "
             "the data of this step"
@@ -82,10 +82,10 @@ def keeping_diverged(run_dir: Path, step: int, sources: Sequence[Mapping[str, An
         yield
     except DivergedError as error:
         try:
-            kept = f"is in {_save(run_dir / 'diverged', step, error, sources)} and the .json beside it"
+            saved = f"is in {_save(run_dir / 'diverged', step, error, sources)} and the .json beside it"
         except (OSError, SafetensorError) as failure:  # safetensors raises its own error for a full disk
-            kept = f"could not be saved ({failure})"
-        raise DivergedError(error.problem, error.tried, kept) from error
+            saved = f"could not be saved ({failure})"
+        raise DivergedError(error.problem, error.tried, saved) from error
 
 
 def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mapping[str, Any]]) -> Path:

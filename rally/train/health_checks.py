@@ -78,8 +78,8 @@ def flat_groups(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
         else "take easier rows, more episodes for a prompt (rollout.n), or data.curriculum.by=success, which looks for "
         "rows that are solved sometimes"
     )
-    told = f"for {settings.patience} steps no episode earned more or less than the others of its group"
-    return HealthWarning("flat_groups", f"{told}, so those steps taught nothing; {cause}")
+    fact = f"for {settings.patience} steps all episodes of each group had the same reward"
+    return HealthWarning("flat_groups", f"{fact}, so those steps had no gradient; {cause}")
 
 
 def entropy_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | None:

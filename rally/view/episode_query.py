@@ -63,25 +63,25 @@ class Query:
     descending: bool = True
 
     @classmethod
-    def parse(cls, asked: Mapping[str, str]) -> Query:
+    def parse(cls, params: Mapping[str, str]) -> Query:
         """Parse the parameters of a link. An unknown name is an error, so that a typo does not silently change the
         filter."""
         known = {*RANGES, *EXACT, "kind", "stop", "errors", "text", "sort", "desc"}
-        if unknown := sorted(asked.keys() - known):
+        if unknown := sorted(params.keys() - known):
             raise QueryError(f"there is no filter {', '.join(unknown)}; the filters are {', '.join(sorted(known))}")
-        found = [_range(name, asked[name]) for name in RANGES if asked.get(name)]
-        found += [Condition(f"{column} = ?", (asked[name],)) for name, column in EXACT.items() if asked.get(name)]
-        found += [_kind(asked["kind"])] if asked.get("kind") else []
-        if stops := [stop for stop in asked.get("stop", "").split(",") if stop]:
+        found = [_range(name, params[name]) for name in RANGES if params.get(name)]
+        found += [Condition(f"{column} = ?", (params[name],)) for name, column in EXACT.items() if params.get(name)]
+        found += [_kind(params["kind"])] if params.get("kind") else []
+        if stops := [stop for stop in params.get("stop", "").split(",") if stop]:
             found.append(Condition(f"stop IN ({', '.join('?' * len(stops))})", tuple(stops)))
-        if asked.get("errors") not in (None, "", "0"):
+        if params.get("errors") not in (None, "", "0"):
             found.append(Condition("errors > 0", ()))
-        if match := _match(asked.get("text", "")):
+        if match := _match(params.get("text", "")):
             found.append(Condition("n IN (SELECT rowid FROM words WHERE words MATCH ?)", (match,)))
-        sort = asked.get("sort") or "step"
+        sort = params.get("sort") or "step"
         if sort not in SORTS:
             raise QueryError(f"cannot sort by {sort}; the columns are {', '.join(SORTS)}")
-        return cls(tuple(found), sort, asked.get("desc", "1") != "0")
+        return cls(tuple(found), sort, params.get("desc", "1") != "0")
 
     def count(self, db: sqlite3.Connection) -> int:
         where, values = self._where()

@@ -138,23 +138,23 @@ def _answers(run: RunData, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
         yield f"timeline/{step}", _timeline(run.timeline(step), inside)
     shown: set[str] = set()
     for row in rows:
-        whole = run.episode(row["id"])
-        yield "episode?" + urlencode({"id": row["id"]}), _episode(whole)
-        shown |= {span["hash"] for segment in whole["segments"] for span in segment["images"]}
+        full = run.episode(row["id"])
+        yield "episode?" + urlencode({"id": row["id"]}), _episode(full)
+        shown |= {span["hash"] for segment in full["segments"] for span in segment["images"]}
     for name in sorted(shown):
         data, mime = run.image(name)
         yield f"images/{name}", f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
-def _timeline(whole: Json, inside: Set[str]) -> Json:
+def _timeline(full: Json, inside: Set[str]) -> Json:
     """The timeline with all lanes, so that the engine does not look idle. Lanes of episodes that are left out have no
     link."""
-    return {**whole, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in whole["episodes"]]}
+    return {**full, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in full["episodes"]]}
 
 
-def _episode(whole: Json) -> Json:
+def _episode(full: Json) -> Json:
     """The episode without the paths at which a tokenizer was searched."""
-    return {**whole, "note": NO_TOKENIZER if whole["note"] else ""}
+    return {**full, "note": NO_TOKENIZER if full["note"] else ""}
 
 
 def _facets(rows: Sequence[Json]) -> Json:
@@ -170,11 +170,11 @@ def _facets(rows: Sequence[Json]) -> Json:
 
 
 def _note(run: RunData, rows: Sequence[Json], asked: str) -> str:
-    whole = run.state()["episodes"]
+    count = run.state()["episodes"]
     kinds = sorted({(row["validate"], row["step"]) for row in rows})
     what = asked or ", ".join(f"{'validation' if validate else 'training'} step {step}" for validate, step in kinds)
-    left = f"; {whole - len(rows):,} were left out" if whole > len(rows) else ""
+    left = f"; {count - len(rows):,} were left out" if count > len(rows) else ""
     return (
-        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {whole:,} episodes "
+        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {count:,} episodes "
         f"({what or 'none'}){left}."
     )

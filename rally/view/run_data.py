@@ -84,23 +84,23 @@ class RunData:
                 ).fetchall(),
             }
 
-    def rows(self, asked: Mapping[str, str]) -> Json:
+    def rows(self, params: Mapping[str, str]) -> Json:
         """A page of the table; with `count`, also the number of rows."""
-        query = Query.parse({k: v for k, v in asked.items() if k not in PAGING})
+        query = Query.parse({k: v for k, v in params.items() if k not in PAGING})
         try:
-            skip, limit = int(asked.get("skip", 0)), int(asked.get("limit", PAGE))
+            skip, limit = int(params.get("skip", 0)), int(params.get("limit", PAGE))
         except ValueError:
             raise QueryError("skip and limit must be whole numbers") from None
         with closing(self.index.connect()) as db:
-            page = query.page(db, asked.get("after"), max(0, skip), max(1, limit))
-            count = query.count(db) if asked.get("count") else None
+            page = query.page(db, params.get("after"), max(0, skip), max(1, limit))
+            count = query.count(db) if params.get("count") else None
         return {"rows": page.rows, "next": page.next, "count": count}
 
-    def beside(self, asked: Mapping[str, str]) -> Json:
+    def beside(self, params: Mapping[str, str]) -> Json:
         """The position of the episode `id` in a table, and its neighbours."""
-        query = Query.parse({k: v for k, v in asked.items() if k != "id"})
+        query = Query.parse({k: v for k, v in params.items() if k != "id"})
         with closing(self.index.connect()) as db:
-            return query.beside(db, asked.get("id", ""))._asdict()
+            return query.beside(db, params.get("id", ""))._asdict()
 
     def timeline(self, step: int) -> Json:
         """The phases of a step and the activities of its episodes over time."""

@@ -76,9 +76,9 @@ class HostCheck:
             return None
         return _text("open the link that `rally view` printed; it carries the token", 401)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, value: str) -> bool:
         assert self._token is not None
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return hmac.compare_digest(value.encode(), self._token.encode())
 
     def _welcome(self) -> Response:
         assert self._token is not None
@@ -149,9 +149,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
         except RallyError as problem:
             return _answered({"error": str(problem)}, 400)
         except sqlite3.DatabaseError as problem:
-            return _answered(
-                {"error": f"the index cannot be read just now ({problem}); it is made anew if it is gone"}, 503
-            )
+            return _answered({"error": f"the index cannot be read now ({problem}); it is rebuilt if it is gone"}, 503)
 
     return endpoint
 

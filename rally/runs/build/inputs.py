@@ -85,10 +85,10 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
 
 
 def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
-    asked = trainer.n_gpus_per_node
-    if asked != ranks.world_size:
+    gpus = trainer.n_gpus_per_node
+    if gpus != ranks.world_size:
         raise RunError(
-            f"trainer.n_gpus_per_node={asked} needs `rally train`, `rally sft` or rally.distributed, which start the "
+            f"trainer.n_gpus_per_node={gpus} needs `rally train`, `rally sft` or rally.distributed, which start the "
             "other processes; leave it out here"
         )
 

@@ -54,8 +54,8 @@ def how_to_look(client: MlflowClient) -> str:
     uri = without_password(client.tracking_uri)
     if uri.startswith(("http://", "https://")):
         return uri
-    whole = "" if find_spec("flask") else "  (the UI needs the full package: pip install mlflow)"
-    return f"mlflow ui --backend-store-uri {uri}{whole}"
+    hint = "" if find_spec("flask") else "  (the UI needs the full package: pip install mlflow)"
+    return f"mlflow ui --backend-store-uri {uri}{hint}"
 
 
 class MlflowRun:

@@ -138,13 +138,13 @@ def _engine_waits(episodes: Iterable[Episode]) -> Metrics:
 
 def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:
     """The share of prompt tokens found in the prefix cache. A turn's prompt is all of its segment before it."""
-    cached = given = 0
+    cached = prompt_tokens = 0
     for episode in episodes:
         for turn in episode.turns:
             if turn.role == "assistant":
                 cached += turn.cached_tokens
-                given += len(episode.segments[turn.segment].prompt_ids) + turn.start
-    return {"prefix_cache/hit_rate": cached / given} if cached else {}
+                prompt_tokens += len(episode.segments[turn.segment].prompt_ids) + turn.start
+    return {"prefix_cache/hit_rate": cached / prompt_tokens} if cached else {}
 
 
 def validation_series(names: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 Fields of the data model are plain JSON. Open values (arguments, extra_info, metrics, ...) are plain JSON where
 possible. A value that JSON cannot hold is an object with one key that starts with `$`: `$tuple`, `$float` (nan, inf),
 `$int` (too long for a JSON reader), `$str` (lone surrogates), `$dict` (keys that are not strings or start with `$`),
-`$image` (by its hash; its bytes are a file of their own) and `$repr`, which comes back as an `Opaque`.
+`$image` (by its hash; its bytes are in a separate file) and `$repr`, which comes back as an `Opaque`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def image_from_json(value: Json, folder: Path = Path("images")) -> Image:
 
 
 def restore(value: Any) -> Any:
-    """The value `plain` was given."""
+    """The inverse of `plain`."""
     if isinstance(value, list):
         return [restore(v) for v in value]
     if not isinstance(value, dict):
@@ -165,7 +165,7 @@ def _episode_to_json(episode: Episode, task: Json) -> Json:
 
 
 def episode_from_json(value: Json) -> Episode:
-    """The episode `episode_to_json` was given."""
+    """The inverse of `episode_to_json`."""
     built = {
         "task": _task_from_json(value["task"]),
         "stop_reason": StopReason(value["stop_reason"]),

@@ -68,9 +68,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[_Piece]:
-    given, taken = as_bytes(source), as_bytes(target)
-    for at in range(0, len(given), PIECE):
-        yield _Piece(given[at : at + PIECE], taken[at : at + PIECE])
+    source_bytes, target_bytes = as_bytes(source), as_bytes(target)
+    for at in range(0, len(source_bytes), PIECE):
+        yield _Piece(source_bytes[at : at + PIECE], target_bytes[at : at + PIECE])
 
 
 def _copy(piece: _Piece) -> None:

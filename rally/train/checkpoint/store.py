@@ -199,15 +199,15 @@ class CheckpointStore:
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to step `newest`. Later ones, incomplete or of a rewound run, are not counted."""
         paths = self._saved()
-        whole = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
+        complete = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
         if self.keep is not None:
-            for old in whole[: -self.keep]:  # renamed first, so that a kill leaves no partial checkpoint under its name
+            for old in complete[: -self.keep]:  # renamed first: a kill must not leave a partial one
                 shutil.rmtree(old.path.rename(old.path.with_name(f".dropping_{old.path.name}")))
-            whole = whole[-self.keep :]
+            complete = complete[-self.keep :]
         if self.keep_critics is not None:
-            for old in [one for one in whole if one.holds("critic")][: -self.keep_critics]:
+            for old in [one for one in complete if one.holds("critic")][: -self.keep_critics]:
                 _unlist(old.path, "critic")
-            for old in [one for one in whole if not one.holds("critic")]:
+            for old in [one for one in complete if not one.holds("critic")]:
                 shutil.rmtree(old.path / "critic", ignore_errors=True)  # including what a kill left behind
 
 
@@ -251,8 +251,8 @@ def _manifest(path: Path) -> dict[str, int]:
 
 def _unlist(path: Path, folder: str) -> None:
     """Remove a folder from the manifest, so that the checkpoint is complete without it."""
-    kept = {name: size for name, size in _manifest(path).items() if not name.startswith(f"{folder}/")}
-    write_atomic(path / MANIFEST, json.dumps(kept, indent=1), synced=True)
+    listed = {name: size for name, size in _manifest(path).items() if not name.startswith(f"{folder}/")}
+    write_atomic(path / MANIFEST, json.dumps(listed, indent=1), synced=True)
 
 
 def _sampler_part(state: Mapping[str, Any]) -> Part:

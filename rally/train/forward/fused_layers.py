@@ -172,8 +172,8 @@ def compiled_ops() -> Ops:
 
 def _can_fuse(model: PreTrainedModel) -> bool:
     size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
-    whole = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
-    return whole and has_triton() and fits_one_call(size) and known(model)
+    unsharded = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
+    return unsharded and has_triton() and fits_one_call(size) and known(model)
 
 
 def fused_hidden(

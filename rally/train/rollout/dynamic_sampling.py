@@ -133,7 +133,7 @@ def metric_of(episode: Episode, metric: str) -> float:
     score = info.get("score", episode.reward)
     value = info.get(metric, score if metric in ("score", "acc") else None)
     if not isinstance(value, (bool, int, float)):
-        known = ", ".join(key for key, given in info.items() if isinstance(given, (bool, int, float)))
+        known = ", ".join(key for key, number in info.items() if isinstance(number, (bool, int, float)))
         raise MetricError(
             f"algorithm.filter_groups.metric={metric} is not a number in the reward of episode {episode.id}; "
             f"use reward, or one of its numbers: {known or 'none'}"

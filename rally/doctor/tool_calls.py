@@ -30,7 +30,7 @@ def tools(case: DoctorCase) -> Iterator[Finding]:
         return
     for tool in box.tools:
         if tool.destructive:
-            note = f"{tool.name} was not called, because it is not marked as non-destructive"
+            note = f"{tool.name} was not called, because a call may be destructive"
             yield Finding("tools", "warning", f"{note}; try it by hand where that does no harm")
     for tried in asyncio.run(_try_all(case)):
         yield judge(tried)

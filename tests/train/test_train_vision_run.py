@@ -74,5 +74,5 @@ def test_turns_that_were_shown_different_images_are_in_different_states() -> Non
 
 def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:
     config = small(home, tmp_path, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
-    with pytest.raises(RunError, match=r"servers are given tokens alone; set .*rollout\.name=embedded"):
+    with pytest.raises(RunError, match=r"servers are sent only tokens; set .*rollout\.name=embedded"):
         train(config, Paper().console)

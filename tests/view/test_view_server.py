@@ -118,7 +118,7 @@ def test_a_run_from_elsewhere_is_read_with_the_tokenizer_that_is_named(tmp_path:
     assert note.startswith("No tokenizer was found at /nowhere") and "--tokenizer" in note
     [segment] = named.episode("t000002-00001-1")["segments"]
     assert "".join(segment["response_text"]) == ChatCodec(tiny_tokenizer()).decode(segment["response_ids"])
-    with pytest.raises(RallyError, match=r"--tokenizer /nowhere holds no tokenizer; give a model's folder"):
+    with pytest.raises(RallyError, match=r"--tokenizer /nowhere has no tokenizer; name a model folder"):
         open_runs([path], "/nowhere")
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_merged_is_told(adapted: tuple[Path, torch.Tensor], base:
         with pytest.raises(MergeError, match=words):
             merge(path)
     (tmp_path / "there").mkdir()
-    with pytest.raises(MergeError, match="is already there; remove it, or choose another place with --out"):
+    with pytest.raises(MergeError, match="already exists; remove it, or choose another folder with --out"):
         merge(adapted[0], tmp_path / "there")
 
 

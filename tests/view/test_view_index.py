@@ -346,7 +346,7 @@ def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, c
     ("asked", "told"),
     [
         ({"stepp": "1"}, "there is no filter stepp"),
-        ({"step": "one"}, "step=one is no number"),
+        ({"step": "one"}, "step=one is not a number"),
         ({"kind": "test"}, "it is train or val"),
         ({"sort": "n; DROP TABLE episodes"}, "cannot sort by"),
         ({"after": "x"}, "is not a key"),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.data import load_tasks
-from rally.demo.demo import DemoSettings, demo_toolbox, make_model, teach_format, write_data
+from rally.demo.curriculum import CourseSettings, small_model, teach
+from rally.demo.demo import CALCULATOR, write_data
 from rally.track import RunConsole
 
 
@@ -37,16 +38,16 @@ def demo_models(folder: Path, console: RunConsole) -> DemoModels:
     models = DemoModels(folder)
     if (models.start / "config.json").exists():
         return models
-    settings = DemoSettings()
+    settings = CourseSettings()
     tokenizer = tiny_tokenizer()
-    model = make_model(tokenizer, settings.seed)
-    codec = ChatCodec(tokenizer, "hermes", demo_toolbox().schemas())
+    model = small_model(tokenizer, settings.seed)
+    codec = ChatCodec(tokenizer, "hermes", CALCULATOR.toolbox().schemas())
     write_data(models.data, settings.seed)
     gate = load_tasks(models.data / "gate.parquet")
     only_clean = dataclasses.replace(settings, habit_steps=0)
     only_habits = dataclasses.replace(settings, clean_blocks=(1,), gate=0.0)
     for stage, place in ((only_clean, models.caller), (only_habits, models.start)):
-        teach_format(model, codec, gate, stage, console)
+        teach(CALCULATOR, model, codec, gate, stage, console)
         model.save_pretrained(place)
         tokenizer.save_pretrained(place)
     return models

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.loops import Job, LoopSettings, Runner
-from rally.runs.train import settled_heap
+from rally.runs.train import frozen_gc
 from rally.tools import CallLimits, FunctionTool, ToolBox, ToolLimits, function_tool
 from rally.types import Generation, SamplingParams, StopReason, Task
 
@@ -145,7 +145,7 @@ def main() -> None:
     chains = [sum(seconds_of(e, turn) for turn in range(given.turns)) for e in range(given.episodes)]
     print(f"{given.episodes} episodes of {given.turns} calls, slowest chain {max(chains):.2f} s")
     done: list[Repetition] = []
-    with settled_heap():
+    with frozen_gc():
         for number in range(1, given.repetitions + 1):
             one = repeat(runner, jobs, given.turns)
             done.append(one)

@@ -19,7 +19,8 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels
 from benchmarks.measure import REPETITIONS, Row, Timings
 from rally.config import load_config
-from rally.demo.demo import DemoSettings, training_config
+from rally.demo.curriculum import CourseSettings, course_config
+from rally.demo.demo import CALCULATOR
 from rally.runs import train as run
 from rally.track import RunConsole, RunFolder
 
@@ -72,7 +73,7 @@ def rally_steps(demo: DemoModels, count: int, seed: int) -> list[Step]:
     """An ordinary run of the demo's configuration, without validation."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        config = training_config(demo.folder, DemoSettings(grpo_steps=count, seed=seed))
+        config = course_config(CALCULATOR, demo.folder, CourseSettings(grpo_steps=count, seed=seed))
         overrides = [
             f"trainer.default_local_dir={folder}",
             "trainer.save_freq=-1",

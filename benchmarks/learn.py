@@ -29,7 +29,8 @@ from rally.config import Config, load_config
 from rally.config.actor import PolicyLossConfig
 from rally.config.algorithm import AlgorithmConfig
 from rally.config.errors import ConfigError
-from rally.demo.demo import DemoResult, DemoSettings, before_and_after, training_config
+from rally.demo.curriculum import CourseResult, CourseSettings, before_and_after, course_config
+from rally.demo.demo import CALCULATOR
 from rally.runs import train as run
 from rally.track import RunConsole
 
@@ -92,7 +93,7 @@ class Learned:
     method: Method
     seed: int
     steps: int
-    result: DemoResult
+    result: CourseResult
     seconds: float
 
     @property
@@ -133,9 +134,9 @@ def _built(demo: DemoModels, method: Method) -> bool:
 
 
 def configured(demo: DemoModels, method: Method, seed: int, steps: int, folder: Path) -> Config:
-    settings = DemoSettings(grpo_steps=steps, seed=seed)
+    settings = CourseSettings(grpo_steps=steps, seed=seed)
     places = [f"trainer.default_local_dir={folder}", "trainer.save_freq=-1"]
-    return load_config(overrides=[*places, *method.overrides], base=training_config(demo.folder, settings))
+    return load_config(overrides=[*places, *method.overrides], base=course_config(CALCULATOR, demo.folder, settings))
 
 
 def learn(demo: DemoModels, method: Method, seed: int, steps: int, out: Path) -> Learned:
@@ -145,7 +146,7 @@ def learn(demo: DemoModels, method: Method, seed: int, steps: int, out: Path) ->
     config = configured(demo, method, seed, method.steps or steps, folder)
     run.train(config, RunConsole(Console(file=StringIO())))
     seconds = time.perf_counter() - began
-    return Learned(method, seed, method.steps or steps, before_and_after(folder), seconds)
+    return Learned(method, seed, method.steps or steps, before_and_after(folder, CALCULATOR.data_source), seconds)
 
 
 def lines(rows: Sequence[Learned]) -> Iterator[str]:

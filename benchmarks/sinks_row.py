@@ -23,7 +23,8 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels
 from benchmarks.measure import REPETITIONS, Row, Timings
 from rally.config import load_config
-from rally.demo.demo import DemoSettings, training_config
+from rally.demo.curriculum import CourseSettings, course_config
+from rally.demo.demo import CALCULATOR
 from rally.runs import train as run
 from rally.track import RunConsole
 
@@ -96,7 +97,7 @@ def _children() -> float:
 def steps(demo: DemoModels, seed: int, overrides: tuple[str, ...]) -> list[Clocks]:
     """An ordinary run of the demo's configuration, without validation."""
     with tempfile.TemporaryDirectory() as folder:
-        config = training_config(demo.folder, DemoSettings(grpo_steps=STEPS, seed=seed))
+        config = course_config(CALCULATOR, demo.folder, CourseSettings(grpo_steps=STEPS, seed=seed))
         all_of_them = [
             f"trainer.default_local_dir={folder}/run",
             "trainer.save_freq=-1",

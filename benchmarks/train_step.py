@@ -203,12 +203,12 @@ def measure_shape(name: str, config: PreTrainedConfig, device: torch.device, siz
 
 @contextmanager
 def through_the_module() -> Iterator[None]:
-    """Training without fused layers, for comparison."""
-    gains, fused_layers._gains = fused_layers._gains, lambda model: False
+    """Training without fused layers, to compare with."""
+    can_fuse, fused_layers._can_fuse = fused_layers._can_fuse, lambda model: False
     try:
         yield
     finally:
-        fused_layers._gains = gains
+        fused_layers._can_fuse = can_fuse
 
 
 def _fresh_step(config: PreTrainedConfig, device: torch.device, checkpointing: bool, rows: list[Row], n: int) -> Step:

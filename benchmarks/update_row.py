@@ -21,7 +21,8 @@ from benchmarks.demo_models import DemoModels
 from benchmarks.measure import Row, alternate
 from rally.algos import losses
 from rally.config import load_config
-from rally.demo.demo import DemoSettings, training_config
+from rally.demo.curriculum import CourseSettings, course_config
+from rally.demo.demo import CALCULATOR
 from rally.models import attention
 from rally.models.load import load_model
 from rally.runs import train as run
@@ -58,7 +59,7 @@ def sampled_batch(demo: DemoModels) -> TrainBatch:
     """The episodes of the first step of a run, 32 prompts x 8, with their advantages."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        base = training_config(demo.folder, DemoSettings(grpo_steps=1))
+        base = course_config(CALCULATOR, demo.folder, CourseSettings(grpo_steps=1))
         overrides = [f"trainer.default_local_dir={folder}", "trainer.test_freq=-1", "data.val_files=null"]
         run.train(load_config(overrides=overrides, base=base), RunConsole(Console(file=StringIO())))
         return build_batch(RunFolder(folder).read_episodes(1))

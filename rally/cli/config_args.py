@@ -1,4 +1,4 @@
-"""The words of a command that runs a configuration: a file, if there is one, then overrides."""
+"""Arguments of commands that run a configuration: an optional file, then key=value overrides."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ ConfigArgs = Annotated[
 ]
 
 LOOSE = {"ignore_unknown_options": True}
-"""Of commands with such words: a key written with dashes becomes one of them, so that a sentence can say so."""
+"""Settings of commands with such arguments: a key with dashes is accepted as an argument and then reported."""
 
 ConfigPath = Annotated[Path | None, typer.Option("--config-path", help="With --config-name: the folder of the file.")]
 ConfigName = Annotated[str | None, typer.Option("--config-name", help="The configuration file, less its .yaml.")]
 
 
 def split_config_args(
-    words: list[str] | None, config_path: Path | None = None, config_name: str | None = None
+    args: list[str] | None, config_path: Path | None = None, config_name: str | None = None
 ) -> tuple[Path | None, list[str]]:
-    """A leading word without `=`, or the name, is the configuration file; all others are overrides."""
-    words = list(words or [])
-    for word in words:
-        if word.startswith("-"):
-            key = "write a key without dashes" if "=" in word else "--help lists those there are"
-            raise RallyError(f"there is no option {word}; {key}")
-    path = Path(words.pop(0)) if words and "=" not in words[0] else None
+    """The configuration file and the overrides. A leading argument without `=` is the file, as is --config-name."""
+    overrides = list(args or [])
+    for arg in overrides:
+        if arg.startswith("-"):
+            advice = "write a key without dashes" if "=" in arg else "--help lists the options"
+            raise RallyError(f"there is no option {arg}; {advice}")
+    path = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
     if path is not None and (config_path or config_name):
         raise RallyError(f"--config-name and {path} both name a configuration; give one of them, then key=value")
     if config_path is not None and config_name is None:
         raise RallyError("--config-path names a folder; name the file in it with --config-name")
     if config_name is not None:
         path = (config_path or Path()) / f"{config_name.removesuffix('.yaml')}.yaml"
-    stray = [w for w in words if "=" not in w]
+    stray = [arg for arg in overrides if "=" not in arg]
     if stray:
-        told = f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value"
-        raise RallyError(f"{told}; write a key and its value as one word, without spaces")
-    return path, words
+        raise RallyError(
+            f"{stray[0]!r} is neither the configuration file (it comes first) nor key=value; write a key and its value "
+            "as one word, without spaces"
+        )
+    return path, overrides
 
 
 RecipeName = Annotated[
@@ -54,7 +56,7 @@ RecipeName = Annotated[
 
 
 def recipe_path(recipe: str | None, path: Path | None, command: Any) -> Path | None:
-    """The configuration file of a run, which a recipe's name may stand for."""
+    """The configuration file of a run, or that of the named recipe."""
     if recipe is None:
         return path
     if path is not None:

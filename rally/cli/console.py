@@ -1,4 +1,4 @@
-"""A console for commands on which only we speak: the libraries' own progress bars and advice are switched off."""
+"""The console of commands, with the progress bars and advice of libraries switched off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def quiet_console() -> RunConsole:
-    """The console of a run; must be asked for before the libraries are imported, which read these once."""
+    """The console of a run. Call it before the libraries are imported, which read these settings once."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

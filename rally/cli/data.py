@@ -1,4 +1,4 @@
-"""`rally data ...`: writes the rows of recipes, and the index of a corpus"""
+"""`rally data`: writes the rows of recipes, and the search index of a corpus."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def index(
     """Make a corpus searchable, for `rally serve retrieval` and the tool `search`."""
     from rally.retrieval import IndexSpec, build_index
 
-    said = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
-    recipe = {**said, "max_length": max_length}
+    encoding = {"pooling": pooling, "query_prefix": query_prefix, "passage_prefix": passage_prefix}
+    recipe = {**encoding, "max_length": max_length}
     spec = IndexSpec(kind=kind, encoder=encoder, vectors=vectors, device=device, recipe=recipe, ready=faiss)
     console = quiet_console()
     built = build_index(corpus, out, spec, _with_progress(console))

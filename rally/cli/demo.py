@@ -1,4 +1,4 @@
-"""`rally demo`"""
+"""`rally demo`: trains a small agent from nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="The run folder.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Of the weights, the problems and all sampling.")] = 0,
     steps: Annotated[int, typer.Option(help="GRPO steps.", min=1)] = 40,
-    words: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Overrides of the GRPO stage.", metavar="[KEY=VALUE]...", show_default=False),
     ] = None,
 ) -> None:
     """Train a small agent from nothing, on a CPU, in a few minutes: it learns to use a calculator."""
     console = quiet_console()
-    from rally.demo.demo import DemoSettings, run_demo
+    from rally.demo.curriculum import CourseSettings, run_course
+    from rally.demo.demo import CALCULATOR
 
-    run_demo(out, DemoSettings(seed=seed, grpo_steps=steps), console, words or [])
+    run_course(CALCULATOR, out, CourseSettings(seed=seed, grpo_steps=steps), console, overrides or [])

@@ -1,5 +1,4 @@
-"""`rally doctor`: one command that looks at a run before any GPU hour is spent on it, and says with its exit code how
-that went."""
+"""`rally doctor`: checks a run before it starts, and returns the result as its exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ app = typer.Typer()
 
 @app.command(context_settings=LOOSE)
 def doctor(
-    words: ConfigArgs = None,
+    args: ConfigArgs = None,
     recipe: RecipeName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
     model_check: Annotated[
@@ -29,15 +28,15 @@ def doctor(
         str | None, typer.Option(help="An answer to the first row that the reward function must reward.")
     ] = None,
 ) -> None:
-    """Look at a run before it begins: exit code 0 all is well, 1 there are warnings, 2 there are errors."""
-    path, overrides = split_config_args(words)
+    """Check a run before it starts: exit code 0 without problems, 1 with warnings, 2 with errors."""
+    path, overrides = split_config_args(args)
     where = recipe_path(recipe, path, "train")
     console = quiet_console()
     from rally.doctor import doctor as checks
     from rally.doctor.case import DoctorOptions
 
     began, findings = time.perf_counter(), []
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # what a user's code prints must not spoil the JSON
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # output of a user's code must not break the JSON
         for finding in checks.examine(where, overrides, DoctorOptions(model_check=model_check, answer=answer)):
             findings.append(finding)
             if not as_json:

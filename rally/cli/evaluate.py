@@ -1,4 +1,4 @@
-"""`rally eval`"""
+"""`rally eval`: validates a model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ app = typer.Typer()
 
 
 @app.command("eval", context_settings=LOOSE)
-def evaluate(words: ConfigArgs = None, recipe: RecipeName = None) -> None:
+def evaluate(args: ConfigArgs = None, recipe: RecipeName = None) -> None:
     """Validate a model on data.val_files, without training."""
     from rally.config import load_config
 
-    path, overrides = split_config_args(words)
+    path, overrides = split_config_args(args)
     config = load_config(recipe_path(recipe, path, "train"), overrides)
     console = quiet_console()
     from rally.runs.evaluate import evaluate as run

@@ -1,4 +1,4 @@
-"""The command line: parse, load the configuration, call one function. A mistake is one sentence and exit code 2."""
+"""The command `rally`. A user's mistake is printed as one message, with exit code 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rally import __version__
 from rally.cli import data, demo, doctor, evaluate, merge, recipes, replay, run, serve, sft, train, view
 from rally.cli.console import quiet_console
-from rally.cli.os_errors import system_sentence
+from rally.cli.os_errors import os_error_message
 from rally.redact import redact
 from rally.types import RallyError
 
@@ -55,17 +55,17 @@ def options(
 
 
 def main() -> None:
-    """Entry point: turns a user's mistake into one sentence."""
+    """Entry point. Prints a user's mistake as one message instead of a traceback."""
     try:
         app(prog_name="rally")
     except RallyError as mistake:
         sys.stderr.write(f"rally: {redact(str(mistake))}\n")
         sys.exit(2)
-    except OSError as refusal:
-        said = system_sentence(refusal)
-        if said is None:
+    except OSError as error:
+        message = os_error_message(error)
+        if message is None:
             raise
-        sys.stderr.write(f"rally: {redact(said)}\n")
+        sys.stderr.write(f"rally: {redact(message)}\n")
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""`rally merge`"""
+"""`rally merge`: merges a checkpoint into one model folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge(
     local_dir: Annotated[Path | None, typer.Option("--local_dir", help="The same as the argument.")] = None,
     backend: Annotated[Literal["fsdp"], typer.Option(help="What wrote the shards, if there are any.")] = "fsdp",
 ) -> None:
-    """Make one plain model folder of LoRA adapters and their base, of weights in several files, or of FSDP's shards."""
+    """Merge LoRA adapters into their base, or weights in several files or FSDP shards, into one model folder."""
     folder = checkpoint or local_dir
     if folder is None or (checkpoint and local_dir):
         raise RallyError("name the folder to merge, once: rally merge FOLDER")

@@ -1,4 +1,4 @@
-"""`rally recipes`, `rally toy-model` and the data of recipes: thin commands, each of which calls one function."""
+"""`rally recipes` and `rally toy-model`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def recipes() -> None:
     from rally.recipes import list_recipes
 
     for recipe in list_recipes():
-        typer.echo("\n".join(recipe.summary_lines()))  # not the console, which would break commands at its width
+        typer.echo("\n".join(recipe.summary_lines()))  # not the console, which would wrap commands
 
 
 @app.command("toy-model")

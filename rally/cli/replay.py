@@ -1,4 +1,4 @@
-"""`rally replay`: a thin command that looks at what a run recorded."""
+"""`rally replay`: replays a recorded episode and prints the differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def replay(
     episode: Annotated[str, typer.Option(help="Its id, such as t000003-00001-2; ids are in episodes/ of the folder.")],
     config: Annotated[Path | None, typer.Option(help="Instead of the run's own config.yaml.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="The weights to sample with, if not those kept.")] = None,
-    words: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Argument(
             help="Overrides, such as another reward function.", metavar="[KEY=VALUE]...", show_default=False
@@ -30,12 +30,12 @@ def replay(
     from rally.config import load_config
     from rally.replay.replay import replay as run_again
 
-    found = run_again(run, episode, load_config(config or run / "config.yaml", words or []), checkpoint)
-    console.note(found.title)
-    for finding in found.findings:
-        console.note(f"{finding.part}: {finding.verdict}: {finding.words}")
+    replayed = run_again(run, episode, load_config(config or run / "config.yaml", overrides or []), checkpoint)
+    console.note(replayed.title)
+    for finding in replayed.findings:
+        console.note(f"{finding.part}: {finding.verdict}: {finding.text}")
         if finding.details:
             console.table("", [["", "recorded", "now"], *map(list, finding.details)])
-    if found.changed:
-        console.note(f"since the run was made: {', '.join(found.changed)}")
-    raise typer.Exit(found.exit_code)
+    if replayed.changed:
+        console.note(f"since the run was made: {', '.join(replayed.changed)}")
+    raise typer.Exit(replayed.exit_code)

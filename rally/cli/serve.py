@@ -1,4 +1,4 @@
-"""`rally serve ...`: the servers that tools, rewards and routers ask, each a thin command that runs until stopped."""
+"""`rally serve`: the retrieval, sandbox and engine servers, which run until they are stopped."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sandbox(
     settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
 
     running = Sandbox(settings)
-    running.start_now()  # what cannot be isolated here is told before anything listens
+    running.start_now()  # raise before listening if code cannot be isolated here
 
     def create() -> object:
         from rally.services.sandbox import create_app
@@ -92,7 +92,7 @@ def engine(
         int | None, typer.Option(help="Tokens of a whole history; default the model's limit, at most 4096.", min=2)
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 64,
-    max_requests: Annotated[int, typer.Option(help="Running and waiting; more are told to come later.", min=1)] = 1024,
+    max_requests: Annotated[int, typer.Option(help="Running and waiting; more are rejected.", min=1)] = 1024,
     memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
     tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
@@ -108,7 +108,7 @@ def engine(
     from rally.models.load import load_model, pick_device
     from rally.services.http_server import check_exposure, check_free, serve
 
-    get_format(tool_format)  # a name that does not exist is told now, and not to the first client
+    get_format(tool_format)  # raise for an unknown name before the first request
     token = check_exposure(host, "RALLY_ENGINE_TOKEN")
     check_free(host, port)
     module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, option="MODEL")
@@ -134,7 +134,7 @@ def engine(
 
 
 def _options() -> OptionNames:
-    """What the user of `rally serve engine` calls the settings of its engine."""
+    """The option names of `rally serve engine`, for error messages of its engine."""
     from rally.engines.embedded.settings import OptionNames
 
     length = "--max-model-len"

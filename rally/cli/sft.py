@@ -1,4 +1,4 @@
-"""`rally sft`"""
+"""`rally sft`: supervised fine-tuning, `--check` and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Check = Annotated[
 
 @app.command(context_settings=LOOSE)
 def sft(
-    words: ConfigArgs = None,
+    args: ConfigArgs = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
     check: Check = False,
@@ -31,7 +31,7 @@ def sft(
     """Fine-tune on conversations with tools; the loss is on assistant turns only."""
     from rally.config import load_sft_config
 
-    path, overrides = split_config_args(words, config_path, config_name)
+    path, overrides = split_config_args(args, config_path, config_name)
     config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
     config.require_training()
     console = quiet_console()

@@ -1,4 +1,4 @@
-"""`rally train`"""
+"""`rally train`: training, recipes and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run,
 
 @app.command(context_settings=LOOSE)
 def train(
-    words: ConfigArgs = None,
+    args: ConfigArgs = None,
     recipe: RecipeName = None,
     dry_run: DryRun = False,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
 ) -> None:
-    """Train an agent by reinforcement learning. The same command resumes a run that was cut off."""
+    """Train an agent by reinforcement learning. The same command resumes an interrupted run."""
     from rally.config import load_config
 
-    path, overrides = split_config_args(words, config_path, config_name)
+    path, overrides = split_config_args(args, config_path, config_name)
     config = load_config(recipe_path(recipe, path, "train"), overrides)
     config.require_training()
     console = quiet_console()

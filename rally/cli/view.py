@@ -1,4 +1,4 @@
-"""`rally view`: look at runs in a browser, or write what there is to see as one file. A thin command."""
+"""`rally view`: shows runs in a browser, or exports them as one file."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ def view(
     console.note(f"looking at {', '.join(map(str, runs))}: {link} (Ctrl-C ends it)")
     if not no_browser and _has_screen():
         threading.Timer(1.0, webbrowser.open, [link]).start()
-    with suppress(KeyboardInterrupt):  # how one leaves
+    with suppress(KeyboardInterrupt):  # the way to stop it
         serve(create, host, port)
 
 
 def _has_screen() -> bool:
-    """Over ssh a browser of the terminal would open, and nobody wants that."""
+    """Whether a graphical browser can open; over ssh a text browser would."""
     return not sys.platform.startswith("linux") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _free_port(host: str) -> int:
-    """Our usual one, so that links stay good; another where a viewer runs already."""
+    """The default port, so that links stay valid; another one if it is taken."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        if os.name == "posix":  # as the server binds: the last connections of one that just ended do not count
+        if os.name == "posix":  # as the server binds: connections in TIME_WAIT do not count
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, PORT))

@@ -121,6 +121,16 @@ class Config(Root):
         return self.rollout.response_length or self.data.max_response_length
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest history that the engine holds."""
+        return self.rollout.max_model_len or self.prompt_length + self.response_length
+
+    @property
+    def rollout_seed(self) -> int:
+        """The seed of sampling."""
+        return self.trainer.seed if self.rollout.seed is None else self.rollout.seed
+
+    @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator uses a critic."""
         return self.algorithm.adv_estimator in ("gae", "turn_gae")

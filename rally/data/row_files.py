@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -23,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rally.types import RallyError
+from rally.util.atomic import atomic_file
 
 Row = dict[str, Any]
 Files = str | Path | Sequence[str | Path]
@@ -259,24 +258,13 @@ def write_rows(rows: Iterable[Mapping[str, Any]], path: str | Path) -> int:
     written: list[Row] = [plain(dict(row)) for row in rows]
     if not written:
         raise DataError(f"there are no rows to write to {path}; give at least one")
-    with _atomic(path) as part:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as part:
         if path.suffix == ".jsonl":
             part.write_text("".join(f"{_json(row, f'row {i}')}\n" for i, row in enumerate(written)), "utf-8")
         else:
             pq.write_table(_table(written), part)
     return len(written)
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[Path]:
-    """A temporary path that is renamed to `path` if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _table(rows: list[Row]) -> pa.Table:

@@ -1,6 +1,7 @@
-"""A course makes an agent of a small transformer with random weights: it is taught, spoiled, and cured by reward alone.
+"""Courses that turn a small transformer with random weights into an agent: fine-tune, degrade, then train by reward.
 
-The last stage is an ordinary run over rows on disk, described by `config.yaml` in its folder like any other.
+Supervised fine-tuning teaches the tool format, then bad habits degrade it deliberately. The last stage is an ordinary
+GRPO run over rows on disk, described by `config.yaml` in its folder like any other.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Message, RallyError, SamplingParams
 
 Tell = Callable[[Any, random.Random], Sequence[Message]]
-"""A conversation that shows the habit of this name, about a problem drawn with the generator."""
+"""Returns a conversation that shows the habit of this name, about a problem drawn with the generator."""
 
 GOOD = "good"
-"""The name of the one habit that is to be learned."""
+"""The name of the desired habit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingSettings:
-    """How much is taught; the defaults were checked over several seeds on the demo's task (docs/demo.md)."""
+    """Sizes of the supervised stage. The defaults were checked over several seeds on the demo's task (docs/demo.md)."""
 
-    clean_blocks: tuple[int, ...] = (200, 100, 100)  # after each, greedy success must reach `gate` or more follow
+    clean_blocks: tuple[int, ...] = (200, 100, 100)  # steps; blocks follow until greedy success reaches `gate`
     gate: float = 0.97
     habit_steps: int = 60
     batch: int = 64
@@ -53,7 +54,7 @@ class TeachingSettings:
 
 @dataclass(frozen=True)
 class TeachingMaterial:
-    """What is taught: conversations, the habits to be spoiled with by weight, and the longest an episode can be."""
+    """The conversations to train on, the bad habits by weight, and the longest episode in tokens."""
 
     codec: ChatCodec
     tell: Tell
@@ -63,7 +64,7 @@ class TeachingMaterial:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Teaches one model; `success` plays held-out problems greedily with it and says how many it solves."""
+    """Fine-tunes one model. `success` returns its greedy success on held-out problems."""
 
     model: PreTrainedModel
     material: TeachingMaterial
@@ -73,26 +74,24 @@ class Teacher:
     console: RunConsole
 
     def teach(self) -> None:
-        """Clean conversations until success passes the gate, then the bad habits."""
+        """Train on clean conversations until success reaches the gate, then on the bad habits."""
         engine = EmbeddedEngine(self.model, EngineSettings(max_model_len=self.material.max_length))
         done, share = 0, 0.0
         for block in self.lessons.clean_blocks:
             with engine.updating():
-                loss = self._clean(block, first=done == 0)
+                loss = self._train_clean(block, first=done == 0)
             done += block
             share = self.success(engine)
-            self.console.note(
-                f"sft {done} steps: loss {loss:.4f}, the agent solves {share:.1%} of held-out problems, greedy"
-            )
+            self.console.note(f"sft {done} steps: loss {loss:.4f}, greedy success on held-out problems {share:.1%}")
             if share >= self.lessons.gate:
                 break
         else:
-            self.console.warn_once("gate", f"the format was not learned surely ({share:.1%}); try another --seed")
+            self.console.warn_once("gate", f"greedy success reached only {share:.1%}; try another --seed")
         with engine.updating():
-            self._spoil()
+            self._degrade()
         asyncio.run(engine.close())
 
-    def _clean(self, steps: int, *, first: bool) -> float:
+    def _train_clean(self, steps: int, *, first: bool) -> float:
         policy = Policy(self.model, OptimizerSettings(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0), steps)
         policy.schedule = torch.optim.lr_scheduler.LambdaLR(policy.optimizer, _hold_then_fall(steps, warm=first))
         batches = self._batches({GOOD: 1.0}, self.lessons.batch)
@@ -102,7 +101,7 @@ class Teacher:
                 phase.advance()
         return loss
 
-    def _spoil(self) -> None:
+    def _degrade(self) -> None:
         steps = self.lessons.habit_steps
         fade = OptimizerSettings(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0, schedule="linear", min_lr_ratio=0.05)
         policy = Policy(self.model, fade, steps)
@@ -130,8 +129,8 @@ def _hold_then_fall(steps: int, warm: bool) -> Callable[[int], float]:
 
 
 def _rehearsal(row: Row) -> Row:
-    """A good conversation whose first token, the decision to call, carries no loss: it keeps copying sharp and teaches
-    no habit."""
+    """A good conversation without a loss on its first token, the decision to call. It keeps the tool format accurate
+    and teaches no habit."""
     return replace(row, sampled=row.sampled[1:], logprobs=row.logprobs[1:])
 
 
@@ -149,10 +148,10 @@ class CourseSettings(TeachingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What there is to learn.
+    """A task for an agent to learn.
 
     `write_data(folder, seed)` writes train.parquet, gate.parquet and test.parquet, all scored as `data_source`. `tools`
-    are built-in tools by name, or a tool YAML. `words` are whole pieces of the tokenizer, beside its own.
+    are built-in tools by name, or a tool YAML. `words` become single tokens of the tokenizer.
     """
 
     title: str
@@ -173,7 +172,7 @@ class Course:
 
 @dataclass(frozen=True)
 class CourseResult:
-    """Held-out success by way of sampling, before and after the reward taught anything."""
+    """Held-out success, sampled and greedy, before and after training by reward."""
 
     folder: Path
     before: dict[str, float]
@@ -183,7 +182,7 @@ class CourseResult:
 def run_course(
     course: Course, folder: Path, settings: CourseSettings, console: RunConsole, overrides: Sequence[str] = ()
 ) -> CourseResult:
-    """The whole course; everything it makes is under `folder`."""
+    """Run the whole course. Everything it writes is under `folder`."""
     if (folder / "config.yaml").exists():
         raise RallyError(f"{folder} already holds a run; remove it or choose another --out")
     tokenizer = tiny_tokenizer(course.words)
@@ -196,7 +195,7 @@ def run_course(
     start = folder / "start"
     course.write_data(folder / "data", settings.seed)
     start.mkdir(exist_ok=True)
-    config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # mistakes show before work
+    config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # raises before training
     teach(course, model, codec, load_tasks(folder / "data" / "gate.parquet"), settings, console)
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
@@ -229,7 +228,7 @@ def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedMode
 
 
 def course_config(course: Course, folder: Path, settings: CourseSettings) -> dict[str, Any]:
-    """The GRPO stage, in the keys of any other run."""
+    """The configuration of the GRPO stage."""
     multi_turn = {"enable": True, "max_assistant_turns": MAX_TURNS, "max_tool_response_length": course.tool_chars}
     if isinstance(course.tools, Path):
         tools: dict[str, Any] = {"multi_turn": {**multi_turn, "tool_config_path": str(course.tools)}}
@@ -277,14 +276,14 @@ def teach(
     settings: CourseSettings,
     console: RunConsole,
 ) -> None:
-    """Supervised fine-tuning: clean conversations until copying is sure, then the bad habits."""
+    """The supervised stage: clean conversations until the gate, then the bad habits."""
     material = TeachingMaterial(codec, course.tell, course.habits, course.prompt_length + course.response_length)
     rng = random.Random(f"demo:{settings.seed}")
     Teacher(model, material, settings, lambda engine: success(course, engine, codec, gate), rng, console).teach()
 
 
 def success(course: Course, engine: EmbeddedEngine, codec: ChatCodec, tasks: TaskSet) -> float:
-    """Greedy success on held-out problems, with the real tools."""
+    """Greedy success on held-out problems, with the course's tools."""
     runner = Runner(
         engine=engine,
         codec=codec,
@@ -294,17 +293,17 @@ def success(course: Course, engine: EmbeddedEngine, codec: ChatCodec, tasks: Tas
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=course.response_length, stop_ids=codec.stop_ids)
 
-    async def whole() -> list[Episode]:
+    async def sample_and_score() -> list[Episode]:
         async with Scorer(RewardSpec(), 1, 10.0) as scorer:
             rollout = Rollout(runner=runner, scorer=scorer)
             return (await rollout.collect(rollout.jobs(tasks, 1, 0, validate=True), sampling)).episodes
 
-    episodes = asyncio.run(whole())
+    episodes = asyncio.run(sample_and_score())
     return sum(e.reward or 0.0 for e in episodes) / len(tasks)
 
 
 def report(course: Course, folder: Path, codec: ChatCodec, console: RunConsole) -> CourseResult:
-    """Before and after, three conversations, and where everything is."""
+    """Print success before and after, three conversations, and the paths of the results."""
     result = before_and_after(folder, course.data_source)
     before, after = result.before, result.after
     run_folder = RunFolder(folder)
@@ -330,7 +329,7 @@ def report(course: Course, folder: Path, codec: ChatCodec, console: RunConsole) 
 
 
 def before_and_after(folder: Path, data_source: str) -> CourseResult:
-    """Held-out success at the first and at the last validation of a run."""
+    """Held-out success at the first and the last validation of a run."""
     rows = RunFolder(folder).read_metrics()
     validated = [r.metrics for r in rows if any(k.startswith("val-core/") for k in r.metrics)]
     return CourseResult(folder, _success_of(validated[0], data_source), _success_of(validated[-1], data_source))

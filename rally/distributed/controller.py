@@ -1,7 +1,7 @@
-"""Rank 0: it starts the others and orders what all do together; one that is lost ends the run within seconds, in words.
+"""Rank 0: starts the workers and broadcasts the computations that all ranks run together.
 
-The others never outlive this program, in whatever way it ends: the launcher of servers sees to that. Orders are given
-one at a time, from whichever thread.
+If a worker is lost, the run ends within seconds with an error that quotes the worker's log. Workers never outlive this
+process (`ServerProcess`). Messages are sent one at a time, from any thread.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from rally.types import RallyError
 from rally.util.subprocesses import ServerProcess
 
 POLL_SECONDS = 0.2
-NOTICE_SECONDS = 3.0  # a connection breaks before the process that held it is known to be dead
-GRACE_SECONDS = 10.0  # for rank 0 to come out of an order that a lost rank cannot finish
+NOTICE_SECONDS = 3.0  # a connection breaks before the death of its process is noticed
+GRACE_SECONDS = 10.0  # for rank 0 to leave a computation that a lost rank cannot finish
 STDERR = 2
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 class LostRank(RallyError):
-    """A process of the run has ended, and the run with it."""
+    """A worker has ended or stopped responding, which ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
-    """How many ranks there are, on what, and how they behave. `order_seconds`: how long one waits for the others in
-    the midst of an order."""
+    """The size of the process group, its device and its limits. `timeout_seconds` bounds every collective within a
+    computation."""
 
-    count: int
+    world_size: int
     device: str
     logs: Path
-    order_seconds: float = 600.0
+    timeout_seconds: float = 600.0
     start_seconds: float = 600.0
     reshard: bool = True
 
 
 class Controller:
-    """`Ranks` as rank 0 sees them. A context: at its end the other ranks are gone."""
+    """`Ranks` as rank 0 sees them. A context manager that stops the workers on exit."""
 
-    number = 0
+    rank = 0
 
     def __init__(self, settings: ControllerSettings) -> None:
         self.settings = settings
-        self.members: list[ServerProcess] = []
+        self.workers: list[ServerProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix=f"rally-ranks-{os.getpid()}-"))
-        self._joined: ProcessGroup | None = None
-        self._turn = threading.Lock()
-        self._orders = itertools.count()
-        self._current: int | None = None  # which order is under way
-        self._broken = False  # whether an order was begun that did not end well
+        self._joined_group: ProcessGroup | None = None
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._current: int | None = None  # the number of the computation that is running
+        self._broken = False  # whether a computation has failed
         self._loss: str | None = None
-        self._over = threading.Event()
+        self._stopping = threading.Event()
 
     @property
-    def count(self) -> int:
-        return self.settings.count
+    def world_size(self) -> int:
+        return self.settings.world_size
 
     def __enter__(self) -> Controller:
         return self
@@ -81,34 +81,38 @@ class Controller:
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._over.set()
-        if self._joined is not None:
-            self._part(self._joined)
-        asyncio.run(_stop(self.members))
+        self._stopping.set()
+        if self._joined_group is not None:
+            self._leave(self._joined_group)
+        asyncio.run(_stop(self.workers))
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def begin(self, plan: Message) -> None:
-        """Start the others and tell them the plan. Call it in the main thread: they die with the one that made them."""
-        self.members = [self._start(number) for number in range(1, self.count)]
-        threading.Thread(target=self._watch, name="rally-ranks", daemon=True).start()
-        deadline = time.monotonic() + self.settings.start_seconds
-        with self._order():
-            while not all((self._home / here(number)).exists() for number in range(1, self.count)):
+    def start(self, plan: Message) -> None:
+        """Start the workers and send them the plan. Call it in the main thread: workers end with the thread that
+        started them."""
+        settings = self.settings
+        self.workers = [self._launch(rank) for rank in range(1, self.world_size)]
+        threading.Thread(target=self._watch_workers, name="rally-ranks", daemon=True).start()
+        deadline = time.monotonic() + settings.start_seconds
+        with self._computation():
+            while not all((self._home / ready_file(rank)).exists() for rank in range(1, self.world_size)):
                 self._raise_if_lost()
                 if time.monotonic() > deadline:
-                    raise LostRank(f"the other ranks did not start in time; their logs are in {self.settings.logs}")
+                    raise LostRank(
+                        f"the other ranks did not start within {settings.start_seconds:g} s; "
+                        f"see their logs in {settings.logs}"
+                    )
                 time.sleep(POLL_SECONDS / 4)
-            settings = self.settings
-            self._joined = ProcessGroup(
-                0, settings.count, self._home / MEETING, settings.device, settings.order_seconds
+            self._joined_group = ProcessGroup(
+                0, settings.world_size, self._home / RENDEZVOUS, settings.device, settings.timeout_seconds
             )
-            self._joined.tell(plan)
+            self._joined_group.send(plan)
 
-    def spread(self, model: PreTrainedModel) -> None:
-        self._group.spread(model, carried=self, reshard=self.settings.reshard)
+    def shard(self, model: PreTrainedModel) -> None:
+        self._group.shard(model, ranks=self, reshard=self.settings.reshard)
 
     @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    async def watch(self) -> AsyncIterator[None]:
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._cancel_when_lost(task))
@@ -121,89 +125,90 @@ class Controller:
             watcher.cancel()
 
     @contextmanager
-    def doing(self, order: Message) -> Iterator[None]:
-        with self._order():
-            self._group.tell(order)
+    def broadcast(self, message: Message) -> Iterator[None]:
+        with self._computation():
+            self._group.send(message)
             yield
-            self._group.rest()
+            self._group.reshard()
 
-    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-        return self._group.within(model, work, *given)
+    def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+        return self._group.summon(model, work, *args)
 
-    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
-        return self._group.gathered(numbers_X)
+    def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
+        return self._group.all_gather(numbers_X)
 
-    def _part(self, group: ProcessGroup) -> None:
-        """All leave together, if all wait for an order. Else those of GPUs stay joined until this program ends."""
+    def _leave(self, group: ProcessGroup) -> None:
+        """All ranks leave together if the workers are waiting for a message. Otherwise a group of GPUs is left to the
+        end of this process."""
         together = self._loss is None and self._current is None and not self._broken
         try:
             if together:
-                group.tell(Shutdown())
-        except RuntimeError:  # one was lost at the very end, when nothing was left to do
+                group.send(Shutdown())
+        except RuntimeError:  # a worker was lost after the last computation
             together = False
         if together or self.settings.device == "cpu":
             group.leave()
 
     @property
     def _group(self) -> ProcessGroup:
-        assert self._joined is not None, "the ranks have not begun"
-        return self._joined
+        assert self._joined_group is not None, "the ranks have not been started"
+        return self._joined_group
 
-    def _start(self, number: int) -> ServerProcess:
+    def _launch(self, rank: int) -> ServerProcess:
         settings = self.settings
-        words = (number, settings.count, self._home / MEETING, settings.device, settings.order_seconds)
-        command = [sys.executable, "-m", "rally.distributed.worker", *map(str, words)]
-        return ServerProcess(command, {}, settings.logs / f"rank-{number}.log")
+        arguments = (rank, settings.world_size, self._home / RENDEZVOUS, settings.device, settings.timeout_seconds)
+        command = [sys.executable, "-m", "rally.distributed.worker", *map(str, arguments)]
+        return ServerProcess(command, {}, settings.logs / f"rank-{rank}.log")
 
     @contextmanager
-    def _order(self) -> Iterator[None]:
-        """One at a time. What fails because a rank is lost is told as that."""
-        with self._turn:
+    def _computation(self) -> Iterator[None]:
+        """Runs one at a time. A failure that a lost rank caused is raised as `LostRank`."""
+        with self._lock:
             self._raise_if_lost()
-            self._current = next(self._orders)
-            well = False
+            self._current = next(self._numbers)
+            succeeded = False
             try:
                 yield
-                well = True
+                succeeded = True
             except RuntimeError as problem:
                 deadline = time.monotonic() + NOTICE_SECONDS
                 while self._loss is None and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS / 4)
                 self._raise_if_lost()
-                if "timed out" in str(problem).lower():  # torch has no class of its own for it
-                    raise LostRank(self._silence()) from problem
+                if "timed out" in str(problem).lower():  # torch has no exception class for it
+                    raise LostRank(self._timeout_message()) from problem
                 raise
             finally:
-                self._broken |= not well
+                self._broken |= not succeeded
                 self._current = None
 
     def _raise_if_lost(self) -> None:
         if self._loss is not None:
             raise LostRank(self._loss) from None
 
-    def _watch(self) -> None:
-        """Runs beside everything else, and is the last resort: no collective of GPUs ends by itself when a rank does
-        not come."""
+    def _watch_workers(self) -> None:
+        """Runs in a thread. It exits the process if rank 0 hangs after a loss: an NCCL collective does not end by
+        itself when a rank is missing."""
         while self._loss is None:
-            if self._over.wait(POLL_SECONDS):
+            if self._stopping.wait(POLL_SECONDS):
                 return
-            lost = [number for number, member in enumerate(self.members, 1) if not member.alive]
+            lost = [rank for rank, worker in enumerate(self.workers, 1) if not worker.alive]
             if lost:
-                self._loss = self._told(lost[0])
+                self._loss = self._loss_message(lost[0])
         stuck = self._current
-        if not self._over.wait(GRACE_SECONDS) and stuck is not None and stuck == self._current:
+        if not self._stopping.wait(GRACE_SECONDS) and stuck is not None and stuck == self._current:
             os.write(STDERR, f"\nrally: {self._loss}\n".encode())
             os._exit(1)
 
-    def _told(self, number: int) -> str:
-        again = "start the same command again to go on from the last checkpoint"
-        words = self.members[number - 1].log_tail()
-        return f"rank {number} of {self.count}, which held a part of the policy, has ended; {again}; {words}"
+    def _loss_message(self, rank: int) -> str:
+        again = "start the same command again to resume from the last checkpoint"
+        log = self.workers[rank - 1].log_tail()
+        return f"rank {rank} of {self.world_size}, which held a shard of the policy, has ended; {again}; {log}"
 
-    def _silence(self) -> str:
-        waited = f"a rank did not hear from the others for {self.settings.order_seconds:g} s"
-        again = "if nothing hangs there, raise actor_rollout_ref.nccl_timeout, and start the same command again"
-        return f"{waited}; look into the logs in {self.settings.logs}; {again}"
+    def _timeout_message(self) -> str:
+        waited = f"a collective timed out after {self.settings.timeout_seconds:g} s"
+        again = "if no rank hangs, raise actor_rollout_ref.nccl_timeout and start the same command again"
+        return f"{waited}; see the logs in {self.settings.logs}; {again}"
 
     async def _cancel_when_lost(self, task: asyncio.Task[Any]) -> None:
         while self._loss is None:
@@ -211,13 +216,13 @@ class Controller:
         task.cancel()
 
 
-MEETING = "meeting"
+RENDEZVOUS = "rendezvous"
 
 
-def here(number: int) -> str:
-    """The file by which a rank says that it is about to join."""
-    return f"here-{number}"
+def ready_file(rank: int) -> str:
+    """The name of the file that a worker creates right before it joins the process group."""
+    return f"ready-{rank}"
 
 
-async def _stop(members: list[ServerProcess]) -> None:
-    await asyncio.gather(*(member.stop() for member in members))
+async def _stop(workers: list[ServerProcess]) -> None:
+    await asyncio.gather(*(worker.stop() for worker in workers))

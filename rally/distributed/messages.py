@@ -1,6 +1,6 @@
-"""What rank 0 orders arrives as it was: plain numbers and text, and nothing in them is ever run.
+"""Encoding of the messages that rank 0 broadcasts. Decoding gives an equal message and never executes content.
 
-A message is the length of its head (8 bytes), the head (JSON), and tensors (safetensors).
+A message is the length of its header (8 bytes), the header (JSON), and tensors (safetensors).
 """
 
 from __future__ import annotations
@@ -46,55 +46,55 @@ PER_ROW = {
 }
 SCHEMAS: dict[str, type[Config | SftConfig]] = {"Config": Config, "SftConfig": SftConfig}
 BATCHES: dict[str, type[UpdatePolicy | UpdateCritic]] = {"UpdatePolicy": UpdatePolicy, "UpdateCritic": UpdateCritic}
-ASKING: dict[str, type[ComputeReference | ComputeValues | ComputeLoss]] = {
+QUERIES: dict[str, type[ComputeReference | ComputeValues | ComputeLoss]] = {
     kind.__name__: kind for kind in (ComputeReference, ComputeValues, ComputeLoss)
 }
-BARE: dict[str, type[GatherWeights | GatherCritic | Shutdown]] = {
+EMPTY: dict[str, type[GatherWeights | GatherCritic | Shutdown]] = {
     kind.__name__: kind for kind in (GatherWeights, GatherCritic, Shutdown)
 }
 
 
 def encode(message: Message) -> bytes:
-    head: dict[str, Any] = {"kind": type(message).__name__}
+    header: dict[str, Any] = {"kind": type(message).__name__}
     tensors: dict[str, Tensor] = {}
     match message:
         case RunPlan(config, checkpoint, steps):
             place = None if checkpoint is None else str(checkpoint)
-            head |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
-            head["schema"] = type(config).__name__
+            header |= {"config": config.model_dump(mode="json"), "checkpoint": place, "steps": steps}
+            header["schema"] = type(config).__name__
         case UpdatePolicy(batch, step, seed) | UpdateCritic(batch, step, seed):
-            head |= {"step": step, "seed": seed}
+            header |= {"step": step, "seed": seed}
             tensors = {**rows_to_tensors(batch.rows), **_per_episode(batch)}
         case SftStep(rows, seed):
-            head["seed"] = seed
+            header["seed"] = seed
             tensors = rows_to_tensors(rows)
         case ComputeReference(rows) | ComputeValues(rows) | ComputeLoss(rows):
             tensors = rows_to_tensors(rows)
         case ComputeLogits(ids):
-            head["ids"] = list(ids)
+            header["ids"] = list(ids)
         case GatherState(merged):
-            head["merged"] = merged
-    text = json.dumps(head).encode()
+            header["merged"] = merged
+    text = json.dumps(header).encode()
     return len(text).to_bytes(8, "big") + text + save(tensors)
 
 
 def decode(content: bytes) -> Message:
     end = 8 + int.from_bytes(content[:8], "big")
-    head, tensors = json.loads(content[8:end]), load(content[end:])
-    kind = head["kind"]
+    header, tensors = json.loads(content[8:end]), load(content[end:])
+    kind = header["kind"]
     if kind == "RunPlan":
-        place = head["checkpoint"]
-        config = SCHEMAS[head["schema"]].model_validate(head["config"])
-        return RunPlan(config, None if place is None else Path(place), head["steps"])
+        place = header["checkpoint"]
+        config = SCHEMAS[header["schema"]].model_validate(header["config"])
+        return RunPlan(config, None if place is None else Path(place), header["steps"])
     if kind in BATCHES:
-        return BATCHES[kind](_batch(tensors), head["step"], head["seed"])
+        return BATCHES[kind](_batch(tensors), header["step"], header["seed"])
     if kind == "SftStep":
-        return SftStep(rows_of_tensors(tensors), head["seed"])
-    if kind in ASKING:
-        return ASKING[kind](rows_of_tensors(tensors))
+        return SftStep(rows_of_tensors(tensors), header["seed"])
+    if kind in QUERIES:
+        return QUERIES[kind](rows_of_tensors(tensors))
     if kind == "ComputeLogits":
-        return ComputeLogits(head["ids"])
-    return GatherState(head["merged"]) if kind == "GatherState" else BARE[kind]()
+        return ComputeLogits(header["ids"])
+    return GatherState(header["merged"]) if kind == "GatherState" else EMPTY[kind]()
 
 
 def _per_episode(batch: TrainBatch) -> dict[str, Tensor]:
@@ -107,14 +107,14 @@ def _batch(tensors: dict[str, Tensor]) -> TrainBatch:
 
 
 def rows_to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Each field of all rows one after the other, and how much of it is which row's."""
-    assert not any(row.images for row in rows), "images are not for several ranks"
-    found = {"episode": torch.tensor([row.episode for row in rows], dtype=torch.int64)}
+    """Each field of all rows, concatenated, and the length of each row's part."""
+    assert not any(row.images for row in rows), "rows with images are not supported on several ranks"
+    tensors = {"episode": torch.tensor([row.episode for row in rows], dtype=torch.int64)}
     for name, dtype in PER_ROW.items():
         parts = [getattr(row, name) for row in rows]
-        found[name] = torch.tensor(list(itertools.chain.from_iterable(parts)), dtype=dtype)
-        found[f"{name}/lengths"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-    return found
+        tensors[name] = torch.tensor(list(itertools.chain.from_iterable(parts)), dtype=dtype)
+        tensors[f"{name}/lengths"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return tensors
 
 
 def rows_of_tensors(tensors: dict[str, Tensor]) -> list[Row]:

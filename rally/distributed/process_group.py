@@ -1,7 +1,7 @@
-"""Processes of one machine that hold a policy together, over torch.distributed: each has a part of every layer.
+"""The torch.distributed process group of one machine, and FSDP2 sharding of a model over it.
 
-Numbers and orders go over gloo on the loopback device; weights and gradients over NCCL between GPUs, over gloo between
-CPUs. Where the processes find each other is a file in a folder of their own, so no port is open to anybody else.
+Numbers and messages go over gloo on the loopback device. Weights and gradients go over NCCL between GPUs and over gloo
+between CPU processes. The rendezvous is a file in a private folder, so no port is open to other machines.
 
 Shapes: X any numbers.
 """
@@ -26,95 +26,95 @@ from transformers import PreTrainedModel
 
 from rally.distributed.messages import decode, encode
 from rally.models import attention
-from rally.models.parallel import CARRIED, Message
+from rally.models.parallel import RANKS_ATTRIBUTE, Message
 from rally.train.value_model import HEAD
 
-FOREVER = timedelta(days=3650)  # between two orders there may be a rollout of any length
-WITHIN = "rally_within"
-Found = TypeVar("Found")
+FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length
+SUMMON_METHOD = "rally_summon"
+T = TypeVar("T")
 
 
 class ProcessGroup:
-    """What a rank knows of all of them. `seconds` bounds how long one waits for the others in the midst of an order.
-    For the next order the others wait as long as it takes."""
+    """One rank's view of the group. `seconds` bounds every collective within a computation; workers wait for the next
+    message without a limit."""
 
-    def __init__(self, number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
-        self.number, self.count, self.device = number, count, device
+    def __init__(self, rank: int, world_size: int, rendezvous: Path, device: str, seconds: float) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
         if device == "cuda":
-            torch.cuda.set_device(number)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # it is read, and ports are opened, at the first exchange
-        bound = timedelta(seconds=seconds)
+            torch.cuda.set_device(rank)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL reads it and opens ports at the first collective
+        timeout = timedelta(seconds=seconds)
         with _on_loopback():
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
-                store=FileStore(str(meeting), count),
-                rank=number,
-                world_size=count,
-                timeout=bound,
+                store=FileStore(str(rendezvous), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
             )
-            self._numbers = dist.new_group(backend="gloo", timeout=bound)
-            self._orders = dist.new_group(backend="gloo", timeout=FOREVER if number else bound)
-        self._mesh = init_device_mesh(device, (count,))
-        self._spread: list[FSDPModule] = []
+            self._numbers = dist.new_group(backend="gloo", timeout=timeout)
+            self._messages = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+        self._mesh = init_device_mesh(device, (world_size,))
+        self._sharded: list[FSDPModule] = []
 
-    def tell(self, message: Message) -> None:
-        """From rank 0 to all others, each of which must `hear`."""
+    def send(self, message: Message) -> None:
+        """Send from rank 0 to all others, each of which must call `receive`."""
         content = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(content)]), 0, group=self._orders)
-        dist.broadcast(content, 0, group=self._orders)
+        dist.broadcast(torch.tensor([len(content)]), 0, group=self._messages)
+        dist.broadcast(content, 0, group=self._messages)
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         length = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(length, 0, group=self._orders)
+        dist.broadcast(length, 0, group=self._messages)
         content = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self._orders)
+        dist.broadcast(content, 0, group=self._messages)
         return decode(content.numpy().tobytes())
 
-    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
+    def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         mine = numbers_X.detach().double().cpu()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._numbers)
         padded = torch.zeros(max(map(int, sizes)), dtype=torch.float64)
         padded[: len(mine)] = mine
-        found = [torch.empty_like(padded) for _ in range(self.count)]
-        dist.all_gather(found, padded, group=self._numbers)
-        return [one[: int(size)] for one, size in zip(found, sizes, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(gathered, padded, group=self._numbers)
+        return [one[: int(size)] for one, size in zip(gathered, sizes, strict=True)]
 
-    def spread(self, model: PreTrainedModel, *, carried: Any, reshard: bool) -> None:
-        """Layer by layer, so that no device ever holds more than one of them whole. Gradients are summed over the
-        ranks, in float32, since the weight of a token was fixed before rows were shared out."""
+    def shard(self, model: PreTrainedModel, *, ranks: Any, reshard: bool) -> None:
+        """Shard layer by layer, so that no device holds more than one layer whole. Gradients are summed over the ranks
+        in float32, not averaged: the weight of each token was fixed before rows were divided among ranks."""
         attention.install(model)
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": reshard,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
-        for module in [*_by_themselves(model), *_layers(model)]:
+        for module in [*_separate_modules(model), *_layers(model)]:
             fully_shard(module, **options)
         fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                self._spread.append(module)
-        setattr(model, WITHIN, MethodType(_within, model))
-        register_fsdp_forward_method(model, WITHIN)
-        setattr(model, CARRIED, carried)
+                self._sharded.append(module)
+        setattr(model, SUMMON_METHOD, MethodType(_call, model))
+        register_fsdp_forward_method(model, SUMMON_METHOD)
+        setattr(model, RANKS_ATTRIBUTE, ranks)
 
-    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-        if model.base_model is model:  # then its own forward is what `work` calls
-            return work(model, *given)
-        found: Found = getattr(model, WITHIN)(work, *given)
-        return found
+    def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+        if model.base_model is model:  # then `work` calls the module's own forward
+            return work(model, *args)
+        result: T = getattr(model, SUMMON_METHOD)(work, *args)
+        return result
 
-    def rest(self) -> None:
-        """Between two orders every rank has its part of each layer and no more, whatever a forward pass left there:
-        ranks that differed in it would not gather at the same time."""
-        for module in self._spread:
+    def reshard(self) -> None:
+        """Free the gathered weights that a forward pass left behind. Otherwise ranks could differ in which layers they
+        still have to gather, and their collectives would not match."""
+        for module in self._sharded:
             module.reshard()
 
     def leave(self) -> None:
-        """All must do it at once: between GPUs, one that leaves alone may wait forever for those that are gone."""
+        """Destroy the group. All ranks must do so together: with NCCL, one may wait forever for those that are gone."""
         dist.destroy_process_group()
 
 
@@ -123,23 +123,23 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _by_themselves(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that hold weights of another dtype than the rest, since gradients that are summed in one go have one
-    dtype; and a value head, which is no part of the forward of the body that it hangs on."""
+def _separate_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that need an FSDP unit of their own: those with weights of another dtype, because gradients that are
+    reduced together share one dtype, and a value head, which the forward of its body does not call."""
     usual = model.dtype
     other = [m for m in model.modules() if any(p.dtype != usual for p in m.parameters(recurse=False))]
     head = getattr(model, HEAD, None)
     return other if head is None or head in other else [*other, head]
 
 
-def _within(model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-    """As a method, so that the weights that belong to no layer are there while it runs, as in the module's forward."""
-    return work(model, *given)
+def _call(model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+    """Registered as a forward method, so that FSDP gathers the weights that belong to no layer while it runs."""
+    return work(model, *args)
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """gloo would listen on whatever the machine's name resolves to."""
+    """By default gloo listens on the address that the host name resolves to."""
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

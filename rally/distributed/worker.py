@@ -1,7 +1,7 @@
-"""A rank other than 0: it builds what rank 0 plans and does what rank 0 orders, until there is nothing more to do.
+"""A rank other than 0: builds the same parts as rank 0 and executes the messages that rank 0 broadcasts.
 
-python -m rally.distributed.worker NUMBER COUNT MEETING DEVICE SECONDS; started by
-`rally.distributed.controller` alone. Whatever goes wrong here ends the process, and rank 0 tells why from the log.
+`rally.distributed.controller` starts it: python -m rally.distributed.worker RANK WORLD_SIZE RENDEZVOUS DEVICE SECONDS.
+Any error ends the process; rank 0 quotes its log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.config import SftConfig
-from rally.distributed.controller import here
+from rally.distributed.controller import ready_file
 from rally.distributed.process_group import ProcessGroup
 from rally.models.parallel import Message, model_state
 from rally.runs import build
@@ -47,67 +47,67 @@ from rally.train.policy import Policy
 from rally.train.reference import Reference
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 class Worker:
-    """`Ranks` as one of those that obey sees them: nothing is announced."""
+    """`Ranks` as a worker sees them: it sends no messages."""
 
     def __init__(self, group: ProcessGroup, *, reshard: bool = True) -> None:
         self._group, self._reshard = group, reshard
 
     @property
-    def number(self) -> int:
-        return self._group.number
+    def rank(self) -> int:
+        return self._group.rank
 
     @property
-    def count(self) -> int:
-        return self._group.count
+    def world_size(self) -> int:
+        return self._group.world_size
 
-    def begin(self, plan: Message) -> None:
-        """It has begun: this plan was heard."""
+    def start(self, plan: Message) -> None:
+        """The worker is running: it has received this plan."""
 
-    def spread(self, model: PreTrainedModel) -> None:
-        self._group.spread(model, carried=self, reshard=self._reshard)
+    def shard(self, model: PreTrainedModel) -> None:
+        self._group.shard(model, ranks=self, reshard=self._reshard)
 
-    def watching(self) -> AbstractAsyncContextManager[None]:
+    def watch(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     @contextmanager
-    def doing(self, order: Message) -> Iterator[None]:
+    def broadcast(self, message: Message) -> Iterator[None]:
         yield
-        self._group.rest()
+        self._group.reshard()
 
-    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-        return self._group.within(model, work, *given)
+    def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+        return self._group.summon(model, work, *args)
 
-    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
-        return self._group.gathered(numbers_X)
+    def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
+        return self._group.all_gather(numbers_X)
 
 
 @dataclass(frozen=True)
 class Executor:
-    """What orders are done with."""
+    """The parts of a run on this rank, and the computation for each message."""
 
     policy: Policy
     settings: UpdateSettings | SftSettings
     reference: Reference | None = None
     critic: Critic | None = None
 
-    def obey(self, order: Message) -> None:
-        with self.policy.ranks.doing(order):
-            match order:
+    def execute(self, message: Message) -> None:
+        with self.policy.ranks.broadcast(message):
+            match message:
                 case ComputeValues() | UpdateCritic() | GatherCritic():
                     assert self.critic is not None
-                    _mind_critic(self.critic, order)
+                    _execute_critic(self.critic, message)
                 case _:
-                    self._mind_policy(order)
+                    self._execute_policy(message)
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # servers may share this GPU
 
-    def _mind_policy(self, order: Message) -> None:
+    def _execute_policy(self, message: Message) -> None:
         policy = self.policy
-        match order, self.settings:
+        match message, self.settings:
             case UpdatePolicy(batch, step, seed), UpdateSettings() as update:
                 torch.manual_seed(seed)
                 update_policy(policy, batch, update, step=step, reference=self.reference if update.kl_coef else None)
@@ -127,11 +127,11 @@ class Executor:
                 copied_weights(policy.model, merged=merged)
                 copied(policy.state())
             case _:
-                raise AssertionError(f"{type(order).__name__} is not for this run")
+                raise AssertionError(f"this run does not handle {type(message).__name__}")
 
 
-def _mind_critic(critic: Critic, order: ComputeValues | UpdateCritic | GatherCritic) -> None:
-    match order:
+def _execute_critic(critic: Critic, message: ComputeValues | UpdateCritic | GatherCritic) -> None:
+    match message:
         case ComputeValues(rows):
             critic.values(rows)
         case UpdateCritic(batch, step, seed):
@@ -142,7 +142,7 @@ def _mind_critic(critic: Critic, order: ComputeValues | UpdateCritic | GatherCri
 
 
 def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
-    """The same parts as rank 0 has."""
+    """Build the same parts as rank 0."""
     config = plan.config
     checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
     if isinstance(config, SftConfig):
@@ -156,15 +156,15 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     return Executor(policy, build.update_settings_of(config), reference, critic)
 
 
-def main(number: int, count: int, meeting: Path, device: str, seconds: float) -> None:
-    (meeting.parent / here(number)).touch()
-    group = ProcessGroup(number, count, meeting, device, seconds)
-    plan = group.hear()
-    assert isinstance(plan, RunPlan), "a plan comes first"
-    worker = executor_of(plan, group)
-    while not isinstance(order := group.hear(), Shutdown):
-        assert not isinstance(order, RunPlan), "there is one plan"
-        worker.obey(order)
+def main(rank: int, world_size: int, rendezvous: Path, device: str, seconds: float) -> None:
+    (rendezvous.parent / ready_file(rank)).touch()
+    group = ProcessGroup(rank, world_size, rendezvous, device, seconds)
+    plan = group.receive()
+    assert isinstance(plan, RunPlan), "the first message is the plan"
+    executor = executor_of(plan, group)
+    while not isinstance(message := group.receive(), Shutdown):
+        assert not isinstance(message, RunPlan), "there is one plan"
+        executor.execute(message)
     group.leave()
 
 

@@ -1,7 +1,7 @@
-"""What the doctor's checks share: a case, whose parts are made once, and findings, one line each.
+"""The state that the doctor's checks share: lazily built parts of the run, and findings.
 
-A part that could not be made is reported by the check that first asked for it; those that need it later say that they
-had to be left out.
+A part that cannot be built is reported by the first check that needs it. Later checks that need it are skipped with a
+warning.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rally.types import Task
 
 T = TypeVar("T")
 Status = Literal["ok", "warning", "error"]
-LOOKED_AT = 512
+MAX_ROWS = 512
 TRAINING, VALIDATION = "the training rows", "the validation rows"
 STAND_IN = Task(id="stand-in", data_source="none", prompt=({"role": "user", "content": "What is 6*7?"},))
 
 
 class ReportText(NamedTuple):
-    """Text to show below a finding: a note, or a stretch of tokens by how a run would treat them."""
+    """Text below a finding: a note, or tokens of one kind."""
 
     kind: Literal["note", "prompt", "sampled", "observed"]
     text: str
 
 
 class Finding(NamedTuple):
-    """One line of the report: what was found, in a sentence, and what to do about it."""
+    """One line of the report: what is the case, and what to do about it."""
 
     check: str
     status: Status
@@ -47,35 +47,35 @@ class Finding(NamedTuple):
 
 
 class MissingPart(Exception):
-    """A part that an earlier line of the report speaks of."""
+    """A part that could not be built, which an earlier finding reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What a user asked the doctor for: the policy check with the real model, and an answer that must earn a reward."""
+    """Options of `rally doctor`: check the real model, and an answer that the reward function must reward."""
 
     model_check: bool = False
     answer: str | None = None
 
 
 class DoctorCase:
-    """One configuration under examination."""
+    """One configuration to check, with its parts."""
 
-    def __init__(self, config: Config, wishes: DoctorOptions | None = None) -> None:
+    def __init__(self, config: Config, options: DoctorOptions | None = None) -> None:
         self.config = config
-        self.wishes = wishes or DoctorOptions()
-        self._made: dict[str, Any] = {}
+        self.options = options or DoctorOptions()
+        self._parts: dict[str, Any] = {}
         self._failed: set[str] = set()
 
     def _part(self, name: str, make: Callable[[], T]) -> T:
         if name in self._failed:
             raise MissingPart(name)
-        if name not in self._made:
-            self._failed.add(name)  # until it is made: whatever is raised on the way leaves the mark
-            self._made[name] = make()
+        if name not in self._parts:
+            self._failed.add(name)  # until it is built: an exception leaves it marked
+            self._parts[name] = make()
             self._failed.discard(name)
-        made: T = self._made[name]
-        return made
+        part: T = self._parts[name]
+        return part
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -117,7 +117,7 @@ class DoctorCase:
 
     @property
     def size(self) -> ParameterCounts:
-        """Of the model, and of the adapters that would be trained."""
+        """The parameter counts of the model, with the adapters that would be trained."""
         model, described = self.config.model, self.model_config
         return self._part(
             "the model's size",
@@ -131,7 +131,7 @@ class DoctorCase:
 
     @property
     def tasks(self) -> list[Task]:
-        """Some rows, spread over the files, for checks that want real ones; none where they cannot be read."""
+        """Some rows, spread over the files, for checks that need real ones; empty if they cannot be read."""
         return self._part("some rows", lambda: some(self._any_rows()))
 
     def _any_rows(self) -> Sequence[Task]:
@@ -144,21 +144,21 @@ class DoctorCase:
         return next(iter(self.tasks), STAND_IN)
 
     def close(self) -> None:
-        if "the tools" in self._made:
+        if "the tools" in self._parts:
             self.toolbox.close()
 
 
-def some(rows: Sequence[T], most: int = LOOKED_AT) -> list[T]:
-    """At most so many rows, evenly spread."""
-    return [rows[i] for i in spread(len(rows), most)]
+def some(rows: Sequence[T], most: int = MAX_ROWS) -> list[T]:
+    """At most `most` rows, evenly spread."""
+    return [rows[i] for i in spread_indices(len(rows), most)]
 
 
-def spread(count: int, most: int) -> list[int]:
+def spread_indices(count: int, most: int) -> list[int]:
     return list(range(count)) if count <= most else [i * count // most for i in range(most)]
 
 
-def in_words(values: Sequence[str], most: int = 5) -> str:
-    """The different values, in the order they come, cut after `most`."""
+def listed(values: Sequence[str], most: int = 5) -> str:
+    """The distinct values as text, in order, at most `most` of them."""
     different = list(dict.fromkeys(values))
     more = f" and {len(different) - most} more" if len(different) > most else ""
     return ", ".join(itertools.islice(different, most)) + more

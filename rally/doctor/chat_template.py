@@ -1,5 +1,8 @@
-"""Whether the chat template does what training relies on, shown on the first row: one prompt, a made-up reply with a
-tool call, the tool's answer and a last word, every token by its mask."""
+"""Doctor checks of the tokenizer and the chat template: vocabulary size, append-only rendering and tool calls.
+
+The first row is shown with a made-up exchange: its prompt, a reply with a tool call, the tool's response and a final
+reply, every token by its mask.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from rally.tools.sample_arguments import example_of
 from rally.types import Message, Task, ToolCall
 
 TOO_LONG = 2000
-ANSWER, LAST_WORD = "(what the tool answers)", "(the policy's last word)"
+ANSWER, LAST_WORD = "(the tool's response)", "(the policy's final reply)"
 
 
 def tokenizer(case: DoctorCase) -> Iterator[Finding]:
-    found = case.tokenizer
+    tokens = len(case.tokenizer)
     size = case.model_config.get_text_config().vocab_size
-    if len(found) > size:
-        told = f"the tokenizer has {len(found):,} tokens, but the model only {size:,}"
-        yield Finding("tokenizer", "error", f"{told}; set actor_rollout_ref.model.tokenizer_path to the model's own")
+    if tokens > size:
+        problem = f"the tokenizer has {tokens:,} tokens, but the model only {size:,}"
+        yield Finding("tokenizer", "error", f"{problem}; set actor_rollout_ref.model.tokenizer_path to the model's own")
         return
-    yield Finding("tokenizer", "ok", f"{len(found):,} tokens, of the {size:,} that the model has")
+    yield Finding("tokenizer", "ok", f"{tokens:,} of the model's {size:,} tokens")
 
 
 def template(case: DoctorCase) -> Iterator[Finding]:
@@ -43,7 +46,7 @@ def template(case: DoctorCase) -> Iterator[Finding]:
     kept = f"multi_turn.history={case.config.history}"
     means = "keeps what was sampled" if case.config.history == "append" else "opens a new segment where it differs"
     status: Status = "ok" if case.config.history == "rerender" or not strict else "warning"
-    yield Finding("template", status, f"{head} {kept} {means}; docs/chat.md tells when to change it", shown)
+    yield Finding("template", status, f"{head} {kept} {means}; docs/chat.md says when to change it", shown)
 
 
 def prompt(case: DoctorCase) -> Iterator[Finding]:
@@ -61,12 +64,14 @@ def prompt(case: DoctorCase) -> Iterator[Finding]:
     )
     if tokens := untrained_tokens(str(case.config.model.path), case.tokenizer, ids):
         yield Finding("prompt", "warning", advice(tokens, case.tokenizer, KEY))
-    if tool is not None and codec.probe().calls_shown:  # where calls are not shown, the template's line says so
+    if (
+        tool is not None and codec.probe().calls_shown
+    ):  # otherwise the check `template` reports that calls are not rendered
         yield _call_is_read(codec, messages)
 
 
 def _codec_of(case: DoctorCase, task: Task) -> ChatCodec:
-    """With the tools that an episode of this row has."""
+    """The codec with the tools that an episode of this row has."""
     chosen = task.extra_info.get("tool_selection")
     return case.codec if chosen is None else case.codec.with_tools(case.toolbox.schemas(chosen))
 
@@ -76,7 +81,7 @@ def _name(schema: dict[str, Any]) -> str:
 
 
 def exchange(task: Task, tool: BaseTool[Any] | None) -> list[Message]:
-    """A question and an answer, with a call of the tool between them if there is one."""
+    """A prompt and a final reply, with a tool call between them if there is a tool."""
     if tool is None:
         return [*task.prompt, {"role": "assistant", "content": LAST_WORD}]
     call = {
@@ -105,19 +110,19 @@ def _cut(text: str) -> str:
 
 
 def _call_is_read(codec: ChatCodec, messages: list[Message]) -> Finding:
-    """What the template teaches a model to write must be what the rollout reads as a call."""
+    """Whether the rollout parses tool calls in the form in which the template renders them."""
     [message] = [m for m in messages if m.get("tool_calls")]
     wanted, ids = message["tool_calls"][0]["function"], codec.encode_assistant(message)
     name, text = codec.format.name, codec.decode(ids)
-    if _found(codec.parse(ids).tool_calls, wanted):
-        return Finding("prompt", "ok", f"multi_turn.format={name} reads calls as the chat template writes them")
-    others = [other for other, one in FORMATS.items() if _found(one.parse(text, codec.tools).calls, wanted)]
-    told = f"multi_turn.format={name} does not read calls as the chat template writes them"
+    if _has_call(codec.parse(ids).tool_calls, wanted):
+        return Finding("prompt", "ok", f"multi_turn.format={name} parses calls as the chat template renders them")
+    others = [other for other, one in FORMATS.items() if _has_call(one.parse(text, codec.tools).calls, wanted)]
+    problem = f"multi_turn.format={name} does not parse calls as the chat template renders them"
     shown = (ReportText("sampled", text),)
     if others:
-        return Finding("prompt", "error", f"{told}; set it to {others[0]}", shown)
-    return Finding("prompt", "warning", f"{told}; give one that knows tools (custom_chat_template)", shown)
+        return Finding("prompt", "error", f"{problem}; set it to {others[0]}", shown)
+    return Finding("prompt", "warning", f"{problem}; use a template that supports tools (custom_chat_template)", shown)
 
 
-def _found(calls: Sequence[ToolCall], wanted: dict[str, Any]) -> bool:
+def _has_call(calls: Sequence[ToolCall], wanted: dict[str, Any]) -> bool:
     return [(c.name, c.arguments) for c in calls if c.error is None] == [(wanted["name"], wanted["arguments"])]

@@ -1,6 +1,6 @@
-"""`rally doctor`: what would go wrong in a run is told before it begins, line by line, on a CPU, in under a minute.
+"""`rally doctor`: runs all checks of a configuration before a run, on a CPU, in under a minute.
 
-Every check runs whatever the others found; one that crashes is an error line.
+Every check runs, whatever the others found. A check that crashes becomes an error finding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rally.redact import redact
 from rally.track.display_text import OBSERVED_STYLE, PROMPT_STYLE, SAMPLED_STYLE, visible
 from rally.types import RallyError
 
-Look = Callable[[DoctorCase], Iterator[Finding]]
+CheckFunction = Callable[[DoctorCase], Iterator[Finding]]
 EXIT_CODES = {"ok": 0, "warning": 1, "error": 2}
 STATUS_STYLES = {"ok": "green", "warning": "bold yellow", "error": "bold red"}
 PIECE_STYLES = {"note": "", "prompt": PROMPT_STYLE, "sampled": SAMPLED_STYLE, "observed": OBSERVED_STYLE}
@@ -27,7 +27,7 @@ PIECE_STYLES = {"note": "", "prompt": PROMPT_STYLE, "sampled": SAMPLED_STYLE, "o
 
 class Check(NamedTuple):
     name: str
-    look: Look
+    run: CheckFunction
 
 
 ENVIRONMENT = (Check("environment", environment.packages), Check("device", environment.device))
@@ -44,27 +44,27 @@ CHECKS = (
     Check("policy", rollout_logprobs.policy),
     Check("memory", memory_and_time.cost),
 )
-"""In this order: what a check needs of another is found, or missed, there first."""
+"""In order: a part is first built by the check that reports its failure."""
 
 
 def examine(
-    path: str | Path | None, overrides: Sequence[str] = (), wishes: DoctorOptions | None = None
+    path: str | Path | None, overrides: Sequence[str] = (), options: DoctorOptions | None = None
 ) -> Iterator[Finding]:
-    """What is found out about a configuration, as it is found."""
+    """The findings about a configuration, one by one as the checks run."""
     config, problems = read_config(path, overrides)
-    problems = (*problems, *(_unnamed(config) if config is not None else ()))
+    problems = (*problems, *(_missing_keys(config) if config is not None else ()))
     yield from (Finding("config", "error", text) for text in problems)
     if not problems:
         yield Finding("config", "ok", f"{path or 'the command line'} describes a run")
-    case = DoctorCase(config or Config(), wishes)
+    case = DoctorCase(config or Config(), options)
     try:
         for check in CHECKS if config is not None and config.model.path else ENVIRONMENT:
-            yield from looked(check, case)
+            yield from run_check(check, case)
     finally:
         case.close()
 
 
-def _unnamed(config: Config) -> tuple[str, ...]:
+def _missing_keys(config: Config) -> tuple[str, ...]:
     try:
         config.require_training()
     except ConfigError as error:
@@ -72,17 +72,17 @@ def _unnamed(config: Config) -> tuple[str, ...]:
     return ()
 
 
-def looked(check: Check, case: DoctorCase) -> Iterator[Finding]:
-    """What a check finds, and how it ended if it did not end well."""
+def run_check(check: Check, case: DoctorCase) -> Iterator[Finding]:
+    """The findings of a check. An exception becomes a finding too."""
     try:
-        yield from check.look(case)
+        yield from check.run(case)
     except MissingPart as missing:
-        yield Finding(check.name, "warning", f"not looked at, because {missing} could not be had (see above)")
+        yield Finding(check.name, "warning", f"skipped, because {missing} could not be loaded (see above)")
     except RallyError as error:
         yield Finding(check.name, "error", str(error))
-    except Exception as error:  # noqa: BLE001 - a user's code, files and model may fail in any way, and the rest must run
+    except Exception as error:  # noqa: BLE001 - a user's code, files and model may fail in any way, and the other checks must run
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        yield Finding(check.name, "error", f"this check could not be made ({reason}); mend what it names and try again")
+        yield Finding(check.name, "error", f"this check failed ({reason}); fix the cause and try again")
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -90,7 +90,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def as_text(finding: Finding) -> Text:
-    """The line, and indented below it what there is to see."""
+    """The finding as a line, with its text indented below."""
     text = Text.assemble((f"{finding.status:<8}", STATUS_STYLES[finding.status]), (f"{finding.check:<12}", "bold"))
     text.append(visible(finding.text))
     for number, piece in enumerate(finding.shown):

@@ -1,5 +1,5 @@
-"""Whether Python, the packages and the GPU are what this configuration needs; what is not comes with the command that
-mends it."""
+"""Doctor checks of the environment: Python, packages and the GPU driver. Each problem comes with a command to fix
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = ("torch", "transformers", "tokenizers")
 
 
 class Need(NamedTuple):
-    """A package that a key of the configuration asks for, and the extra of ours that brings it."""
+    """A package that a configuration key needs, and the extra of Rally that installs it."""
 
     package: str
     extra: str
@@ -37,8 +37,8 @@ def packages(case: DoctorCase) -> Iterator[Finding]:
     try:
         about = metadata.metadata(OURS)
     except metadata.PackageNotFoundError:
-        told = f"{OURS} is not installed, so nobody knows what it requires; run: pip install --editable ."
-        yield Finding("environment", "warning", told)
+        problem = f"{OURS} is not installed, so its requirements are unknown; run: pip install --editable ."
+        yield Finding("environment", "warning", problem)
     else:
         wanted = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
         problems += [*_python(about["Requires-Python"]), *_core(wanted)]
@@ -50,7 +50,7 @@ def packages(case: DoctorCase) -> Iterator[Finding]:
 
 def _python(requires: str | None) -> Iterator[str]:
     if requires and platform.python_version() not in SpecifierSet(requires, prereleases=True):
-        yield f"Python {platform.python_version()} is not one of {requires}; make an environment with another"
+        yield f"Python {platform.python_version()} is not supported; create an environment with Python {requires}"
 
 
 def _core(wanted: list[Requirement]) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _extras(config: Config) -> Iterator[str]:
 
 
 def needs(config: Config) -> Iterator[Need]:
-    """What is imported only where a key asks for it. Tools say themselves what they lack."""
+    """Packages that only some configurations import. Tools check their own."""
     model = config.model
     if model.lora_rank or model.lora_adapter_path:
         yield Need("peft", "lora", "actor_rollout_ref.model.lora_rank")
@@ -85,7 +85,7 @@ def needs(config: Config) -> Iterator[Need]:
 
 
 def _server(config: Config) -> Iterator[str]:
-    """A server of our own is started by a Python that may not be this one."""
+    """Problems of the Python that launches rollout servers, which may be another one."""
     rollout = config.rollout
     if rollout.name != "embedded" and rollout.mode != "server":
         try:
@@ -108,8 +108,7 @@ def _asked(requirement: Requirement) -> str:
 
 
 class Driver(NamedTuple):
-    """What torch and the NVIDIA driver say of each other; versions of CUDA as (major, minor), None where there is
-    none."""
+    """The CUDA versions of torch and of the NVIDIA driver as (major, minor), None if there is none, and the GPUs."""
 
     built_for: tuple[int, int] | None
     supports: tuple[int, int] | None
@@ -118,26 +117,28 @@ class Driver(NamedTuple):
 
 def device(case: DoctorCase) -> Iterator[Finding]:
     if case.config.trainer.device == "cpu":
-        yield Finding("device", "ok", "the CPU, as trainer.device says")
+        yield Finding("device", "ok", "the CPU (trainer.device=cpu)")
         return
     yield judge_driver(read_driver())
 
 
-def judge_driver(found: Driver) -> Finding:
-    rather = "or set trainer.device=cpu if that is meant"
-    if found.gpus:
-        told = f"{', '.join(found.gpus)}; torch is built for CUDA {_dotted(found.built_for)}"
-        return Finding("device", "ok", f"{told}, the driver supports {_dotted(found.supports)}")
-    if found.supports is None:
-        return Finding("device", "ok", "there is no NVIDIA driver here, so training on this machine is on the CPU")
-    if found.built_for is None:
-        told = f"torch {torch.__version__} is built without CUDA, though there is an NVIDIA driver"
-        return Finding("device", "error", f"{told}; run: pip install --force-reinstall torch, {rather}")
-    if found.built_for > found.supports:
-        told = f"torch is built for CUDA {_dotted(found.built_for)}, the driver supports {_dotted(found.supports)}"
-        return Finding("device", "error", f"{told}; update the driver, or install a torch for that CUDA, {rather}")
-    told = "there is an NVIDIA driver, but torch sees no GPU"
-    return Finding("device", "error", f"{told}; run nvidia-smi and look at CUDA_VISIBLE_DEVICES, {rather}")
+def judge_driver(driver: Driver) -> Finding:
+    alternative = "or set trainer.device=cpu"
+    if driver.gpus:
+        versions = f"{', '.join(driver.gpus)}; torch is built for CUDA {_dotted(driver.built_for)}"
+        return Finding("device", "ok", f"{versions}, the driver supports {_dotted(driver.supports)}")
+    if driver.supports is None:
+        return Finding("device", "ok", "no NVIDIA driver, so this machine would train on the CPU")
+    if driver.built_for is None:
+        problem = f"torch {torch.__version__} is built without CUDA, though there is an NVIDIA driver"
+        return Finding("device", "error", f"{problem}; run: pip install --force-reinstall torch, {alternative}")
+    if driver.built_for > driver.supports:
+        problem = f"torch is built for CUDA {_dotted(driver.built_for)}, the driver supports {_dotted(driver.supports)}"
+        return Finding(
+            "device", "error", f"{problem}; update the driver, or install a torch for that CUDA, {alternative}"
+        )
+    problem = "there is an NVIDIA driver, but torch sees no GPU"
+    return Finding("device", "error", f"{problem}; run nvidia-smi and check CUDA_VISIBLE_DEVICES, {alternative}")
 
 
 def read_driver() -> Driver:

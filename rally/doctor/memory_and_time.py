@@ -1,5 +1,4 @@
-"""How much memory and time the configured run would take, here and on GPUs that can be rented: an estimate, told as
-one."""
+"""Doctor check of memory and time: estimates for this machine and, without a GPU here, for common GPUs."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ GPUS = (
     Hardware("H200", 141 * GB, 989e12, 4.8e12),
     Hardware("B200", 180 * GB, 2250e12, 8.0e12),
 )
-"""Memory, dense bf16 operations and memory bandwidth, as their makers give them."""
+"""Memory, dense bf16 operations and memory bandwidth according to the vendors."""
 LONG = 24 * 3600.0
 
 
 class Estimate(NamedTuple):
-    """`needed` bytes of the update, `running` episodes at a time beside what stays, and the time of a step. What does
-    not fit has no time."""
+    """The bytes that an update needs, the episodes sampled at a time, and the time of a step; None if it does not
+    fit."""
 
     hardware: Hardware
     needed: int
@@ -59,14 +58,14 @@ def cost(case: DoctorCase) -> Iterator[Finding]:
     costs = training_costs(config, case.model_config, case.size, width)
     kind = "float32" if width == 4 else "half precision"
     table = "\n".join(f"{one.what:<32} {shown_bytes(one.bytes):>12}" for one in (*costs, *_of_engine(case, width)))
-    yield Finding("memory", "ok", f"{_told(case.size, costs)} ({kind}, {here.name})", (ReportText("note", table),))
-    elsewhere = device.type == "cpu" and config.trainer.device != "cpu"  # this machine may not be the one that trains
+    yield Finding("memory", "ok", f"{_summary(case.size, costs)} ({kind}, {here.name})", (ReportText("note", table),))
+    elsewhere = device.type == "cpu" and config.trainer.device != "cpu"  # this may not be the machine that trains
     yield _judge(case, estimate(case, here, width), "warning" if elsewhere else "error")
     if elsewhere:
         half = 4 if config.model.dtype == "float32" else 2
         lines = [_line(case, estimate(case, gpu, half)) for gpu in GPUS]
-        told = f"estimates for one GPU, at {UTILISATION:.0%} of what it can do, with half of all token budgets used"
-        yield Finding("time", "ok", told, (ReportText("note", "\n".join(lines)),))
+        note = f"estimates for one GPU at {UTILISATION:.0%} of its peak, with half of all token budgets used"
+        yield Finding("time", "ok", note, (ReportText("note", "\n".join(lines)),))
 
 
 def estimate(case: DoctorCase, hardware: Hardware, width: int) -> Estimate:
@@ -75,55 +74,55 @@ def estimate(case: DoctorCase, hardware: Hardware, width: int) -> Estimate:
     needed = sum(one.bytes for one in costs)
     stays = needed - activation_bytes(config, model_config, width)
     history, step = (one.bytes for one in _of_engine(case, width))
-    room = int((hardware.memory - stays) * settings.memory_share) - step
-    needed += 0 if settings.lend_memory else max(0, room)
-    if needed > hardware.memory or room < history:
+    kv_bytes = int((hardware.memory - stays) * settings.memory_share) - step
+    needed += 0 if settings.lend_memory else max(0, kv_bytes)
+    if needed > hardware.memory or kv_bytes < history:
         return Estimate(hardware, max(needed, stays + int((step + history) / settings.memory_share)), 0, None)
-    running = max(1, at_once(config, model_config, width, room))
+    running = max(1, at_once(config, model_config, width, kv_bytes))
     return Estimate(hardware, needed, running, step_time(config, model_config, size, hardware, running, width))
 
 
 def _of_engine(case: DoctorCase, width: int) -> tuple[MemoryCost, MemoryCost]:
-    """What sampling needs at the least, in the memory that the update does not hold."""
-    settings, sight = build.engine_settings_of(case.config), build.patches_of(case.config)
+    """The least memory that sampling needs beside the model and its optimizer."""
+    settings, patches = build.engine_settings_of(case.config), build.patches_of(case.config)
     history = settings.max_model_len * kv_bytes_per_token(case.model_config, width)
     return (
         MemoryCost(f"sampling: KV of {settings.max_model_len:,} tokens", history),
-        MemoryCost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, sight)),
+        MemoryCost("sampling: a step of the engine", step_bytes(case.model_config, settings, width, patches)),
     )
 
 
-def _told(size: ParameterCounts, costs: list[MemoryCost]) -> str:
+def _summary(size: ParameterCounts, costs: list[MemoryCost]) -> str:
     trained = "all" if size.trained == size.parameters else f"{size.trained / 1e6:,.1f} million"
     return (
         f"{size.parameters / 1e6:,.1f} million weights, {trained} of them trained: an update holds about "
-        f"{shown_bytes(sum(one.bytes for one in costs))}, and sampling takes its KV of what is left"
+        f"{shown_bytes(sum(one.bytes for one in costs))}, and sampling uses the rest for its KV cache"
     )
 
 
-def _judge(case: DoctorCase, found: Estimate, too_small: Status) -> Finding:
-    line = _line(case, found)
-    if found.step is None:
-        advice = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or take more memory"
+def _judge(case: DoctorCase, estimated: Estimate, too_small: Status) -> Finding:
+    line = _line(case, estimated)
+    if estimated.step is None:
+        advice = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set model.lora_rank, or use more memory"
         return Finding("time", too_small, f"{line}; {advice}")
-    if _whole(case, found.step) > LONG:
-        return Finding("time", "warning", f"{line}; that is long: take a larger machine, or fewer steps")
+    if _run_seconds(case, estimated.step) > LONG:
+        return Finding("time", "warning", f"{line}; use a faster machine, or fewer steps")
     return Finding("time", "ok", line)
 
 
-def _line(case: DoctorCase, found: Estimate) -> str:
-    name = f"{found.hardware.name} ({shown_bytes(found.hardware.memory)})"
-    if found.step is None:
-        return f"{name}: too small, {shown_bytes(found.needed)} are needed"
-    rollout, update = found.step
+def _line(case: DoctorCase, estimated: Estimate) -> str:
+    name = f"{estimated.hardware.name} ({shown_bytes(estimated.hardware.memory)})"
+    if estimated.step is None:
+        return f"{name}: too small, needs {shown_bytes(estimated.needed)}"
+    rollout, update = estimated.step
     return (
-        f"{name}: {shown_bytes(found.needed)} are needed, {found.running} episodes run at a time, about "
-        f"{_duration(found.step.total)} a step "
-        f"({_duration(rollout)} rollout, {_duration(update)} update), {_duration(_whole(case, found.step))} in all"
+        f"{name}: needs {shown_bytes(estimated.needed)}, samples {estimated.running} episodes at a time, about "
+        f"{_duration(estimated.step.total)} a step ({_duration(rollout)} rollout, {_duration(update)} update), "
+        f"{_duration(_run_seconds(case, estimated.step))} in all"
     )
 
 
-def _whole(case: DoctorCase, step: StepTime) -> float:
+def _run_seconds(case: DoctorCase, step: StepTime) -> float:
     rows = case.train_rows if case.tasks else None
     known = case.config.trainer.total_training_steps
     return step.total * (known or (total_steps_of(case.config, len(rows)) if rows else 1))
@@ -140,13 +139,13 @@ def _device(name: str) -> torch.device:
 
 
 def this_machine(device: torch.device) -> Hardware:
-    """The GPU here, by its name, or the CPU by what it really did just now."""
+    """The GPU of this machine by its name, or its CPU by a short measurement."""
     if device.type == "cpu":
         return Hardware("this machine's CPU", free_bytes(device), _cpu_flops(), _cpu_bandwidth())
     properties = torch.cuda.get_device_properties(0)
     known = next((gpu for gpu in reversed(GPUS) if re.search(rf"\b{gpu.name}\b", properties.name)), None)
     taken = known or GPUS[0]
-    name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, taken for an {taken.name}")
+    name = f"this machine's {properties.name}" + ("" if known else f", of unknown speed, estimated as {taken.name}")
     return Hardware(name, properties.total_memory, taken.flops, taken.bandwidth)
 
 

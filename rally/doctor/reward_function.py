@@ -1,7 +1,7 @@
-"""Whether the reward tells a good answer from a bad one, for every data source of the rows that were looked at.
+"""Doctor check of the reward function: a good answer must score higher than a bad one, for every data source.
 
-A good answer is the row's ground truth in the forms that reward functions read; the form that earns most counts. It is
-given as a whole exchange, of one round and of two, because some rewards want a second round.
+The good answer is the row's ground truth in the formats that reward functions parse; the one that scores highest
+counts. Each is scored in an episode of one and of two assistant turns, because some reward functions need a second one.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ async def _score(spec: RewardSpec, timeout: float, episodes: list[Episode]) -> l
 
 def reward(case: DoctorCase) -> Iterator[Finding]:
     if not case.tasks:
-        yield Finding("reward", "warning", "not looked at, because there are no rows with a ground truth")
+        yield Finding("reward", "warning", "skipped, because there are no rows with a ground truth")
         return
     by_source = {task.data_source: task for task in reversed(case.tasks)}
     tasks = list(by_source.values())[-MOST_SOURCES:]
     spec = build.reward_spec_of(case.config)
     for task in reversed(tasks):
-        given = case.wishes.answer if task is case.tasks[0] else None
-        answers = [*good_answers(task, given), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
+        user_answer = case.options.answer if task is case.tasks[0] else None
+        answers = [*good_answers(task, user_answer), CandidateAnswer(BAD, 1), CandidateAnswer(BAD, 2)]
         episodes = [episode_of(task, answer) for answer in answers]
         scores = asyncio.run(_score(spec, case.config.reward.timeout, episodes))
-        yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, given)
+        yield judge(task, [ScoredCandidate(*pair) for pair in zip(answers, scores, strict=True)], spec, user_answer)
 
 
-def good_answers(task: Task, given: str | None) -> list[CandidateAnswer]:
-    texts = [given] if given is not None else [form.format(text) for text in truths(task) for form in FORMS]
+def good_answers(task: Task, user_answer: str | None) -> list[CandidateAnswer]:
+    texts = [user_answer] if user_answer is not None else [form.format(text) for text in truths(task) for form in FORMS]
     return [CandidateAnswer(text, rounds) for rounds in (1, 2) for text in texts]
 
 
 def truths(task: Task) -> list[str]:
-    """The ground truth as texts: of several accepted answers the first, of a mapping also its JSON."""
+    """The ground truth as text: the first of several accepted answers; for a mapping also its JSON."""
     truth: Any = task.ground_truth
     texts = [json.dumps(truth, ensure_ascii=False, default=str)] if isinstance(truth, Mapping) else []
     for _ in range(3):
@@ -84,7 +84,7 @@ def truths(task: Task) -> list[str]:
 
 
 def episode_of(task: Task, answer: CandidateAnswer) -> Episode:
-    """An exchange that ends with the answer; its tokens stand for nothing."""
+    """An episode that ends with the answer, with placeholder tokens."""
     last = Turn(role="assistant", text=answer.text, finish="stop")
     before = (Turn(role="assistant", text="Let me see."), Turn(role="user", text="Go on."))
     token = Segment(prompt_ids=(0,)).append_sampled(Generation(ids=(0,), logprobs=(0.0,), finish="stop"))
@@ -98,19 +98,19 @@ def episode_of(task: Task, answer: CandidateAnswer) -> Episode:
     )
 
 
-def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, given: str | None) -> Finding:
+def judge(task: Task, tried: Sequence[ScoredCandidate], spec: RewardSpec, user_answer: str | None) -> Finding:
     failed = next((one for one in tried if one.score.error is not None), None)
     if failed is not None:
-        told = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"
-        return Finding("reward", "error", f"{told}; mend it, or the row {task.id}")
+        problem = f"{task.data_source}: the reward function failed on {failed.answer.text!r} ({failed.score.error})"
+        return Finding("reward", "error", f"{problem}; fix it, or the row {task.id}")
     lowest = {one.answer.rounds: one.earned for one in tried if one.answer.text == BAD}
     best = max((one for one in tried if one.answer.text != BAD), key=lambda one: one.earned - lowest[one.answer.rounds])
-    earned = f"{best.answer.text!r} earns {best.earned:g}, {BAD!r} {lowest[best.answer.rounds]:g}"
+    earned = f"{best.answer.text!r} scores {best.earned:g}, {BAD!r} {lowest[best.answer.rounds]:g}"
     if best.earned > lowest[best.answer.rounds]:
         seconds = max(one.score.seconds for one in tried)
         return Finding("reward", "ok", f"{task.data_source}: {earned}; at most {seconds:.3f} s a score")
-    told = f"{task.data_source}: a good answer earns no more than a bad one ({earned})"
-    if spec.path is not None and given is None:
-        advice = "if your function wants another form, give an answer that it must reward with --answer 'TEXT'"
-        return Finding("reward", "warning", f"{told}; {advice}")
-    return Finding("reward", "error", f"{told}; mend the reward function or the ground truth of row {task.id}")
+    problem = f"{task.data_source}: a good answer scores no more than a bad one ({earned})"
+    if spec.path is not None and user_answer is None:
+        advice = "if your function expects another format, give an answer that it must reward with --answer 'TEXT'"
+        return Finding("reward", "warning", f"{problem}; {advice}")
+    return Finding("reward", "error", f"{problem}; fix the reward function or the ground truth of row {task.id}")

@@ -1,8 +1,8 @@
-"""Whether the rollout records the log-probabilities that training will compute: two turns are sampled on the CPU and
-held against one ordinary forward over the whole history, and against the trainer's packed one.
+"""Doctor check of the policy: the rollout must record the log-probabilities that training computes.
 
-The configured model is used where it lies on this machine and is small, or where the user insists; else a twin of the
-same architecture with random weights and few, narrow layers.
+Two turns are sampled on the CPU and compared with an ordinary forward over the whole history and with the trainer's
+packed one. The configured model is used if it is on this machine and small, or if the user asks for it; otherwise a
+random model of the same architecture with few, narrow layers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, pack
 from rally.types import SamplingParams, Segment
 
-SMALL = 200_000_000  # parameters; float32, so that loading and a few tokens take seconds
+SMALL = 200_000_000  # parameters, in float32: loading and a few tokens take seconds
 TOKENS = 12
 PROMPT = 48
-TOLERANCE = 1e-3  # in float32 the largest difference of log-probabilities is far below
+TOLERANCE = 1e-3  # in float32 real differences are far smaller
 NARROW = 32
 HEALTH_SECONDS = 5.0
 
 
 class Compared(NamedTuple):
-    """The largest difference of a log-probability between the rollout and each of the two forwards."""
+    """The largest log-probability difference between the rollout and each of the two forwards."""
 
     tokens: int
     plain: float
@@ -48,36 +48,38 @@ def policy(case: DoctorCase) -> Iterator[Finding]:
     config = case.config
     if config.rollout.mode == "server":
         for url in config.rollout.server_urls:
-            yield reached(url)
+            yield check_server(url)
     if config.rollout.name != "embedded":
-        told = f"log-probs of {config.rollout.name} are held against the trainer's when its servers have started"
-        yield Finding("policy", "ok", f"{told}, and in every step (actor/rollout_mismatch_kl)")
+        note = (
+            f"log-probabilities of {config.rollout.name} are compared with the trainer's when its servers have started"
+        )
+        yield Finding("policy", "ok", f"{note}, and in every step (actor/rollout_mismatch_kl)")
         return
-    real = case.wishes.model_check or _small_and_here(case)
-    model = _real_model(config) if real else twin_of(case.model_config, trust=config.model.trust_remote_code)
+    real = case.options.model_check or _small_and_local(case)
+    model = _real_model(config) if real else small_version_of(case.model_config, trust=config.model.trust_remote_code)
     vocabulary = model.config.get_text_config().vocab_size
     ids = [i % vocabulary for i in case.codec.encode_prompt(case.first_task.prompt)][-PROMPT:]
     compared = asyncio.run(compare(model, ids, config.rollout.temperature))
-    who = "the model itself" if real else f"a random twin ({type(model).__name__}, two narrow layers)"
-    told = f"{who}: over {compared.tokens} sampled tokens of two turns the log-prob of the rollout differs by at most "
-    told += f"{compared.plain:.1e} from a full forward and {compared.packed:.1e} from the trainer's"
+    which = "the model itself" if real else f"a small random model ({type(model).__name__})"
+    result = f"{which}: over {compared.tokens} sampled tokens, the rollout's log-probabilities differ by at most "
+    result += f"{compared.plain:.1e} from a full forward and {compared.packed:.1e} from the trainer's"
     if max(compared.plain, compared.packed) <= TOLERANCE:
-        yield Finding("policy", "ok", f"{told} (float32, CPU)")
+        yield Finding("policy", "ok", f"{result} (float32, CPU)")
     else:
-        advice = "the engine does not compute what this model does; use actor_rollout_ref.rollout.name=vllm or sglang"
-        yield Finding("policy", "error", f"{told}, more than {TOLERANCE:g}; {advice}")
+        advice = "the embedded engine does not support this model; use actor_rollout_ref.rollout.name=vllm or sglang"
+        yield Finding("policy", "error", f"{result}, more than {TOLERANCE:g}; {advice}")
 
 
-def reached(url: str) -> Finding:
-    """Whether a rollout server that runs already says that it is well."""
+def check_server(url: str) -> Finding:
+    """Whether a running rollout server answers its health check."""
     url, credentials = Address.of(url)
     try:
-        asked = urllib.request.Request(f"{url}/health", headers=credentials)
-        with urllib.request.urlopen(asked, timeout=HEALTH_SECONDS):
+        request = urllib.request.Request(f"{url}/health", headers=credentials)
+        with urllib.request.urlopen(request, timeout=HEALTH_SECONDS):
             return Finding("policy", "ok", f"the rollout server {url} answers")
     except (OSError, ValueError) as error:
-        told = f"the rollout server {url} does not answer ({error})"
-        return Finding("policy", "error", f"{told}; start it, or correct actor_rollout_ref.rollout.server.url")
+        problem = f"the rollout server {url} does not answer ({error})"
+        return Finding("policy", "error", f"{problem}; start it, or correct actor_rollout_ref.rollout.server.url")
 
 
 async def compare(model: PreTrainedModel, prompt: Sequence[int], temperature: float) -> Compared:
@@ -110,7 +112,7 @@ def _largest(difference_M: torch.Tensor) -> float:
     return float(difference_M.abs().max())
 
 
-def _small_and_here(case: DoctorCase) -> bool:
+def _small_and_local(case: DoctorCase) -> bool:
     path = str(case.config.model.path)
     here = Path(path).expanduser().is_file() or weights_folder(path) is not None
     return here and case.size.parameters <= SMALL
@@ -126,11 +128,11 @@ def _real_model(config: Config) -> PreTrainedModel:
     )
 
 
-def twin_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTrainedModel:
-    """The same architecture made small: what makes it special (windows, norms, kinds of layers) stays as it is."""
+def small_version_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTrainedModel:
+    """A small random model of the same architecture, with its windows, norms and layer types."""
     config = copy.deepcopy(model_config)
     text = config.get_text_config()
-    for name, value in _narrow(text).items():
+    for name, value in _small_sizes(text).items():
         derived = isinstance(getattr(type(text), name, None), property)
         if getattr(text, name, None) is not None and not derived:
             setattr(text, name, value)
@@ -144,9 +146,11 @@ def twin_of(model_config: PreTrainedConfig, *, trust: bool = False) -> PreTraine
     return model
 
 
-def _narrow(text: Any) -> dict[str, Any]:
+def _small_sizes(text: Any) -> dict[str, Any]:
     grouped = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # rotations depend on it
+    head = (
+        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    )  # rotary embeddings depend on it
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     layers = max(2, len(kinds))
     return {

@@ -1,4 +1,4 @@
-"""Whether every tool answers: each is called once, for real, through the same session as in an episode."""
+"""Doctor check of the tools: each is really called once, through the same session as in an episode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rally.track.display_text import one_line
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
 SHOWN = 80
-NOTHING = "null"  # what None is as JSON
+NOTHING = "null"  # None as JSON
 
 
 class TriedTool(NamedTuple):
@@ -30,8 +30,8 @@ def tools(case: DoctorCase) -> Iterator[Finding]:
         return
     for tool in box.tools:
         if tool.destructive:
-            told = f"{tool.name} was not called, because a call may destroy something: nobody says that it does not"
-            yield Finding("tools", "warning", f"{told}; try it by hand where that does no harm")
+            note = f"{tool.name} was not called, because a call may be destructive"
+            yield Finding("tools", "warning", f"{note}; try it by hand where that does no harm")
     for tried in asyncio.run(_try_all(case)):
         yield judge(tried)
 
@@ -42,7 +42,7 @@ async def _try_all(case: DoctorCase) -> list[TriedTool]:
 
 
 async def _try(case: DoctorCase, name: str) -> TriedTool:
-    """One call with the keywords that a row gives this tool; a tool that knows of no example gets made-up arguments."""
+    """Call a tool with the keywords of a row. A tool without an example gets made-up arguments."""
     [tool] = [one for one in case.toolbox.tools if one.name == name]
     example = example_of(tool)
     session = case.toolbox.open(_row_for(case, name), "doctor")
@@ -59,23 +59,27 @@ def _row_for(case: DoctorCase, name: str) -> Task:
 
 
 def judge(tried: TriedTool) -> Finding:
-    """A failed call is an error; unless the arguments were made up, for those a tool may refuse with reason."""
+    """A failed call is an error, or a warning if the arguments were made up: a tool may rightly reject those."""
     result, made_up = tried.result, not tried.example.known
-    said = one_line(result.response.text or f"{len(result.response.image or ())} images")
-    said = said if len(said) <= SHOWN else f"{said[: SHOWN - 3]}..."
+    answer = one_line(result.response.text or f"{len(result.response.image or ())} images")
+    answer = answer if len(answer) <= SHOWN else f"{answer[: SHOWN - 3]}..."
     with_what = "made-up arguments" if made_up else "its example"
     call = f"{tried.name} was called with {with_what} {json.dumps(tried.example.arguments, ensure_ascii=False)}"
     if tried.trouble and result.ok:
         what = ", ".join(f"{name}: {count}" for name, count in tried.trouble.items())
-        return Finding("tools", "error", f"{call} and answered, but ended badly ({what}); look at its methods")
+        return Finding(
+            "tools",
+            "error",
+            f"{call} and answered, but failed afterwards ({what}); check its other methods",
+        )
     if result.ok and result.response.text == NOTHING:
-        told = f"{call} and answered {NOTHING}, as a function without `return` does"
-        return Finding("tools", "warning", f"{told}; if the model should read something, return it")
+        problem = f"{call} and answered {NOTHING}, as a function without `return` does"
+        return Finding("tools", "warning", f"{problem}; return the text that the model should read")
     if result.ok:
-        return Finding("tools", "ok", f"{call} and answered in {result.seconds:.3f} s: {said!r}")
-    told = f"{call} and failed in {result.seconds:.3f} s ({result.status}): {said!r}"
+        return Finding("tools", "ok", f"{call} and answered in {result.seconds:.3f} s: {answer!r}")
+    problem = f"{call} and failed in {result.seconds:.3f} s ({result.status}): {answer!r}"
     if made_up and result.status in (ToolStatus.ERROR, ToolStatus.BAD_ARGUMENTS):
         return Finding(
-            "tools", "warning", f"{told}; if these are fair arguments mend the tool, else give it an `example`"
+            "tools", "warning", f"{problem}; if these are valid arguments fix the tool, else give it an `example`"
         )
-    return Finding("tools", "error", f"{told}; mend the tool, or start what it asks")
+    return Finding("tools", "error", f"{problem}; fix the tool, or start the service it needs")

@@ -216,7 +216,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     state, merged = model_state(model), {}
-    if ranks_of(model).number > 0:
+    if ranks_of(model).rank > 0:
         return {}  # only rank 0 has the whole tensors
     for key, value in state.items():
         if "lora_" in key:

@@ -1,7 +1,8 @@
-"""Ranks that hold one model together, as seen from one of them, and tensors that are sharded over them.
+"""The ranks that hold one model together, as seen from one of them, and tensors that are sharded over them.
 
-A rank is one of the processes that hold the policy together. Rank 0 is the run; the others execute the messages that it
-broadcasts. A sharded module carries its `Ranks` with it; any other module is on one rank, `ALONE`.
+A rank is one of the processes that hold the policy together. Rank 0 runs the training loop; the others execute the
+messages that it broadcasts. A sharded module carries its `Ranks` as an attribute; any other module belongs to `ALONE`,
+the single process.
 
 Shapes: X any numbers.
 """
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-CARRIED = "rally_ranks"
-Found = TypeVar("Found")
+RANKS_ATTRIBUTE = "rally_ranks"
+T = TypeVar("T")
 
 
 class Message:
@@ -26,60 +27,61 @@ class Message:
 
 
 class Ranks(Protocol):
-    """Those that hold a policy together, seen from one of them."""
+    """The processes that hold a policy together, seen from one of them."""
 
     @property
-    def number(self) -> int: ...
+    def rank(self) -> int: ...
 
     @property
-    def count(self) -> int: ...
+    def world_size(self) -> int: ...
 
-    def begin(self, plan: Message) -> None:
-        """From now on all ranks are there, and each builds what the plan says."""
+    def start(self, plan: Message) -> None:
+        """Start all ranks; each builds what the plan describes."""
         ...
 
-    def spread(self, model: PreTrainedModel) -> None:
-        """Let a module that all ranks have loaded lie on all of them, and carry them with it."""
+    def shard(self, model: PreTrainedModel) -> None:
+        """Shard a module that every rank has loaded, and attach these ranks to it."""
         ...
 
-    def watching(self) -> AbstractAsyncContextManager[None]:
-        """What is awaited within ends, with the reason, as soon as a rank is lost."""
+    def watch(self) -> AbstractAsyncContextManager[None]:
+        """A context whose awaited work is cancelled, with the reason, as soon as a rank is lost."""
         ...
 
-    def doing(self, order: Message) -> AbstractContextManager[None]:
-        """What all ranks do within it is `order`; rank 0 tells the others, who do the same."""
+    def broadcast(self, message: Message) -> AbstractContextManager[None]:
+        """A context for the computation that `message` names. Rank 0 sends the message; the others run the same
+        computation."""
         ...
 
-    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-        """`work(model, *given)`, which may use weights that no layer of the module would ask for."""
+    def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+        """`work(model, *args)` with the weights gathered that belong to no layer."""
         ...
 
-    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
-        """Of every rank, as many numbers as it has, on the CPU in float64."""
+    def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
+        """The numbers of every rank, on the CPU in float64. Ranks may differ in how many they have."""
         ...
 
 
 class Alone:
-    """One process that holds everything."""
+    """A single process that holds everything."""
 
-    number, count = 0, 1
+    rank, world_size = 0, 1
 
-    def begin(self, plan: Message) -> None:
-        """There is nobody to wait for."""
+    def start(self, plan: Message) -> None:
+        """There are no other ranks to start."""
 
-    def spread(self, model: PreTrainedModel) -> None:
-        """It lies where it was loaded."""
+    def shard(self, model: PreTrainedModel) -> None:
+        """The module stays whole on its device."""
 
-    def watching(self) -> AbstractAsyncContextManager[None]:
+    def watch(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def doing(self, order: Message) -> AbstractContextManager[None]:
+    def broadcast(self, message: Message) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def within(self, model: PreTrainedModel, work: Callable[..., Found], *given: Any) -> Found:
-        return work(model, *given)
+    def summon(self, model: PreTrainedModel, work: Callable[..., T], *args: Any) -> T:
+        return work(model, *args)
 
-    def gathered(self, numbers_X: Tensor) -> list[Tensor]:
+    def all_gather(self, numbers_X: Tensor) -> list[Tensor]:
         return [numbers_X.detach().double().cpu()]
 
 
@@ -87,20 +89,21 @@ ALONE = Alone()
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks:
-    found: Ranks = getattr(model, CARRIED, ALONE)
-    return found
+    ranks: Ranks = getattr(model, RANKS_ATTRIBUTE, ALONE)
+    return ranks
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor that may lie on several ranks, in main memory of rank 0; all of them must ask. Others get nothing."""
+def full_tensor(value: Tensor) -> Tensor:
+    """A tensor gathered into main memory of rank 0 if it is sharded. All ranks must call it; the others get an empty
+    tensor."""
     if not isinstance(value, DTensor):
         return value
     full: Tensor = value.full_tensor().detach()
     return full.cpu() if value.device_mesh.get_rank() == 0 else torch.empty(0)
 
 
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, where `like` lies on several ranks."""
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a full tensor, laid out as `like`; the tensor itself if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return value
     here = value.to(device=like.device, dtype=like.dtype)
@@ -109,11 +112,11 @@ def spread_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def model_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights by name, those that lie on several ranks gathered one by one. Weights that are one stay one."""
+    """The weights by name; sharded ones are gathered one by one. Tied weights stay one tensor."""
     first: dict[int, str] = {}
-    same = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    found: dict[str, Tensor] = {}
+    tied = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        known = same.get(name, name)
-        found[name] = found[known] if known in found else whole(value)
-    return found
+        known = tied.get(name, name)
+        state[name] = state[known] if known in state else full_tensor(value)
+    return state

@@ -1,7 +1,7 @@
-"""Episodes are sampled again as they were: by the weights of their step, with their seeds, in the same company.
+"""Samples recorded episodes again, with the weights of their step, their seeds and the same batch.
 
-Company counts on a CPU, where what is computed together can change the last bits: all that were sampled in one rollout
-are sampled in one again, and where prompts began when groups ended in vain, they do so again, by the recorded rewards.
+On a CPU, batch composition can change the last bits. So all episodes of a rollout are sampled together again, and with
+dynamic sampling further prompts start again as they did, by the recorded rewards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ID = re.compile(r"(?P<kind>[tv])(?P<step>\d+)-(?P<prompt>\d+)(-(?P<suffix>[a-z]+
 
 
 class WeightsGone(RallyError):
-    """The weights that sampled an episode are not there any more."""
+    """The weights that sampled an episode no longer exist."""
 
 
 class EpisodePosition(NamedTuple):
-    """Where an episode was among those of its step; the greedy one of a prompt is its last."""
+    """The position of an episode within its step. The greedy episode of a prompt is its last."""
 
     prompt: int
     sample: float
@@ -45,20 +45,20 @@ def place_of(episode: Episode) -> EpisodePosition:
 
 
 def pass_of(episode: Episode) -> str:
-    """The suffix of the validation pass it was held in; the main one, and training, have none."""
+    """The suffix of the validation pass of an episode; empty for the main pass and for training."""
     return _parsed(episode)["suffix"] or ""
 
 
 def _parsed(episode: Episode) -> re.Match[str]:
     parsed = ID.fullmatch(episode.id)
-    assert parsed is not None, "ids are our own"
+    assert parsed is not None, "a recorded id has our format"
     return parsed
 
 
-def weights_of(episode: Episode, config: Config, run: Path, given: Path | None) -> Checkpoint | None:
-    """The checkpoint whose weights sampled an episode; None for the model that the run began with."""
-    if given is not None:
-        return open_checkpoint(given)
+def weights_of(episode: Episode, config: Config, run: Path, chosen: Path | None) -> Checkpoint | None:
+    """The checkpoint whose weights sampled an episode; None for the initial model of the run."""
+    if chosen is not None:
+        return open_checkpoint(chosen)
     after = episode.step if episode.validate else episode.step - 1
     own = run / "checkpoints" / f"global_step_{after}"
     for path in (own, Path(config.trainer.resume_from_path or "")):
@@ -66,8 +66,8 @@ def weights_of(episode: Episode, config: Config, run: Path, given: Path | None) 
             return open_checkpoint(path)
     if after > 0:
         raise WeightsGone(
-            f"the weights after step {after}, which sampled it, are not there ({own}); name a checkpoint with "
-            "--checkpoint, and keep more of them with trainer.save_freq and trainer.max_actor_ckpt_to_keep"
+            f"the weights after step {after}, which sampled it, no longer exist ({own}); name a checkpoint with "
+            "--checkpoint, or keep more of them with trainer.save_freq and trainer.max_actor_ckpt_to_keep"
         )
     return None
 
@@ -76,36 +76,36 @@ def version_of(checkpoint: Checkpoint | None) -> int:
     return int(checkpoint.counters().get("weight_version", 0)) if checkpoint else 0
 
 
-def company_of(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
-    """Those of its step that have to be sampled with it, in their order."""
+def batch_of_episode(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
+    """The episodes of its step that have to be sampled with it, in order."""
     if pick_device(config.trainer.device).type == "cuda":
-        return [episode]  # deterministic kernels: nobody's bits depend on others
+        return [episode]  # the kernels are batch-invariant
     return sorted(same_rollout(episode, step, config), key=place_of)
 
 
 def same_rollout(episode: Episode, step: Sequence[Episode], config: Config) -> list[Episode]:
-    """Those of its step that were held in the same rollout: validation has one for each pass and part."""
+    """The episodes of its step from the same rollout. Validation has one rollout per pass and batch."""
     if not episode.validate:
         return list(step)
     size, own = config.data.val_batch_size, pass_of(episode)
-    held = [e for e in step if pass_of(e) == own]
+    same_pass = [e for e in step if pass_of(e) == own]
     if size is None:
-        return held
+        return same_pass
     part = place_of(episode).prompt // size
-    return [e for e in held if place_of(e).prompt // size == part]
+    return [e for e in same_pass if place_of(e).prompt // size == part]
 
 
 async def sample_again(
-    company: Sequence[Episode], config: Config, inputs: RunInputs, checkpoint: Checkpoint | None
+    episodes: Sequence[Episode], config: Config, inputs: RunInputs, checkpoint: Checkpoint | None
 ) -> dict[str, Episode]:
-    """The episodes as they are sampled now, by id."""
+    """Sample the episodes again. Returns them by id."""
     model = build.model_of(config, str(checkpoint.actor) if checkpoint else None).eval()
     engine = EmbeddedEngine(model, build.engine_settings_of(config), decode=inputs.codec.decode)
     engine.begin_at(version_of(checkpoint))
     await engine.start()
     try:
-        runner, sampling = runner_of(config, inputs, engine), _sampling(company[0], config, inputs)
-        ended = await _Rollout(company, config, runner, sampling).hold()
+        runner, sampling = runner_of(config, inputs, engine), _sampling(episodes[0], config, inputs)
+        ended = await _Rollout(episodes, config, runner, sampling).run()
     finally:
         await engine.close()
     return {episode.id: episode for episode in ended}
@@ -117,24 +117,24 @@ def _sampling(episode: Episode, config: Config, inputs: RunInputs) -> SamplingPa
         return sampling
     passes = {one.suffix: one.sampling for one in build.validation_passes(config, sampling)}
     if (own := pass_of(episode)) not in passes:
-        raise RallyError(f"the configuration has no validation pass {own!r}, which sampled it; set val_kwargs as then")
+        raise RallyError(f"the configuration has no validation pass {own!r}, which sampled it; restore its val_kwargs")
     return passes[own]
 
 
 @dataclass(frozen=True)
 class _Rollout:
-    """One rollout of the past, to be held again; episodes get the rewards that they had."""
+    """A recorded rollout to be run again. Episodes get their recorded rewards."""
 
-    company: Sequence[Episode]
+    episodes: Sequence[Episode]
     config: Config
     runner: Runner
     sampling: SamplingParams
 
-    async def hold(self) -> list[Episode]:
+    async def run(self) -> list[Episode]:
         groups, in_batch = self._groups(), build.reward_spec_of(self.config).batch
-        jobs = self._jobs(0, len(self.company)) if groups is None else groups.begin()
+        jobs = self._jobs(0, len(self.episodes)) if groups is None else groups.begin()
         more = None if groups is None or in_batch else lambda episode: groups.after([episode])
-        recorded = {episode.id: episode for episode in self.company}
+        recorded = {episode.id: episode for episode in self.episodes}
         ended: list[Episode] = []
 
         async def finish(episode: Episode) -> Episode:
@@ -148,21 +148,21 @@ class _Rollout:
 
     def _groups(self) -> LiveGroups | None:
         chosen = build.filter_settings_of(self.config)
-        if chosen is None or len(self.company) == 1 or self.company[0].validate:
+        if chosen is None or len(self.episodes) == 1 or self.episodes[0].validate:
             return None
-        prompts = 1 + max(place_of(e).prompt for e in self.company)
+        prompts = 1 + max(place_of(e).prompt for e in self.episodes)
         policy = build.failure_policy_of(self.config)
         return LiveGroups(chosen, self.config.data.train_batch_size, prompts, self._jobs, policy)
 
     def _jobs(self, first: int, count: int) -> list[Job]:
-        """The episodes of `count` prompts from one on; of the whole company, its prompts need not begin at 0."""
-        base = place_of(self.company[0]).prompt
+        """The jobs of `count` prompts from `first` on. The recorded prompts need not begin at 0."""
+        base = place_of(self.episodes[0]).prompt
         wanted = range(base + first, base + first + count)
-        return [_job(episode) for episode in self.company if place_of(episode).prompt in wanted]
+        return [_job(episode) for episode in self.episodes if place_of(episode).prompt in wanted]
 
 
 def _rewarded_as(recorded: Episode, episode: Episode) -> Episode:
-    failed = recorded.error is not None or "reward_error" in recorded.extra  # a 0 that it may have came later
+    failed = recorded.error is not None or "reward_error" in recorded.extra  # a reward of 0 was set after the failure
     return replace(episode, reward=None if failed else recorded.reward, reward_info=recorded.reward_info)
 
 

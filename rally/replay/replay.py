@@ -1,7 +1,7 @@
-"""`rally replay`: a recorded episode is held against today's template, reward function and weights, bit for bit.
+"""`rally replay`: renders, scores and samples a recorded episode again and compares the results bit for bit.
 
-Each part ends as the same, as different, with where it departs, or as what cannot be done, with the reason. Nothing is
-written. Tools and simulated users are really asked again.
+Each part is the same, different (with the first difference), skipped, or cannot be done (with the reason). Nothing is
+written. Tools and simulated users are really called again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rally.config import Config
 from rally.loops import codec_for
 from rally.loops.episode_builder import EpisodeBuilder
-from rally.replay.regenerate import ID, company_of, same_rollout, sample_again, version_of, weights_of
+from rally.replay.regenerate import ID, batch_of_episode, same_rollout, sample_again, version_of, weights_of
 from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.runs import build
@@ -39,7 +39,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The first token that is not the same in both. `writer` is who wrote it: prompt, policy, or tool or user."""
+    """The first token that differs. `writer` is its author: prompt, policy, or tool or user."""
 
     segment: int
     place: int  # in the prompt, or in the response
@@ -47,7 +47,7 @@ class TokenDifference:
     recorded: tuple[int, ...]  # the tokens around it
     now: tuple[int, ...]
 
-    def words(self, decode: Decode) -> str:
+    def describe(self, decode: Decode) -> str:
         of = "the prompt" if self.writer == "prompt" else "the response"
         where = f"token {self.place} of {of}" + (f" of segment {self.segment}" if self.segment else "")
         by = "" if self.writer == "prompt" else f", which the {self.writer} wrote"
@@ -56,7 +56,7 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """How far the log-probabilities of equal tokens are apart: how many are, the first of them, and the most."""
+    """Differences between log-probabilities of equal tokens: how many, the first, and the largest."""
 
     count: int
     of: int
@@ -64,13 +64,13 @@ class LogprobGap:
     place: int
     largest: float
 
-    def words(self) -> str:
+    def describe(self) -> str:
         where = f"token {self.place} of the response" + (f" of segment {self.segment}" if self.segment else "")
         return f"{self.count} of {self.of} log-probabilities, from {where} on, by {self.largest:.3g} at most"
 
 
-def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> TokenDifference | None:
-    """The first token in which they differ, in content or in who wrote it; None if they are the same to the end."""
+def first_difference(recorded: Sequence[Segment], now: Sequence[Segment]) -> TokenDifference | None:
+    """The first token that differs in content or author; None if there is none."""
     for number, (a, b) in enumerate(zip_longest(recorded, now, fillvalue=_EMPTY)):
         if (at := _first(_prompt(a), _prompt(b))) is not None:
             return _at(number, at, "prompt", a.prompt_ids, b.prompt_ids)
@@ -84,18 +84,18 @@ def departure(recorded: Sequence[Segment], now: Sequence[Segment]) -> TokenDiffe
 def logprob_gap(
     recorded: Sequence[Segment], now: Sequence[Segment], until: TokenDifference | None = None
 ) -> LogprobGap | None:
-    """How the log-probabilities of sampled tokens differ, as far as the tokens are the same; None if to no bit."""
+    """The differences between log-probabilities of sampled tokens before `until`; None if all bits are equal."""
     pairs = [
         (number, place, a.response_logprobs[place], b.response_logprobs[place])
         for number, (a, b) in enumerate(zip(recorded, now, strict=False))
         for place in range(min(len(a.response_ids), len(b.response_ids)))
         if a.response_mask[place] and _before(number, place, until)
     ]
-    apart = [pair for pair in pairs if pair[2] != pair[3]]
-    if not apart:
+    different = [pair for pair in pairs if pair[2] != pair[3]]
+    if not different:
         return None
-    largest = max(abs(was - is_now) for _, _, was, is_now in apart)
-    return LogprobGap(len(apart), len(pairs), apart[0][0], apart[0][1], largest)
+    largest = max(abs(was - is_now) for _, _, was, is_now in different)
+    return LogprobGap(len(different), len(pairs), different[0][0], different[0][1], largest)
 
 
 def _before(segment: int, place: int, until: TokenDifference | None) -> bool:
@@ -115,7 +115,7 @@ def _tokens(segment: Segment) -> list[tuple[int, int, str]]:
 
 
 def _shown_tokens(segment: Segment) -> list[str]:
-    """The image that each token of the history is part of: equal placeholders of two images are not the same."""
+    """The image of each token, so that equal placeholders of two images differ."""
     names = [""] * len(segment.ids)
     for span in segment.images:
         names[span.start : span.end] = [span.image.hash] * (span.end - span.start)
@@ -123,7 +123,7 @@ def _shown_tokens(segment: Segment) -> list[str]:
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """The first place in which two sequences differ; where one ends, if it is the beginning of the other."""
+    """The first index at which two sequences differ; the end of the shorter if it is a prefix of the other."""
     for place, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return place
@@ -136,37 +136,37 @@ def _at(segment: int, place: int, writer: str, recorded: tuple[int, ...], now: t
 
 
 class ReplayError(RallyError):
-    """What was asked for cannot be replayed."""
+    """The episode cannot be replayed."""
 
 
 class Verdict(StrEnum):
     SAME = "same"
     DIFFERENT = "different"
     CANNOT = "cannot"
-    SKIPPED = "skipped"  # nothing promises that it would be the same
+    SKIPPED = "skipped"  # nothing guarantees equality
 
 
 @dataclass(frozen=True)
 class ReplayFinding:
-    """How one part of an episode fared; `details` are (what, recorded, now)."""
+    """The result of one part of the replay; `details` are (name, recorded, now)."""
 
     part: str
     verdict: Verdict
-    words: str
+    text: str
     details: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """All findings about one episode."""
+    """All results for one episode."""
 
     episode: Episode
     findings: tuple[ReplayFinding, ...]
-    changed: tuple[str, ...] = ()  # what is of another version than when the run was made
+    changed: tuple[str, ...] = ()  # packages whose version has changed since the run
 
     @property
     def title(self) -> str:
-        """Which episode it is, in a line."""
+        """The episode in one line."""
         episode = self.episode
         kind = "validation" if episode.validate else "training"
         return f"{episode.id}: {kind}, step {episode.step}, task {episode.task.id}, ended with {episode.stop_reason}"
@@ -178,17 +178,17 @@ class Replayed:
 
 
 class Recorded(NamedTuple):
-    """An episode, and all that were held in the same step."""
+    """An episode, and all episodes of its step."""
 
     episode: Episode
     step: list[Episode]
 
 
 def replay(run: Path, episode_id: str, config: Config, checkpoint: Path | None = None) -> Replayed:
-    """Render, score and, where the run was deterministic, sample an episode of `run` again."""
+    """Render and score an episode of `run` again and, if the run was deterministic, sample it."""
     record = find_episode(RunFolder(run), episode_id)
-    if checkpoint is not None and (obstacle := _no_promise(config)):
-        raise ReplayError(f"the weights of {checkpoint} are of no use here: {obstacle}")
+    if checkpoint is not None and (obstacle := _not_reproducible(config)):
+        raise ReplayError(f"the episode cannot be sampled with {checkpoint}: {obstacle}")
     tokenizer, toolbox = build.tokenizer_of(config), build.toolbox_of(config)
     codec = build.codec_of(config, tokenizer, toolbox)
     inputs = RunInputs(tokenizer, toolbox, build.interactions_of(config), codec, None, None)
@@ -204,7 +204,7 @@ def replay(run: Path, episode_id: str, config: Config, checkpoint: Path | None =
 def find_episode(folder: RunFolder, episode_id: str) -> Recorded:
     parsed = ID.fullmatch(episode_id)
     if parsed is None:
-        raise ReplayError(f"{episode_id!r} is no episode id; they look like t000003-00001-2 or v000010-00004-0")
+        raise ReplayError(f"{episode_id!r} is not an episode id; ids look like t000003-00001-2 or v000010-00004-0")
     step = int(parsed["step"])
     episodes = folder.read_episodes(step, validate=parsed["kind"] == "v")
     for episode in episodes:
@@ -214,41 +214,41 @@ def find_episode(folder: RunFolder, episode_id: str) -> Recorded:
 
 
 def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFinding:
-    """Whether today's template and tools make the same prompt of the task."""
+    """Whether the current template and tools render the same prompt."""
     if not episode.segments:
         return ReplayFinding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
     if of_agent(episode):
         return ReplayFinding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
-    settings, most = build.loop_settings_of(config), build.engine_settings_of(config).max_model_len
+    settings, most = build.loop_settings_of(config), config.max_model_len
     try:
         now = EpisodeBuilder.start(codec, episode.task, settings, most).segment
     except RallyError as problem:
         return ReplayFinding("prompt", Verdict.CANNOT, str(problem))
     first = episode.segments[0]
     shown = tuple(span for span in first.images if span.end <= len(first.prompt_ids))
-    apart = departure([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
-    if apart is None:
+    difference = first_difference([Segment(prompt_ids=first.prompt_ids, images=shown)], [now])
+    if difference is None:
         return ReplayFinding("prompt", Verdict.SAME, f"{len(now.prompt_ids)} tokens")
-    return ReplayFinding("prompt", Verdict.DIFFERENT, apart.words(codec.decode))
+    return ReplayFinding("prompt", Verdict.DIFFERENT, difference.describe(codec.decode))
 
 
 async def rescored(record: Recorded, config: Config) -> ReplayFinding:
-    """Whether today's reward function gives the same, in number and in what it reports."""
+    """Whether the current reward function returns the same reward and details."""
     episode = record.episode
     if episode.error is not None:
         return ReplayFinding("reward", Verdict.SKIPPED, f"a failed episode is not scored: {episode.error}")
     if "score" not in episode.timings:
         return ReplayFinding("reward", Verdict.SKIPPED, "the agent loop gave the reward itself")
     in_batch = build.reward_spec_of(config).batch
-    held = same_rollout(episode, record.step, config) if in_batch else [episode]
-    asked = [_unscored(e) for e in held if e.error is None]
+    scored_together = same_rollout(episode, record.step, config) if in_batch else [episode]
+    unscored = [_unscored(e) for e in scored_together if e.error is None]
     try:
         async with scorer_of(config) as scorer:
-            scores = await scorer.score_batch(asked) if in_batch else [await scorer.score(asked[0])]
+            scores = await scorer.score_batch(unscored) if in_batch else [await scorer.score(unscored[0])]
     except RewardError as error:
         return ReplayFinding("reward", Verdict.CANNOT, str(error))
-    [one] = [with_score(e, s) for e, s in zip(asked, scores, strict=True) if e.id == episode.id]
+    [one] = [with_score(e, s) for e, s in zip(unscored, scores, strict=True) if e.id == episode.id]
     now = build.shaping_of(config).apply(one)
     if now.reward is None and episode.reward is not None:
         return ReplayFinding("reward", Verdict.CANNOT, f"it cannot be scored now: {now.extra['reward_error']}")
@@ -256,7 +256,7 @@ async def rescored(record: Recorded, config: Config) -> ReplayFinding:
 
 
 def _unscored(episode: Episode) -> Episode:
-    """As it was before it was scored. What shaping gave for conduct is on assistant turns, which loops leave empty."""
+    """The episode before scoring. Rewards of assistant turns come from shaping, because loops leave them empty."""
     turns = episode.turns
     if ON_TURNS in episode.reward_info:
         turns = tuple(replace(turn, reward=None) if turn.role == "assistant" else turn for turn in turns)
@@ -265,72 +265,72 @@ def _unscored(episode: Episode) -> Episode:
 
 def _rewards(episode: Episode, now: Episode) -> ReplayFinding:
     was = {key: value for key, value in episode.reward_info.items() if key != GREEDY}
-    told = [("reward", _shown(episode.reward), _shown(now.reward))]
-    told += [(key, _shown(was.get(key)), _shown(now.reward_info.get(key))) for key in {**was, **now.reward_info}]
-    apart = [key for key, recorded, new in told if recorded != new]
-    if not apart:
-        return ReplayFinding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in told))
-    return ReplayFinding("reward", Verdict.DIFFERENT, f"in {', '.join(apart)}", tuple(told))
+    values = [("reward", _shown(episode.reward), _shown(now.reward))]
+    values += [(key, _shown(was.get(key)), _shown(now.reward_info.get(key))) for key in {**was, **now.reward_info}]
+    changed = [key for key, recorded, new in values if recorded != new]
+    if not changed:
+        return ReplayFinding("reward", Verdict.SAME, ", ".join(f"{key} {value}" for key, value, _ in values))
+    return ReplayFinding("reward", Verdict.DIFFERENT, f"in {', '.join(changed)}", tuple(values))
 
 
 def _shown(value: object) -> str:
     return "none" if value is None else repr(value)
 
 
-def resampled(record: Recorded, config: Config, inputs: RunInputs, run: Path, given: Path | None) -> ReplayFinding:
+def resampled(record: Recorded, config: Config, inputs: RunInputs, run: Path, chosen: Path | None) -> ReplayFinding:
     """Whether the same weights sample the same tokens with the same log-probabilities."""
-    if obstacle := _no_promise(config):
+    if obstacle := _not_reproducible(config):
         return ReplayFinding("sampling", Verdict.SKIPPED, obstacle)
-    company = company_of(record.episode, record.step, config)
+    batch = batch_of_episode(record.episode, record.step, config)
     try:
-        checkpoint = weights_of(record.episode, config, run, given)
-        now = asyncio.run(sample_again(company, config, inputs, checkpoint))
+        checkpoint = weights_of(record.episode, config, run, chosen)
+        now = asyncio.run(sample_again(batch, config, inputs, checkpoint))
     except RallyError as problem:
         return ReplayFinding("sampling", Verdict.CANNOT, str(problem))
-    told = _samplings(record.episode, now.get(record.episode.id), inputs)
-    return replace(told, words=told.words + _circumstances(record.episode, company, now, checkpoint))
+    finding = _compare_samples(record.episode, now.get(record.episode.id), inputs)
+    return replace(finding, text=finding.text + _circumstances(record.episode, batch, now, checkpoint))
 
 
-def _no_promise(config: Config) -> str | None:
+def _not_reproducible(config: Config) -> str | None:
     if config.rollout.name != "embedded":
-        return f"servers ({config.rollout.name}) do not promise the same bits"
+        return f"servers ({config.rollout.name}) do not guarantee the same bits"
     return None if config.rollout.deterministic else "the run was not made with rollout.deterministic=true"
 
 
-def _samplings(episode: Episode, now: Episode | None, inputs: RunInputs) -> ReplayFinding:
+def _compare_samples(episode: Episode, now: Episode | None, inputs: RunInputs) -> ReplayFinding:
     if now is None:
-        return ReplayFinding("sampling", Verdict.DIFFERENT, "its prompt did not begin this time")
-    apart = departure(episode.segments, now.segments)
-    gap = logprob_gap(episode.segments, now.segments, apart)
-    if apart is not None:
-        words = f"departs at {apart.words(inputs.codec.decode)}"
+        return ReplayFinding("sampling", Verdict.DIFFERENT, "its prompt was not started this time")
+    difference = first_difference(episode.segments, now.segments)
+    gap = logprob_gap(episode.segments, now.segments, difference)
+    if difference is not None:
+        text = f"differs at {difference.describe(inputs.codec.decode)}"
         if gap is not None:
-            words += f"; before that {gap.words()} differ"
-        return ReplayFinding("sampling", Verdict.DIFFERENT, words if now.error is None else f"{words}; {now.error}")
+            text += f"; before that {gap.describe()} differ"
+        return ReplayFinding("sampling", Verdict.DIFFERENT, text if now.error is None else f"{text}; {now.error}")
     if gap is not None:
-        return ReplayFinding("sampling", Verdict.DIFFERENT, f"all tokens are the same, but {gap.words()} differ")
+        return ReplayFinding("sampling", Verdict.DIFFERENT, f"all tokens are the same, but {gap.describe()} differ")
     if now.stop_reason is not episode.stop_reason:
-        words = f"the tokens are the same, but it ended with {now.stop_reason} and not with {episode.stop_reason}"
-        return ReplayFinding("sampling", Verdict.DIFFERENT, words)
+        text = f"the tokens are the same, but it ended with {now.stop_reason} and not with {episode.stop_reason}"
+        return ReplayFinding("sampling", Verdict.DIFFERENT, text)
     sampled = sum(segment.sampled for segment in episode.segments)
     return ReplayFinding("sampling", Verdict.SAME, f"{sampled} sampled tokens, ids and log-probabilities bit for bit")
 
 
 def _circumstances(
-    episode: Episode, company: Sequence[Episode], now: dict[str, Episode], checkpoint: Checkpoint | None
+    episode: Episode, batch: Sequence[Episode], now: dict[str, Episode], checkpoint: Checkpoint | None
 ) -> str:
-    """Which weights it was, and how those fared that were sampled with it."""
-    words = f" (weights: {checkpoint.path.name if checkpoint else 'the start of the run'}"
+    """The weights that were used, and how many of the episodes sampled together are the same."""
+    text = f" (weights: {checkpoint.path.name if checkpoint else 'the start of the run'}"
     was = {span.version for segment in episode.segments for span in segment.spans}
     if was and was != {version_of(checkpoint)}:
-        words += f", version {version_of(checkpoint)}, recorded under {', '.join(map(str, sorted(was)))}"
-    if len(company) > 1:
-        alike = sum(_alike(one, now.get(one.id)) for one in company)
-        words += f"; the same in {alike} of {len(company)} episodes sampled together"
-    return words + ")"
+        text += f", version {version_of(checkpoint)}, recorded under {', '.join(map(str, sorted(was)))}"
+    if len(batch) > 1:
+        alike = sum(_alike(one, now.get(one.id)) for one in batch)
+        text += f"; the same in {alike} of {len(batch)} episodes sampled together"
+    return text + ")"
 
 
 def _alike(episode: Episode, now: Episode | None) -> bool:
-    if now is None or departure(episode.segments, now.segments) is not None:
+    if now is None or first_difference(episode.segments, now.segments) is not None:
         return False
     return logprob_gap(episode.segments, now.segments) is None

@@ -9,11 +9,8 @@ vectors.faiss                    the vectors (dense, hybrid)
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,6 +20,7 @@ from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read
 from rally.retrieval.dense import Dense, Floats, Vectors, import_vectors, write_vectors
 from rally.retrieval.encoder import Encoder, EncoderSettings, settings_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
+from rally.util.atomic import atomic_folder
 
 DAMPING = 60
 """The usual constant of reciprocal rank fusion: second in both rankings beats first in only one."""
@@ -139,7 +137,7 @@ def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = l
     if out.exists():
         raise RetrievalError(f"{out} exists already; remove it, or give another folder with --out")
     recipe = None if spec.encoder is None else settings_for(spec.encoder, spec.recipe)
-    with _aside(out) as folder:
+    with atomic_folder(out) as folder:
         total = _write_passages(corpus, folder, spec.kind, progress)
         vectors, cut = spec.vectors, None
         if spec.ready is not None:
@@ -220,29 +218,3 @@ def _absolute(encoder: str | None) -> str:
     """The absolute path of a folder, because a server may be started elsewhere; a hub name unchanged."""
     assert encoder is not None
     return str(Path(encoder).resolve()) if Path(encoder).is_dir() else encoder
-
-
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to it if the block succeeds and removed if not."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir()
-    try:
-        yield part
-        for file in part.rglob("*"):
-            _flush(file)
-        _flush(part)
-        part.rename(out)
-        _flush(out.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """fsync, so that a power failure cannot leave the name without the content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

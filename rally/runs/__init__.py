@@ -1,1 +1,1 @@
-"""What the commands do: train, evaluate, fine-tune, dry-run."""
+"""The runs behind the commands: train, evaluate, supervised fine-tuning and dry run."""

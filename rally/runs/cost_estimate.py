@@ -1,9 +1,8 @@
-"""What a run costs in memory and time, as formulas over a model's configuration: no weight is loaded for them.
+"""Estimates of a run's memory and time, as formulas over the model's configuration, without loading weights.
 
-The dry run, the doctor and a person with a pencil get the same numbers. Memory is that of one device. Activations are
-those of a packed micro-batch; on one H200, in the shape of Qwen2.5-1.5B, the whole formula lies 7 to 8 % above the
-peaks that docs/benchmarks.md reports. Times are estimates: work divided by what the hardware could do, times the share
-of it (`UTILISATION`) that the same page reports for training and decoding.
+Memory is that of one device. Activations are those of a packed micro-batch; on one H200, with Qwen2.5-1.5B, the
+estimate is 7 to 8 % above the peaks in docs/benchmarks.md. Time is the work divided by the hardware's peak rate and by
+`UTILISATION`, the share of the peak that the same page reports for training and decoding.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from rally.models.lora import LoraSettings, lora_rank
 from rally.models.vision import tower_of
 from rally.models.vision_io import auto_class, freeze_tower
 from rally.models.vision_memory import vision_shape
-from rally.runs.build.episodes import engine_settings_of
 from rally.runs.build.models import lora_of
 from rally.runs.build.training import reward_kl_coef
 
 UTILISATION = 0.35
 USED_BUDGET = 0.5
-"""How much of data.max_response_length an episode is taken to use, where nobody has measured it."""
+"""The share of data.max_response_length that an episode is assumed to use."""
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of a model: all of them, those that are trained, and those that a token meets (of experts only some)."""
+    """Parameters of a model: all, the trained ones, and those active for a token (with experts only some)."""
 
     parameters: int
     trained: int
@@ -47,7 +45,7 @@ class MemoryCost(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Bytes that images hold until the backward pass, and while the tower looks at them, before there is any text."""
+    """Bytes that images hold until the backward pass, and bytes while the vision tower runs."""
 
     kept: int
     passing: int
@@ -65,7 +63,8 @@ class StepTime(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """A device by what it has: memory in bytes, dense half-precision operations and bytes of memory a second."""
+    """A device: memory in bytes, dense half-precision operations per second and memory bandwidth in bytes per
+    second."""
 
     name: str
     memory: int
@@ -74,14 +73,14 @@ class Hardware(NamedTuple):
 
 
 def size_of(model: PreTrainedModel) -> ParameterCounts:
-    """Of a module, also of one on the meta device, which holds no numbers."""
+    """The counts of a module, which may be on the meta device."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = model.config.get_text_config()
     experts, chosen = (getattr(config, name, None) for name in ("num_experts", "num_experts_per_tok"))
     of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     idle = of_experts * (1 - chosen / experts) if experts and chosen else 0
-    # A token looks its embedding up, which costs no multiplication, unless the same matrix is also the head.
+    # An embedding lookup costs no multiplication; a tied matrix is also the output head.
     looked_up = 0 if config.tie_word_embeddings else sum(p.numel() for p in model.get_input_embeddings().parameters())
     return ParameterCounts(parameters, trained, int(parameters - idle - looked_up))
 
@@ -89,7 +88,7 @@ def size_of(model: PreTrainedModel) -> ParameterCounts:
 def size_from(
     model_config: PreTrainedConfig, lora: LoraSettings | None = None, *, trust: bool = False, tower_frozen: bool = False
 ) -> ParameterCounts:
-    """Of the model that a configuration describes, and of the adapters that would be trained."""
+    """The counts of the model that a configuration describes, with the adapters that would be trained."""
     with torch.device("meta"):
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     if tower_frozen:
@@ -114,7 +113,7 @@ def _adapter_numbers(model: PreTrainedModel, lora: LoraSettings) -> int:
 def training_costs(
     config: Config, model_config: PreTrainedConfig, size: ParameterCounts, width: int
 ) -> list[MemoryCost]:
-    """Everything an update holds at once; `width` is the bytes of a number of the model."""
+    """Everything that an update holds in memory at once; `width` is the bytes of a parameter."""
     adapters = lora_of(config.model, 0) is not None
     wanted = (config.actor.use_kl_loss and config.actor.kl_loss_coef) or reward_kl_coef(config)
     costs = [
@@ -143,8 +142,9 @@ def _critic_bytes(config: Config, policy: ParameterCounts, width: int) -> int:
 
 
 def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int) -> int:
-    """What a micro-batch keeps for its backward pass: every layer's input and the inside of one, or of all; and a
-    chunk of logits, twice. Of a model that sees, prompts are taken to be images."""
+    """What a micro-batch keeps for its backward pass: the inputs of all layers and the activations of one (with
+    gradient checkpointing) or all, and a chunk of logits twice. For a vision model, prompts are assumed to be
+    images."""
     text = model_config.get_text_config()
     layers, kv_heads, head = shape_of(text)
     history = config.prompt_length + config.response_length
@@ -152,11 +152,11 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     tokens = min(max(config.actor.ppo_max_token_len_per_gpu, history), episodes * history)
     qkv = (text.num_attention_heads + 2 * kv_heads) * head
     if width < 4 and text.model_type in FAMILIES:
-        # Fused: the residual twice, its norms, what attention gives; of the MLP the gate, the other half, the product.
+        # Fused: the residual twice, its norms, the attention output; of the MLP gate, up projection and product.
         inside = 5 * text.hidden_size + qkv + 3 * mlp_size(text)
     else:
-        # Two norms in float32 and their results, queries, keys and values before and after rotation, and of the MLP
-        # its gate, the gate's activation, the other half and their product.
+        # Two norms in float32 and their results, queries, keys and values before and after rotation; of the MLP the
+        # gate, its activation, the up projection and their product.
         inside = 6 * text.hidden_size + 2 * (qkv + text.num_attention_heads * head) + 4 * mlp_size(text)
     layer = tokens * inside * width
     seen = _images(config, model_config, tokens * config.prompt_length // history, width)
@@ -164,12 +164,14 @@ def activation_bytes(config: Config, model_config: PreTrainedConfig, width: int)
     if not config.model.enable_gradient_checkpointing:
         kept = layers * layer + logits
     else:
-        kept = layers * tokens * text.hidden_size * width + max(layer, logits)  # the head's turn is over by then
+        kept = layers * tokens * text.hidden_size * width + max(
+            layer, logits
+        )  # the head's backward pass is over by then
     return int(max(kept + seen.kept, seen.passing))
 
 
 def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: int) -> Images:
-    """Of so many image tokens. Where nothing of the tower is learned, only their features stay."""
+    """The bytes of `tokens` image tokens. If the vision tower is not trained, only their features are kept."""
     tower = vision_shape(model_config)
     if tower is None:
         return Images(0, 0)
@@ -181,18 +183,18 @@ def _images(config: Config, model_config: PreTrainedConfig, tokens: int, width: 
     return Images(features + patches * learned, 0)
 
 
-def at_once(config: Config, model_config: PreTrainedConfig, width: int, room: int) -> int:
-    """How many episodes are sampled at the same time with `room` bytes for their KV."""
-    settings, per_token = engine_settings_of(config), kv_bytes_per_token(model_config, width)
-    fit = room // (per_token * int(config.prompt_length + USED_BUDGET * config.response_length))
-    return min(settings.max_num_seqs, config.data.train_batch_size * config.rollout.n, fit)
+def at_once(config: Config, model_config: PreTrainedConfig, width: int, kv_bytes: int) -> int:
+    """How many episodes are sampled at the same time with `kv_bytes` for their KV cache."""
+    per_token = kv_bytes_per_token(model_config, width)
+    fit = kv_bytes // (per_token * int(config.prompt_length + USED_BUDGET * config.response_length))
+    return min(config.rollout.max_num_seqs, config.data.train_batch_size * config.rollout.n, fit)
 
 
 def step_time(
     config: Config, model_config: PreTrainedConfig, size: ParameterCounts, hardware: Hardware, running: int, width: int
 ) -> StepTime:
-    """One step with `running` episodes sampled at a time. Decoding reads the weights and every history once for each
-    token of an episode; training computes 6 operations a number and token, 8 where activations are computed again."""
+    """The time of a step with `running` episodes sampled at a time. Decoding reads the weights and every history once
+    per token. Training takes 6 operations per parameter and token, 8 with gradient checkpointing."""
     episodes = config.data.train_batch_size * config.rollout.n
     prompt, answer = config.prompt_length * USED_BUDGET, config.response_length * USED_BUDGET
     read = size.parameters * width + running * (prompt + answer / 2) * kv_bytes_per_token(model_config, width)

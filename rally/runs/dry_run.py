@@ -1,4 +1,4 @@
-"""`rally train --dry-run`: everything a run would do, as far as it can be said without training."""
+"""`rally train --dry-run`: prints the configuration, a prompt, tools, budgets and the memory plan without training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rally.types import Task
 
 
 def dry_run(config: Config, console: RunConsole) -> None:
-    """Load the reward; print the resolved configuration, one prompt with its mask, tools, budgets, the memory plan."""
+    """Load everything that can fail before training, including the reward function, and print the plan."""
     config.require_training()
     config = with_rollout_servers(config)
     inputs = read_inputs(config, console)
@@ -40,7 +40,7 @@ def dry_run(config: Config, console: RunConsole) -> None:
 
 
 async def _load_reward(config: Config) -> None:
-    """The reward function as a run loads it: its mistakes belong here too."""
+    """Load the reward function as a run does, so that its errors show here."""
     async with scorer_of(config):
         pass
 
@@ -57,7 +57,7 @@ def _show_budgets(config: Config, inputs: RunInputs, console: RunConsole) -> Non
     rows = [
         ["prompt tokens, at most", str(config.prompt_length)],
         ["response tokens, at most", f"{config.response_length} (sampled and observed together)"],
-        ["history, at most", f"{build.engine_settings_of(config).max_model_len} tokens"],
+        ["history, at most", f"{config.max_model_len} tokens"],
         ["assistant turns, at most", str(config.max_turns or "no limit")],
         ["agent loop", config.agent_loop_name],
         ["simulated users", ", ".join(inputs.interactions.names) or "none"],
@@ -65,7 +65,7 @@ def _show_budgets(config: Config, inputs: RunInputs, console: RunConsole) -> Non
     ]
     if inputs.train_tasks is not None:
         steps = total_steps_of(config, len(inputs.train_tasks))
-        sampler = build.sampler_of(config, inputs.train_tasks, steps)  # its mistakes belong here too
+        sampler = build.sampler_of(config, inputs.train_tasks, steps)  # so that its errors show here
         rows += [
             ["training rows", str(len(inputs.train_tasks))],
             ["rows chosen by", type(sampler).__name__],
@@ -82,13 +82,13 @@ def _show_memory(config: Config, console: RunConsole) -> None:
     costs = training_costs(config, model.config, size_of(model), width)
     rows = [[cost.what, shown_bytes(cost.bytes)] for cost in costs]
     if (ranks := config.trainer.n_gpus_per_node) > 1:
-        rows.append(["ranks", f"{ranks}: of weights, gradients and optimizer each holds its part"])
+        rows.append(["ranks", f"{ranks}, each with its shard of weights, gradients and optimizer states"])
     console.table("memory plan", [*rows, *_engine_rows(config, model), ["device", str(model.device)]])
 
 
 def _engine_rows(config: Config, model: PreTrainedModel) -> list[list[str]]:
     if config.rollout.name != "embedded":
-        return [["engine", f"{config.rollout.name}, in processes of its own"]]
+        return [["engine", f"{config.rollout.name}, in separate processes"]]
     settings = build.engine_settings_of(config)
     plan = plan_memory(model, settings)
     return [

@@ -1,4 +1,4 @@
-"""What `rally eval` does: validates a model and writes metrics and episodes to the run folder."""
+"""The run behind `rally eval`: validates a model and writes metrics and episodes to the run folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
     console = console or RunConsole()
     check_ranks(config.trainer, ALONE)
     if not config.model.path:
-        raise RunError("there is nothing to evaluate: actor_rollout_ref.model.path is not set; name a model folder")
+        raise RunError("nothing to evaluate: actor_rollout_ref.model.path is not set; name a model folder")
     return evaluate_inputs(config, read_inputs(config, console, train=False), console)
 
 
 def evaluate_inputs(config: Config, inputs: RunInputs, console: RunConsole) -> RunOutcome:
     if inputs.val_tasks is None:
-        raise RunError("there is nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
-    with sole_writer(config.run_dir / "eval"):  # beside what training wrote, never over it
+        raise RunError("nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
+    with sole_writer(config.run_dir / "eval"):  # apart from what training wrote
         return _validated(config, inputs, console)
 
 

@@ -1,4 +1,4 @@
-"""What a row would get wrong in every one of its episodes is told before any weight is loaded."""
+"""Checks of the rows before any weight is loaded: prompt lengths, and the loops, tools, users and rewards they name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
     if data.need_tools_kwargs:
         bare = next((task.id for task in tasks if not task.tools_kwargs), None)
         if bare is not None:
-            raise DataError(f"row {bare} has no extra_info.tools_kwargs, which data.need_tools_kwargs=true asks for")
+            raise DataError(f"row {bare} has no extra_info.tools_kwargs, which data.need_tools_kwargs=true requires")
     lengths = _lengths(tasks, codec, data.filter_overlong_prompts_workers)
     long = [i for i, n in enumerate(lengths) if n > most]
     if not long:
@@ -43,13 +43,13 @@ def fitting(tasks: TaskSet, codec: ChatCodec, config: Config, console: RunConsol
             f"{worst}, the first in row {tasks[long[0]].id}; raise it, set data.filter_overlong_prompts=true, or "
             "choose data.truncation=left, right or middle"
         )
-    console.note(f"{worst}; they are cut ({data.truncation})")
+    console.note(f"{worst}; they are truncated ({data.truncation})")
     return tasks
 
 
 def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int | None) -> list[int]:
-    """Tokenizers do not hold Python's lock, so a thread for each core is worth it. A pool takes all that it is given at
-    once, and rows can hold images: it is given some at a time."""
+    """The prompt lengths in tokens. Tokenizers release the GIL, so threads help. Rows may hold images, so only some are
+    submitted to the pool at a time."""
     lengths: list[int] = []
     left = iter(tasks)
     with ThreadPoolExecutor(workers or min(MOST_WORKERS, available_cores())) as pool:
@@ -62,11 +62,12 @@ SCORED_BY_FUNCTIONS = ("tool_agent", "single_turn_agent")  # other loops may sco
 
 
 class RowError(RallyError):
-    """A row whose episodes would all fail."""
+    """A row whose every episode would fail."""
 
 
 def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolbox: ToolBox) -> None:
-    """A row must not ask for a user, a loop or a tool that is not there, nor be one that no reward function knows."""
+    """Raise if a row names a user, loop or tool that does not exist, or a data source that no reward function
+    scores."""
     rollout = config.rollout
     path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
     loops = load_loop_config(path) if path else {}
@@ -89,13 +90,13 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
 
 
 def _selection(task: Task) -> tuple[str, ...] | None:
-    """The tools that a row is content with; None is all of them."""
-    told = task.extra_info.get("tool_selection")
-    if told is None:
+    """The tools that a row selects; None is all of them."""
+    names = task.extra_info.get("tool_selection")
+    if names is None:
         return None
-    if not isinstance(told, list | tuple) or not all(isinstance(name, str) for name in told):
-        raise RowError(f"row {task.id}: extra_info.tool_selection is {told!r}; make it a list of names of tools")
-    return tuple(told)
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise RowError(f"row {task.id}: extra_info.tool_selection is {names!r}; make it a list of tool names")
+    return tuple(names)
 
 
 @contextmanager
@@ -107,10 +108,10 @@ def _naming(task: Task) -> Iterator[None]:
 
 
 def warn_of_repeats(rows: int, batch_size: int, console: RunConsole) -> None:
-    """A batch of more rows than there are is filled by further epochs."""
+    """Warn if a batch needs more rows than there are: it is filled from further epochs."""
     if batch_size > rows:
         console.warn_once(
             "repeats",
-            f"data.train_batch_size={batch_size} is more than the {rows} training rows, so a step takes rows more than "
-            f"once; set it to {rows} or less, or bring more rows",
+            f"data.train_batch_size={batch_size} is more than the {rows} training rows, so a step uses rows more than "
+            f"once; set it to {rows} or less, or add rows",
         )

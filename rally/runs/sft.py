@@ -1,4 +1,4 @@
-"""What `rally sft` does: from one SftConfig to a run folder with checkpoints; it resumes like training does."""
+"""The runs behind `rally sft`: supervised fine-tuning with checkpoints, `--check` and `--dry-run`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations,
 from rally.models import attention
 from rally.models.parallel import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
-from rally.runs.build.inputs import RunError, RunOutcome, check_ranks, check_sight
+from rally.runs.build.inputs import RunError, RunOutcome, check_images, check_ranks
 from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.training import gradient_limits_of, optimizer_settings
 from rally.runs.row_checks import warn_of_repeats
-from rally.sft.template_check import check_conversations, tell
+from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.track import RunConsole, RunFolder, Sinks, sole_writer
 from rally.track.display_text import visible
@@ -39,16 +39,16 @@ from rally.types import RallyError
 
 
 class EncodedRows(NamedTuple):
-    """Conversations as rows, numbered; `sources` say where each comes from, `cut` how many data.truncation cut."""
+    """Encoded conversations, numbered. `sources` describe them; `truncated` counts those that data.truncation cut."""
 
     rows: list[Row]
     sources: list[dict[str, str]]
-    cut: int = 0
+    truncated: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftRun:
-    """The parts of a run."""
+    """The components of a run."""
 
     config: SftConfig
     settings: SftSettings
@@ -68,7 +68,7 @@ def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALO
     console = console or RunConsole()
     config.require_training()
     tokenizer = tokenizer_of(config)
-    check_sight(str(config.model_path), patches_at(config.model, str(config.model_path), {}), ranks)
+    check_images(str(config.model_path), patches_at(config.model, str(config.model_path), {}), ranks)
     train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
     with sole_writer(config.run_dir):
@@ -98,7 +98,7 @@ def _sft(
     start = resume_point(config.trainer, store)
     if start and start.step >= steps:
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
-    ranks.begin(RunPlan(config, start.path if start else None, steps))
+    ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
     written = itertools.chain.from_iterable(row.ids for row in train.rows)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
@@ -125,8 +125,7 @@ def _sft(
 
 
 def check(config: SftConfig, console: RunConsole) -> bool:
-    """Whether every conversation teaches exactly what an episode would sample; says how many do, and the first that
-    does not."""
+    """Whether every conversation equals what an episode would sample. Prints the counts and the first difference."""
     config.require_training()
     data, codec_for = config.data, codecs_of(config, tokenizer_of(config))
     fine = True
@@ -137,14 +136,14 @@ def check(config: SftConfig, console: RunConsole) -> bool:
         if files:
             chosen = conversations_of(config, files, most)
             with console.phase("checking", len(chosen)) as phase:
-                found = check_conversations(chosen, codec_for, data.max_length, phase.advance)
-            tell(found, name, sft_settings_of(config), console)
-            fine = fine and not found.different and not (found.over_long and data.truncation == "error")
+                report = check_conversations(chosen, codec_for, data.max_length, phase.advance)
+            print_report(report, name, sft_settings_of(config), console)
+            fine = fine and not report.different and not (report.over_long and data.truncation == "error")
     return fine
 
 
 def show(config: SftConfig, console: RunConsole) -> None:
-    """The dry run: the resolved configuration, the first conversation with its mask, and the budgets."""
+    """The dry run: prints the resolved configuration, the first conversation with its mask, and the budgets."""
     config.require_training()
     tokenizer = tokenizer_of(config)
     codec = codec_of(config, tokenizer)
@@ -193,7 +192,7 @@ def sft_settings_of(config: SftConfig) -> SftSettings:
 
 
 def conversations_of(config: SftConfig, files: Sequence[str], most: int) -> RowSet[Conversation]:
-    """The first `most` conversations of `files`, or with -1 all, checked."""
+    """The first `most` conversations of `files`, checked; -1 for all."""
     conversations = load_conversations(
         list(files),
         messages_key=config.messages_key,
@@ -206,7 +205,7 @@ def conversations_of(config: SftConfig, files: Sequence[str], most: int) -> RowS
 
 
 def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[Conversation], ChatCodec]:
-    """The codec of a conversation: with its own tools and its own enable_thinking."""
+    """A function that returns the codec of a conversation, with its own tools and enable_thinking."""
     codecs = functools.cache(functools.partial(codec_of, config, tokenizer))
 
     def codec_for(one: Conversation) -> ChatCodec:
@@ -229,22 +228,25 @@ def read_rows(
             try:
                 encoded.append(encode_row(codec_for(one), one.messages, settings, str(number), number))
             except RallyError as error:
-                raise SftError(f"{one.where}: {error}; rally sft --check looks at all rows") from error
+                raise SftError(f"{one.where}: {error}; run rally sft --check to check all rows") from error
             phase.advance()
-    rows, cut = [one.row for one in encoded], sum(one.cut for one in encoded)
-    if cut:
+    rows, truncated = [one.row for one in encoded], sum(one.truncated for one in encoded)
+    if truncated:
         empty = sum(not row.sampled for row in rows)
-        told = f"{cut} of {len(rows)} conversations were cut to data.max_length={settings.max_length} tokens"
-        console.warn_once(f"cut {files}", f"{told}, and {empty} have nothing left to learn; raise data.max_length")
-    return EncodedRows(rows, [{"conversation": one.where} for one in chosen], cut)
+        console.warn_once(
+            f"truncated {files}",
+            f"{truncated} of {len(rows)} conversations were truncated to data.max_length={settings.max_length} tokens, "
+            f"and {empty} have no supervised token left; raise data.max_length",
+        )
+    return EncodedRows(rows, [{"conversation": one.where} for one in chosen], truncated)
 
 
 def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
-    """As configured, or as the checkpoint left it."""
+    """The policy as configured, or restored from a checkpoint."""
     path = str(start.actor) if start else None
     model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
     attention.install(model)
-    ranks.spread(model)
+    ranks.shard(model)
     limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(
         model,
@@ -259,7 +261,7 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
 
 
 class _Trained(NamedTuple):
-    done: int  # the last step that has ended
+    done: int  # the last completed step
     metrics: dict[str, float]
 
 
@@ -293,7 +295,7 @@ def _timed_step(run: SftRun, step: int, batch: Sequence[Row]) -> dict[str, float
     seconds = time.perf_counter() - began
     return metrics | {
         "train/tokens_per_s": sum(len(row.ids) for row in batch) / seconds,
-        "train/truncated_share": run.train.cut / len(run.train.rows),
+        "train/truncated_share": run.train.truncated / len(run.train.rows),
         "training/epoch": float((step - 1) // steps_per_epoch(len(run.train.rows), run.settings.batch_size)),
         "timing_s/step": seconds,
     }

@@ -1,4 +1,4 @@
-"""What `rally train` and `rally eval` do: from one Config to a run folder."""
+"""The run behind `rally train`: reads the inputs, builds the trainer, resumes or starts, and trains to the end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 from rally.config import Config
 from rally.models.parallel import ALONE, Ranks
 from rally.runs import build
-from rally.runs.build.episodes import dump_of
-from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_ranks, check_sight, read_inputs
+from rally.runs.build.episodes import rollout_cache_dir
+from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_images, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.training import total_steps_of
 from rally.runs.evaluate import evaluate_inputs
@@ -20,31 +20,33 @@ from rally.train.checkpoint.store import CheckpointStore
 from rally.train.interrupt import resume_command, stopped
 from rally.train.trainer import run
 
-SELDOM = (50_000, 20, 100)
+RARE_COLLECTIONS = (50_000, 20, 100)  # thresholds of the garbage collector
 
 
 @contextmanager
-def settled_heap() -> Iterator[None]:
-    usual = gc.get_threshold()
+def frozen_gc() -> Iterator[None]:
+    """Excludes the objects made so far from garbage collection and collects rarely: full collections over the large
+    heap of a run interrupt sampling."""
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*RARE_COLLECTIONS)
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 
 def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALONE) -> RunOutcome:
-    """Train as configured; resumes by itself where the run folder holds a checkpoint."""
+    """Train as configured. Resumes if the run folder holds a checkpoint (trainer.resume_mode)."""
     check_ranks(config.trainer, ranks)
     console = console or RunConsole()
     config.require_training()
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return evaluate_inputs(config, inputs, console)
-    check_sight(str(config.model.path), inputs.codec.patches, ranks)
+    check_images(str(config.model.path), inputs.codec.patches, ranks)
     with sole_writer(config.run_dir):
         return _train(config, inputs, console, ranks)
 
@@ -70,16 +72,18 @@ def _train(config: Config, inputs: RunInputs, console: RunConsole, ranks: Ranks)
         )
     if config.needs_critic and config.trainer.critic_warmup >= steps:
         raise RunError(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves no step of {steps} to train the policy in; "
-            "make it smaller"
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the {steps} steps to train the "
+            "policy; lower it"
         )
     if config.rollout.skip_rollout:
-        console.warn_once("skip", f"episodes of {dump_of(config)} are trained on, whatever weights sampled them")
+        console.warn_once(
+            "skip", f"training on cached episodes of {rollout_cache_dir(config)}, which other weights may have sampled"
+        )
     rewind(folder, store, checkpoint, console, tuple(build.extra_folders_of(config.trainer).values()))
     trainer = build.trainer_of(config, inputs, folder, store, checkpoint, steps, console, ranks)
-    folder.save_config(config.to_yaml())  # a command that cannot go on leaves the file of the one that could
+    folder.save_config(config.to_yaml())  # last, so that a failed start keeps the earlier file
     folder.save_versions()
-    with closing(inputs.toolbox), settled_heap(), trainer.interrupt.listening():
+    with closing(inputs.toolbox), frozen_gc(), trainer.interrupt.listening():
         metrics = run(trainer)
     if trainer.done < steps:
         again = resume_command("train", folder.config_path, config.to_yaml(), config.trainer.resume_mode)

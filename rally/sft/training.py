@@ -1,7 +1,9 @@
-"""Multi-turn supervised fine-tuning: the loss is on assistant turns alone, through the same codec as the rollout.
+"""Multi-turn supervised fine-tuning: encoding of conversations, the training step and the validation loss.
 
-What is supervised is exactly what the policy would sample: prompts and tool answers are encoded as an episode would
-observe them, replies as the canonical ids with their end-of-turn token.
+The loss is on assistant turns only. Conversations are encoded by the codec of the rollout: prompts and tool responses
+as an episode would observe them, replies as canonical ids with their end-of-turn token.
+
+Shapes: M supervised tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class SftError(RallyError):
 
 @dataclass(frozen=True, kw_only=True)
 class SftSettings:
-    """How conversations are batched and cut."""
+    """How conversations are batched and truncated."""
 
     batch_size: int
     max_length: int = 1024
@@ -41,28 +43,28 @@ class SftSettings:
     max_rows: int | None = None
 
     @property
-    def cut(self) -> MicroBatchLimits:
+    def limits(self) -> MicroBatchLimits:
         return MicroBatchLimits(self.max_tokens, self.max_rows)
 
 
 class EncodedRow(NamedTuple):
-    """A conversation to learn from; `cut`: data.truncation took some of it."""
+    """An encoded conversation; `truncated`: data.truncation removed a part of it."""
 
     row: Row
-    cut: bool
+    truncated: bool
 
 
 def encode_row(
     codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "", number: int = 0
 ) -> EncodedRow:
-    """One conversation as a training row, `number` in its set; one that is too long follows `truncation`."""
+    """Encode one conversation, `number` in its data set. One that is too long is handled by `truncation`."""
     ids, mask, images = codec.encode_conversation(messages)
-    cut = len(ids) > settings.max_length
-    if cut:
+    truncated = len(ids) > settings.max_length
+    if truncated:
         if images and settings.truncation != "error":
             raise SftError(
                 f"conversation {label} has {len(ids)} tokens, more than data.max_length={settings.max_length}, and "
-                "holds images, which cannot be cut; raise it"
+                "contains images, which cannot be truncated; raise data.max_length"
             )
         if settings.truncation == "error":
             raise SftError(
@@ -73,7 +75,7 @@ def encode_row(
         ids, mask = ids[keep], mask[keep]
     sampled = tuple(i for i, m in enumerate(mask) if m and i > 0)
     row = Row(ids=ids, sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number, images=images)
-    return EncodedRow(row, cut)
+    return EncodedRow(row, truncated)
 
 
 def conversation_row(codec: ChatCodec, messages: Sequence[Message], settings: SftSettings, label: str = "") -> Row:
@@ -85,10 +87,10 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
     """One optimizer step on the mean negative log-likelihood of the supervised tokens."""
     tokens = sum(len(row.sampled) for row in rows)
     if tokens == 0:
-        raise SftError("no assistant token is left to learn from in this batch; raise data.max_length")
+        raise SftError("this batch has no assistant token to train on; raise data.max_length")
     mine, tried = torch.zeros(1, device=policy.device), []
-    with policy.ranks.doing(SftStep(rows, torch.initial_seed())), policy.training():
-        parts = micro_batches_for(policy.ranks, rows, settings.cut)
+    with policy.ranks.broadcast(SftStep(rows, torch.initial_seed())), policy.training():
+        parts = micro_batches_for(policy.ranks, rows, settings.limits)
         for part in share_of(policy.ranks, parts):
             loss_M = -token_logprobs(policy.model, pack(part.rows, policy.device)).logp_M / tokens
             (loss_M.sum() * part.counts).backward()
@@ -96,7 +98,7 @@ def sft_step(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> dict
                 mine += loss_M.detach().sum()
                 tried.append(Tried(part.rows, loss_M.detach()))
         norm = take_step(policy, parts, tried)
-        total = sum(map(float, policy.ranks.gathered(mine)))
+        total = sum(map(float, policy.ranks.all_gather(mine)))
     rate = policy.optimizer.param_groups[0]["lr"]
     policy.advance()
     return {"train/loss": total, "train/grad_norm": norm, "train/lr": rate, "train/tokens": float(tokens)}
@@ -108,9 +110,9 @@ def sft_loss(policy: Policy, rows: Sequence[Row], settings: SftSettings) -> floa
     def forward(packed: PackedRows) -> Tensor:
         return token_logprobs(policy.model, packed).logp_M
 
-    taught = [row for row in rows if row.sampled]
-    with policy.ranks.doing(ComputeLoss(taught)):
-        logp_M = over_rows(taught, forward, policy.device, settings.cut, policy.ranks)
+    supervised = [row for row in rows if row.sampled]
+    with policy.ranks.broadcast(ComputeLoss(supervised)):
+        logp_M = over_rows(supervised, forward, policy.device, settings.limits, policy.ranks)
     return -float(logp_M.sum(dtype=torch.float64)) / max(1, logp_M.numel())
 
 

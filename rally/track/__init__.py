@@ -1,4 +1,7 @@
-"""Everything that happens is written once, as it happens, to the run folder; all that is shown is read from there."""
+"""Records of a run: the run folder, metrics, the console, curves, and export to trackers.
+
+Everything is written once to the run folder; all other outputs read it from there.
+"""
 
 from rally.track.console import Phase, RunConsole
 from rally.track.curve_page import CurveFiles, write_curve

@@ -1,6 +1,6 @@
-"""The console shows what a run does: live bars on a terminal, plain readable lines in a log file, one line per step.
+"""The console of a run: live progress bars on a terminal, plain lines in a log file, one line per step.
 
-Whatever a model, tool or user wrote is shown as text: no markup is read from it and no escape sequence acts.
+Text from models, tools and users is printed literally: markup is not interpreted and escape sequences are made visible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.text import Text
 from rally.track.display_text import one_line, visible
 from rally.track.metrics.episode_metrics import NUM_TURNS, REWARD, TOOL_SUCCESS, VALIDATION, validation_series
 
-_SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, what users call it, format: fixed, so that columns line up
+_SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, label, format (fixed, so that columns align)
     (REWARD, "reward_mean", "{:.3f}"),
     (TOOL_SUCCESS, "tool_call_success", "{:.3f}"),
     (NUM_TURNS, "num_turns", "{:.2f}"),
@@ -44,7 +44,7 @@ _SHOWN: tuple[tuple[str, str, str], ...] = (  # metric, what users call it, form
 
 
 class Phase:
-    """A stretch of work under way; `advance` says that `n` more items of it are done."""
+    """A running phase of work; `advance` reports that `n` more of its items are done."""
 
     def __init__(self, on_advance: Callable[[int], None]) -> None:
         self.done = 0
@@ -56,20 +56,20 @@ class Phase:
 
 
 class LastingConsole(Console):
-    """A console that falls silent when whoever reads its output is gone: that is no reason to end a run.
+    """A console that becomes quiet when its output pipe breaks, instead of ending the run.
 
-    Ctrl-C also ends the `tee` that a run is piped into, and the step under way is still to be finished and saved.
+    Ctrl-C also ends a `tee` that the run is piped into, while the current step is still to be finished and saved.
     """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what is left in its buffer would fail again when the process ends
+        os.dup2(nowhere, self.file.fileno())  # flushing its buffer at exit would fail again
         os.close(nowhere)
 
 
 class RunConsole:
-    """What the user sees of a run. `console` and `clock` can be given so that tests see the same."""
+    """The output of a run to its user. Tests can replace `console` and `clock`."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.console = console or LastingConsole(highlight=False)
@@ -80,7 +80,8 @@ class RunConsole:
 
     @contextmanager
     def phase(self, label: str, total: int | None = None) -> Iterator[Phase]:
-        """A bar that is gone when the phase ends; without a terminal, or when the phase fails, one line instead."""
+        """A progress bar that disappears when the phase ends. Without a terminal, or if the phase fails, prints one
+        line."""
         label = one_line(label)
         bar = self._open_bar(label, total)
         phase = Phase(bar.advance)
@@ -95,7 +96,7 @@ class RunConsole:
                 self._line(Text(f"{label} {count} {how} {self._clock() - started:.1f} s"))
 
     def step_line(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line: what was earned, how tools fared, how long it took. Metrics that are not there are left out."""
+        """Print one line with the main metrics of a step. Missing metrics are left out."""
         line = Text(f"step {step:>{len(str(total))}}/{total}", style="bold")
         validation = ((name, f"val:{name.removeprefix(VALIDATION)}", "{:.3f}") for name in validation_series(metrics))
         for name, label, pattern in (*_SHOWN, *validation):
@@ -109,7 +110,7 @@ class RunConsole:
         self._line(Text(visible(text)))
 
     def warn_once(self, key: str, text: str) -> None:
-        """Warn about `key` the first time only: a run has thousands of steps and one is enough."""
+        """Print a warning the first time that `key` is given."""
         if key not in self._warned:
             self._warned.add(key)
             self._line(Text.assemble(("warning: ", "bold yellow"), visible(text)))
@@ -118,7 +119,7 @@ class RunConsole:
         self.show(text_table(title, rows))
 
     def banner(self, title: str, facts: Mapping[str, str] | None = None) -> None:
-        """What is about to run, and the few facts about it that matter."""
+        """Print a title and a few facts about what follows."""
         facts = facts or {}
         self._line(Text(one_line(title), style="bold"))
         for name, value in facts.items():
@@ -135,7 +136,7 @@ class RunConsole:
     def _open_bar(self, label: str, total: int | None) -> _Bar:
         if not self._live:
             return _Bar(None, TaskID(0))
-        # Phases may overlap, and a terminal has room for one live area: the bars share it.
+        # Phases may overlap, and a terminal has one live area: the bars share it.
         if self._progress is None or not self._progress.task_ids:
             self._progress = _progress(self.console)
             self._progress.start()
@@ -144,7 +145,7 @@ class RunConsole:
 
 @dataclass(frozen=True)
 class _Bar:
-    """One bar of a shared live area, or nothing where there is no terminal."""
+    """One bar of the shared live area; does nothing without a terminal."""
 
     progress: Progress | None
     task: TaskID
@@ -168,17 +169,17 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
-        transient=True,  # the step line tells what happened; a finished bar would only be scrolled past
+        transient=True,  # the step line already reports what happened
     )
 
 
 def text_table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column names what the others say; every cell is shown as text."""
+    """A table whose first column holds names. Every cell is printed literally."""
     name = Text(one_line(title), style="bold")
     # A title is wrapped to the width of its table, so the table is at least as wide.
     table = Table(title=name, title_justify="left", show_header=False, box=SIMPLE, min_width=name.cell_len)
     for _ in range(max(map(len, rows), default=0)):
-        table.add_column(overflow="fold")  # a path or a name that is cut short is of no use
+        table.add_column(overflow="fold")  # never truncate a path or a name
     for row in rows:
         table.add_row(*(Text(visible(cell), style="" if i else "dim") for i, cell in enumerate(row)))
     return table

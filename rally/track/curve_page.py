@@ -1,4 +1,4 @@
-"""The curves of a run are drawn from its metrics file alone: one self-contained page, and a picture for a README."""
+"""Draws the curves of a run from its metrics: a self-contained HTML page and, with matplotlib, a PNG."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rally.track.metrics.episode_metrics import (
 from rally.track.run_folder.folder import MetricsRow, RunFolder
 from rally.track.svg_chart import COLORS, Panel, Series, bounds, marks, svg
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import atomic_file, write_atomic
 
 _DARK = ("#60a5fa", "#fbbf24", "#34d399", "#c084fc", "#f472b6", "#22d3ee")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -121,7 +121,7 @@ for (const svg of drawings) {
 
 
 def page(title: str, panels: Sequence[Panel], rows: Sequence[MetricsRow]) -> str:
-    """The whole page as text."""
+    """The page as HTML."""
     drawn = "".join(_section(panel, n) for n, panel in enumerate(panels))
     steps = f"{len(rows)} steps logged, {rows[0].step} to {rows[-1].step}"
     return (
@@ -196,7 +196,7 @@ def _table(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> st
 
 
 class CurveFiles(NamedTuple):
-    """Where the curves were written; there is no picture where matplotlib is not installed."""
+    """The files that were written; `png` is None without matplotlib."""
 
     png: Path | None
     html: Path
@@ -208,7 +208,7 @@ def write_curve(run_path: str | Path, title: str | None = None) -> CurveFiles:
     rows = folder.read_metrics()
     panels = collect_panels(rows)
     if not panels:
-        raise RallyError(f"{run_path} has no metrics to draw yet; let the run finish a step and ask again")
+        raise RallyError(f"{run_path} has no metrics to draw yet; let the run finish a step and try again")
     title = one_line(title or folder.path.resolve().name)
     html = folder.path / "curve.html"
     write_atomic(html, page(title, panels, rows))
@@ -220,7 +220,7 @@ def write_curve(run_path: str | Path, title: str | None = None) -> CurveFiles:
 
 
 def collect_panels(rows: Sequence[MetricsRow]) -> list[Panel]:
-    """The panels that have something to show."""
+    """The panels that have data."""
     validation = validation_series({name for row in rows for name in row.metrics})
     wanted = (
         ("Reward", "mean reward", {REWARD: "reward"}),
@@ -233,13 +233,13 @@ def collect_panels(rows: Sequence[MetricsRow]) -> list[Panel]:
 
 
 def _series(rows: Sequence[MetricsRow], names: Mapping[str, str]) -> tuple[Series, ...]:
-    found = []
+    series = []
     for name, label in names.items():
         values = ((row.step, row.metrics.get(name, math.nan)) for row in rows)
         points = tuple((step, value) for step, value in values if math.isfinite(value))
         if points:
-            found.append(Series(one_line(label), points))
-    return tuple(found)
+            series.append(Series(one_line(label), points))
+    return tuple(series)
 
 
 def _draw_png(title: str, panels: Sequence[Panel], path: Path) -> None:
@@ -262,9 +262,8 @@ def _draw_png(title: str, panels: Sequence[Panel], path: Path) -> None:
         axes.set_visible(False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, panel)
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, format="png")
-    part.replace(path)
+    with atomic_file(path) as part:
+        figure.savefig(part, format="png")
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:

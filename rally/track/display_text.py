@@ -1,4 +1,4 @@
-"""A conversation is shown as the tokens that were trained on: what was sampled and what was observed, by the mask."""
+"""Text for terminals: conversations styled by their mask, with secrets removed and control characters made visible."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` without known secrets, and with everything that could act on a terminal written out; newlines and tabs are
-    kept."""
+    """`text` without known secrets and with control characters escaped; newlines and tabs are kept."""
     return _UNSAFE.sub(_escape, redact(text))
 
 
@@ -33,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number as a person reads it in a column: whole, with three decimals, or short and scientific."""
+    """A number for a table column: whole, with three decimals, or in short scientific notation."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
@@ -51,8 +50,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def conversation_text(episode: Episode, decode: Decode) -> Text:
-    """The whole exchange. `decode` turns ids into text; each unbroken run of the mask is decoded in one piece. Of an
-    image, which is hundreds of equal tokens, its size is told."""
+    """The whole conversation. Each contiguous run of the mask is decoded in one piece. An image is shown by its
+    size."""
     text = Text()
     text.append_text(_header(episode))
     for n, segment in enumerate(episode.segments, start=1):

@@ -1,7 +1,7 @@
-"""Metrics go to every sink named in the configuration; a name that cannot be honoured is an error, never a no-op.
+"""The metric sinks of a run: the run folder, the console and trackers, as `trainer.logger` names them.
 
-Whatever is named, they are in the run folder first: the console's summary, a resumed run and the trackers read them
-there.
+An unknown name is an error. Metrics always go to the run folder first, from which the summary, a resumed run and the
+trackers read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLANNED = ("swanlab", "trackio", "clearml", "vemlp_wandb")
 
 
 class MetricSink(Protocol):
-    """Somewhere the metrics of a step are shown or kept."""
+    """A destination for the metrics of a step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -48,7 +48,7 @@ class FileSink:
 
 @dataclass(frozen=True)
 class Sinks:
-    """All sinks of a run, in order; trackers are open in a `with` block, and have everything when it is left."""
+    """All sinks of a run, in order. Trackers are open within a `with` block and have received everything at its end."""
 
     sinks: tuple[MetricSink, ...]
     exporter: Exporter | None = None
@@ -76,10 +76,10 @@ def build_sinks(
     total_steps: int,
     export: ExportSettings | None = None,
 ) -> Sinks:
-    """The sinks of `trainer.logger`; `export` says what the trackers among them, and traces, are given."""
+    """The sinks that `trainer.logger` names; `export` are the settings of trackers and traces."""
     for name in names:
         if name in PLANNED:
-            raise RallyError(f"the logger {name} is not built yet; use {_either(BUILT)}")
+            raise RallyError(f"the logger {name} is not supported yet; use {_either(BUILT)}")
         if name not in BUILT:
             raise RallyError(f"there is no logger named {name}; use {_either(BUILT)}")
     sinks: list[MetricSink] = [FileSink(folder)]

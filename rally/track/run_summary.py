@@ -1,4 +1,4 @@
-"""The end-of-run table says, from the run folder alone, what was learned, how episodes end and what it cost."""
+"""The summary table at the end of a run, made from the run folder: rewards, validation, stop reasons and times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_summary(run_path: str | Path) -> Table:
     """A two-column table: first and last reward, best validation, tool success, stop reasons, time per phase, path."""
     steps = RunFolder(run_path).read_metrics()
     if not steps:
-        raise RallyError(f"{run_path} has no metrics yet; let the run finish a step and ask again")
+        raise RallyError(f"{run_path} has no metrics yet; let the run finish a step and try again")
     rows: Rows = [("steps", str(steps[-1].step))]
     rows += _first_to_last("reward", REWARD, steps)
     rows += _best_validation(steps)
@@ -53,7 +53,7 @@ def _best_validation(steps: Sequence[MetricsRow]) -> Rows:
 
 
 def _stop_reasons(steps: Sequence[MetricsRow]) -> Rows:
-    """Of the last step that has them: how episodes end now, not how they ended before the policy learned."""
+    """The stop reasons of the last step that has them."""
     for row in reversed(steps):
         reasons = {k.removeprefix("stop/"): v for k, v in row.metrics.items() if k.startswith("stop/") and v > 0}
         if reasons:

@@ -1,4 +1,4 @@
-"""A panel of lines becomes an SVG drawing that is complete without a script and needs nothing from the network."""
+"""Renders line charts as SVG, complete without scripts or network access."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Panel(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point on the drawing, and what the reader is told when pointing at it."""
+    """A point of the drawing and its tooltip."""
 
     step: int
     x: float
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
 
 
 def bounds(panel: Panel) -> tuple[float, float]:
-    """The y axis, ending on ticks. Shares are drawn on the whole of [0, 1], so that a small wobble looks small."""
+    """The range of the y axis, ending on ticks. Shares use the whole of [0, 1], so that small changes look small."""
     values = [value for series in panel.series for _, value in series.points]
     low, high = min(0.0, *values), max(0.0, *values)
     if low == 0 and high <= 1:
@@ -113,7 +113,7 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _tick_size(span: float) -> float:
-    """The 1, 2 or 5 times a power of ten that cuts `span` into about five parts."""
+    """The 1, 2 or 5 times a power of ten that divides `span` into about five parts."""
     if span <= 0:
         return 1.0
     rough = span / 5

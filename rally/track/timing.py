@@ -1,4 +1,4 @@
-"""What a step cost, beside its seconds: milliseconds a token of each phase, and memory."""
+"""Timing of the phases of a step, times per token, and memory use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rally.track import RunFolder
 from rally.types import Episode
 
 Timed = Callable[[str], AbstractContextManager[None]]
-"""Takes the name of a phase and times what is inside."""
+"""Takes the name of a phase and returns a context that times it."""
 
 
 def untimed(name: str) -> AbstractContextManager[None]:
@@ -25,7 +25,7 @@ class PhaseClock:
 
     def __init__(self, folder: RunFolder, step: int) -> None:
         self._folder, self._step = folder, step
-        self._open: list[str] = []  # the outermost first; the last is the one that runs
+        self._open: list[str] = []  # outermost first; the last one is running
         self._start = self._began = 0.0
         self.seconds: dict[str, float] = {}
 
@@ -43,7 +43,7 @@ class PhaseClock:
         return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
 
     def _change(self) -> None:
-        """What ran until now ends, or is interrupted."""
+        """Record the phase that ran until now, which ends or is interrupted."""
         now = time.perf_counter()
         if self._open:
             name, seconds = self._open[-1], now - self._began
@@ -71,8 +71,8 @@ def token_times(metrics: Mapping[str, float], episodes: Sequence[Episode]) -> di
 
 
 def memory_used() -> dict[str, float]:
-    """The most that the device held so far, how often it was full so far, and what the whole machine uses now; what
-    cannot be asked is left out."""
+    """Peak memory of the device, how often its allocator had to retry, and the machine's current use; values that are
+    not available are left out."""
     used = _machine_memory()
     if torch.cuda.is_available():
         used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB

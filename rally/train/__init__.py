@@ -1,1 +1,1 @@
-"""Training: policy, packing, update, the fit loop, validation, checkpoints, supervised fine-tuning."""
+"""Training: batches, packing, the policy update, the critic, the trainer loop, rollouts and checkpoints."""

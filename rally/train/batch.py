@@ -1,4 +1,9 @@
-"""What every sampled token was given, as spans of equal advantage: a person can see what an episode was taught."""
+"""Scored episodes as a training batch: rows with an advantage for every sampled token.
+
+It also finds the assistant turns of episodes, for rewards per turn, and writes advantages as spans for the record.
+
+Shapes: N episodes, M sampled tokens of all rows, K turns, C reward components.
+"""
 
 from __future__ import annotations
 
@@ -20,59 +25,60 @@ from rally.types import Episode, Image, RallyError, Segment, Turn
 
 
 class TurnRewardError(RallyError):
-    """Rewards of turns that do not fit the turns."""
+    """The turn rewards of an episode do not match its turns."""
 
 
 class _Turn(NamedTuple):
     tokens: int
     reward: float
-    answers: Any  # what the turn was shown last; equal for turns in the same state
+    state: Any  # the last observation before the turn; turns in the same state have equal ones
 
 
 def turns_of_episodes(episodes: Sequence[Episode]) -> Turns:
-    """All turns, episode by episode. What a tool or a user's turn earned belongs to the assistant turn before it."""
+    """All assistant turns, episode by episode. The reward of a tool or user turn counts for the assistant turn
+    before."""
     turns = [(i, turn) for i, episode in enumerate(episodes) for turn in _turns(episode)]
-    states = {answers: i for i, answers in enumerate(dict.fromkeys(turn.answers for _, turn in turns))}
+    states = {state: i for i, state in enumerate(dict.fromkeys(turn.state for _, turn in turns))}
     return Turns(
         episode_K=torch.tensor([i for i, _ in turns], dtype=torch.long),
         tokens_K=torch.tensor([turn.tokens for _, turn in turns], dtype=torch.long),
         rewards_K=torch.tensor([turn.reward for _, turn in turns], dtype=torch.float64),
-        states_K=torch.tensor([states[turn.answers] for _, turn in turns], dtype=torch.long),
+        states_K=torch.tensor([states[turn.state] for _, turn in turns], dtype=torch.long),
     )
 
 
 def _turns(episode: Episode) -> list[_Turn]:
-    turns = _told_turns(episode)
+    turns = _recorded_turns(episode)
     if sum(turn.tokens for turn in turns) != sum(s.sampled for s in episode.segments):
-        turns = _runs(episode)
-    given = episode.extra.get("turn_rewards")
-    if given is None:
+        turns = _sampled_runs(episode)
+    rewards = episode.extra.get("turn_rewards")
+    if rewards is None:
         return turns
-    if len(given) != len(turns):
+    if len(rewards) != len(turns):
         raise TurnRewardError(
-            f"the agent loop gave {len(given)} turn_rewards to an episode of {len(turns)} assistant turns; give one "
-            "reward for each assistant turn"
+            f"the agent loop returned {len(rewards)} turn_rewards for an episode of {len(turns)} assistant turns; "
+            "return one reward per assistant turn"
         )
-    return [turn._replace(reward=turn.reward + float(r)) for turn, r in zip(turns, given, strict=True)]
+    return [turn._replace(reward=turn.reward + float(r)) for turn, r in zip(turns, rewards, strict=True)]
 
 
-def _told_turns(episode: Episode) -> list[_Turn]:
-    """As the loop recorded them."""
+def _recorded_turns(episode: Episode) -> list[_Turn]:
+    """The turns that the loop recorded."""
     turns: list[_Turn] = []
-    seen: Any = None  # the prompt, which the group has in common
+    state: Any = None  # the prompt, which the group has in common
     for turn in episode.turns:
         earned = turn.reward or 0.0
         if turn.role == "assistant":
             mask = episode.segments[turn.segment].response_mask[turn.start : turn.end]
-            turns.append(_Turn(sum(mask), earned, seen))
+            turns.append(_Turn(sum(mask), earned, state))
         else:
-            seen = turn.text, _shown(turn)
+            state = turn.text, _image_hashes(turn)
             if turns:
                 turns[-1] = turns[-1]._replace(reward=turns[-1].reward + earned)
     return turns
 
 
-def _shown(turn: Turn) -> tuple[str, ...]:
+def _image_hashes(turn: Turn) -> tuple[str, ...]:
     images = (image for result in turn.tool_results for image in result.response.image or ())
     return tuple(image.hash for image in images if isinstance(image, Image))
 
@@ -81,28 +87,28 @@ def _images(segment: Segment, start: int, end: int) -> tuple[str, ...]:
     return tuple(span.image.hash for span in segment.images if start <= span.start < end)
 
 
-def _runs(episode: Episode) -> list[_Turn]:
-    """Runs of sampled tokens, for a loop that did not tell its turns."""
+def _sampled_runs(episode: Episode) -> list[_Turn]:
+    """Runs of sampled tokens, for a loop that recorded no turns."""
     turns: list[_Turn] = []
     for segment in episode.segments:
         at, start = 0, len(segment.prompt_ids)
-        seen: Any = segment.prompt_ids, _images(segment, 0, start)
+        state: Any = segment.prompt_ids, _images(segment, 0, start)
         for sampled, run in itertools.groupby(segment.response_mask):
             end = at + len(list(run))
             if sampled:
-                turns.append(_Turn(end - at, 0.0, seen))
+                turns.append(_Turn(end - at, 0.0, state))
             else:
-                seen = segment.response_ids[at:end], _images(segment, start + at, start + end)
+                state = segment.response_ids[at:end], _images(segment, start + at, start + end)
             at = end
     return turns
 
 
 GREEDY = "remax/greedy_reward"
-"""Where an episode records what the greedy one of its group earned."""
+"""The key under which an episode records the reward of its group's greedy episode."""
 
 
 class ComponentError(RallyError):
-    """A reward function that does not report what an estimator needs."""
+    """The reward function did not return a number that the advantage estimator needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +126,18 @@ class TrainBatch:
 
     @property
     def advantages_M(self) -> Tensor:
-        """Of every sampled token, row by row; a single 0 where nothing was sampled."""
-        found = np.fromiter(itertools.chain.from_iterable(row.advantages for row in self.rows), np.float32)
-        return torch.from_numpy(found) if found.size else torch.zeros(1)
+        """The advantage of every sampled token, row by row; a single 0 if nothing was sampled."""
+        advantages = np.fromiter(itertools.chain.from_iterable(row.advantages for row in self.rows), np.float32)
+        return torch.from_numpy(advantages) if advantages.size else torch.zeros(1)
 
     @property
     def live_share(self) -> float:
-        """Share of episodes whose group carries a signal."""
-        taught = {int(self.groups_N[row.episode]) for row in self.rows if any(row.advantages)}
-        return sum(group in taught for group in self.groups_N.tolist()) / max(1, self.groups_N.numel())
+        """The share of episodes whose group has a non-zero advantage."""
+        live = {int(self.groups_N[row.episode]) for row in self.rows if any(row.advantages)}
+        return sum(group in live for group in self.groups_N.tolist()) / max(1, self.groups_N.numel())
 
     def mini_batches(self, groups: int, order: Sequence[int]) -> list[list[int]]:
-        """Episode numbers of each mini-batch of `groups` prompts, the prompts taken in `order`."""
+        """The episode numbers of each mini-batch of `groups` prompts, with the prompts in `order`."""
         members: dict[int, list[int]] = {}
         for episode, group in enumerate(self.groups_N.tolist()):
             members.setdefault(group, []).append(episode)
@@ -140,7 +146,7 @@ class TrainBatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """Every segment with something sampled, without advantages yet."""
+    """A row for every segment with a sampled token, without advantages."""
     return [Row.of(segment, i) for i, e in enumerate(episodes) for segment in e.segments if segment.sampled]
 
 
@@ -149,18 +155,18 @@ def build_batch(
     credit: CreditSettings | None = None,
     token_rewards_M: Tensor | None = None,
 ) -> TrainBatch:
-    """Advantages over the episodes of one step, which must all be scored. `token_rewards_M` are added to what their
-    sampled tokens earn."""
+    """The batch of one step's episodes, which must all be scored. `token_rewards_M` are added to the rewards of their
+    sampled tokens."""
     settings = credit or CreditSettings()
     scored = scored_of(episodes, settings, token_rewards_M)
     return batch_of(rows_of(episodes), scored, token_advantages(scored, settings))
 
 
 def scored_of(episodes: Sequence[Episode], settings: CreditSettings, token_rewards_M: Tensor | None = None) -> Scored:
-    """What the episodes earned, in numbers."""
+    """The rewards of the episodes as tensors."""
     assert all(e.reward is not None for e in episodes), "an unscored episode cannot be trained on"
     numbers = {group: i for i, group in enumerate(dict.fromkeys(e.group for e in episodes))}
-    by_turn = settings.turn_rewards != "trajectory"  # then what is recorded on turns is added up from there
+    by_turn = settings.turn_rewards != "trajectory"  # then the rewards of turns are added from `turns`
     rewards = [outcome(e) if by_turn else e.reward for e in episodes]
     return Scored(
         rewards_N=torch.tensor(rewards, dtype=torch.float64),
@@ -184,13 +190,13 @@ def batch_of(rows: Sequence[Row], scored: Scored, advantages_M: Tensor) -> Train
 
 
 def _reported(episodes: Sequence[Episode], keys: Sequence[str]) -> Tensor:
-    """Numbers that were recorded with the reward of each episode."""
+    """Numbers from the `reward_info` of each episode."""
     for episode in episodes:
         for key in keys:
             if not isinstance(episode.reward_info.get(key), (bool, int, float)):
                 raise ComponentError(
-                    f"the reward of episode {episode.id} came without a number under {key}, which "
-                    "algorithm.gdpo_reward_keys names; let the reward function return it"
+                    f"the reward of episode {episode.id} has no number under {key}, which algorithm.gdpo_reward_keys "
+                    "names; let the reward function return it"
                 )
     return torch.tensor([[float(e.reward_info[key]) for key in keys] for e in episodes], dtype=torch.float64)
 
@@ -204,7 +210,7 @@ def _with_advantages(rows: Sequence[Row], advantages_M: Tensor) -> list[Row]:
 def advantage_spans(
     episodes: Sequence[Episode], rows: Sequence[Row]
 ) -> dict[str, tuple[tuple[AdvantageSpan, ...], ...]]:
-    """By episode id, the spans of each segment. `rows` are the segments with something sampled, in order."""
+    """Spans of equal advantage by episode id and segment. `rows` are the segments with sampled tokens, in order."""
     following = iter(rows)
     return {
         episode.id: tuple(
@@ -216,7 +222,7 @@ def advantage_spans(
 
 
 def _spans(row: Row, offset: int) -> Iterator[AdvantageSpan]:
-    """Unbroken runs of sampled tokens with one advantage, counted from the first response token."""
+    """Contiguous sampled tokens with one advantage, counted from the first response token."""
     places, values = row.sampled, row.advantages
     neighbours = zip(places, places[1:], values, values[1:], strict=False)
     breaks = [i for i, (p, q, a, b) in enumerate(neighbours, start=1) if q - p != 1 or a != b]

@@ -1,7 +1,7 @@
-"""The critic: it says what it expected before every decision, and learns from what came instead.
+"""The critic: values before every decision, the advantages that follow from them, and the update of the value model.
 
-Its values give the advantages of the whole step before it is updated, so the policy is judged by the critic that has
-not seen these episodes' rewards. The loss of a mini-batch is the same number however it is cut into micro-batches.
+All values of a step are computed before the critic is updated with it, so they do not depend on the rewards of the
+step's own episodes. The loss of a mini-batch does not depend on how it is divided into micro-batches.
 
 Shapes: N episodes, D decisions of all of them in order (tokens or turns, see rally/algos/gae.py), M sampled tokens.
 """
@@ -37,7 +37,8 @@ FOLDER, OPTIMIZER = "critic", "optimizer.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """The value loss and how it is cut; `forward_*` is for the values before the update, which need no gradient."""
+    """The value loss and the sizes of its batches. `forward_*` limit the pass that computes values without a
+    gradient."""
 
     mini_batch_groups: int
     clip: float = 0.5
@@ -49,14 +50,14 @@ class CriticSettings:
     forward_max_tokens: int = 32768
     forward_max_rows: int | None = None
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
-    warmup_steps: int = 0  # in which the policy stays as it is
+    warmup_steps: int = 0  # steps in which only the critic is updated
 
     def mini_batches(self, groups: int) -> int:
         return -(-groups // self.mini_batch_groups) * self.epochs
 
 
 class CriticOutput(NamedTuple):
-    """What the policy learns from, what the critic does, and what a person should know of the values."""
+    """The batches that policy and critic are trained on, and metrics of the values."""
 
     policy: TrainBatch
     critic: TrainBatch
@@ -65,7 +66,7 @@ class CriticOutput(NamedTuple):
 
 @dataclass
 class CriticMetrics:
-    """Sums over decisions; they stay on the device, so that nothing waits for them."""
+    """Sums over decisions. They stay on the device, so that adding to them does not synchronize."""
 
     decisions: int = 0
     clipped: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -79,10 +80,10 @@ class CriticMetrics:
         self.predicted = self.predicted + values_D.detach().sum(dtype=torch.float64)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
-        """Over all ranks, which have all gone through the same mini-batches."""
+        """The metrics over all ranks, which have run the same mini-batches."""
         loss = sum(map(float, self.losses))
         mine = torch.tensor([self.decisions, loss, float(self.clipped), float(self.predicted)], dtype=torch.float64)
-        decisions, loss, clipped, predicted = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
+        decisions, loss, clipped, predicted = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
         return {
             "critic/vf_loss": loss / max(1, len(self.losses)),
             "critic/vf_clipfrac": clipped / max(1, decisions),
@@ -93,34 +94,36 @@ class CriticMetrics:
 
 @dataclass(frozen=True)
 class Critic:
-    """A value model with its optimizer, and how it is used."""
+    """A value model with its optimizer."""
 
-    learner: Policy  # of a value model
+    learner: Policy  # the value model and its optimizer
     settings: CriticSettings
 
     def judge(
         self, episodes: Sequence[Episode], credit: CreditSettings, token_rewards_M: Tensor | None
     ) -> CriticOutput:
-        """Values of all decisions of one step, and the advantages that follow from them."""
+        """The values of all decisions of one step, and the advantages that follow from them."""
         scored = scored_of(episodes, credit, token_rewards_M)
-        made, rows = decisions(scored, credit), rows_of(episodes)
-        asked = _only(rows, made.first_D)
-        values_D = self.values(asked)
-        found = advantages_and_returns(made, values_D, credit)
+        chosen, rows = decisions(scored, credit), rows_of(episodes)
+        decision_rows = _only(rows, chosen.first_D)
+        values_D = self.values(decision_rows)
+        result = advantages_and_returns(chosen, values_D, credit)
         critic = replace(
             batch_of([], scored, torch.zeros(0)),
-            rows=_with_targets(asked, values_D, found.returns_D),
-            tokens_N=made.lengths_N,
+            rows=_with_targets(decision_rows, values_D, result.returns_D),
+            tokens_N=chosen.lengths_N,
         )
-        return CriticOutput(batch_of(rows, scored, found.advantages_M), critic, _told(values_D, found.returns_D))
+        return CriticOutput(
+            batch_of(rows, scored, result.advantages_M), critic, _value_metrics(values_D, result.returns_D)
+        )
 
     def values(self, rows: Sequence[Row]) -> Tensor:
-        """What is expected before each sampled token of the rows."""
+        """The value before each sampled token of the rows."""
         learner, settings = self.learner, self.settings
-        cut = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
-        with learner.ranks.doing(ComputeValues(rows)):
+        limits = MicroBatchLimits(settings.forward_max_tokens, settings.forward_max_rows)
+        with learner.ranks.broadcast(ComputeValues(rows)):
             return over_rows(
-                rows, lambda packed: token_values(learner.model, packed), learner.device, cut, learner.ranks
+                rows, lambda packed: token_values(learner.model, packed), learner.device, limits, learner.ranks
             )
 
     def update(
@@ -128,7 +131,7 @@ class Critic:
     ) -> dict[str, float]:
         """Run all mini-batches of one step and return its metrics."""
         settings, learner, metrics = self.settings, self.learner, CriticMetrics()
-        with learner.ranks.doing(UpdateCritic(batch, step, torch.initial_seed())):
+        with learner.ranks.broadcast(UpdateCritic(batch, step, torch.initial_seed())):
             with learner.training():
                 for epoch in range(settings.epochs):
                     order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
@@ -159,7 +162,7 @@ class Critic:
         metrics.losses.append(total)
 
     def _loss(self, part: MicroBatchShare, weights_N: Tensor, metrics: CriticMetrics) -> Tensor:
-        """What each decision adds to the loss of its mini-batch."""
+        """The contribution of each decision to the loss of its mini-batch."""
         device, rows = self.learner.device, part.rows
         packed = pack(rows, device)
         old_D = torch.tensor([v for row in rows for v in row.values], device=device)
@@ -171,8 +174,9 @@ class Critic:
         return loss_D * weights_N.to(device)[packed.episode_M]
 
     def part(self) -> Part:
-        """The critic's part of a checkpoint, everything in one folder: copied now, written when it is called."""
-        with self.learner.ranks.doing(GatherCritic()):
+        """The critic's part of a checkpoint, in one folder. The state is copied now and written when the part is
+        called."""
+        with self.learner.ranks.broadcast(GatherCritic()):
             model = value_model_part(self.learner.model)
             state = state_part(OPTIMIZER, self.learner.state())
 
@@ -183,14 +187,13 @@ class Critic:
         return write
 
     def read(self, folder: Path) -> None:
-        """Go on with the optimizer of a checkpoint; the weights were loaded from there."""
+        """Restore the optimizer from a checkpoint. The weights have been loaded from there already."""
         path = folder / FOLDER / OPTIMIZER
         self.learner.load_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:
-    """The rows with the first tokens of decisions as the only sampled ones; others are history like what was
-    observed."""
+    """The rows with only the first token of each decision marked as sampled."""
     counts = torch.tensor([len(row.sampled) for row in rows], dtype=torch.long)
     chosen_M = torch.zeros(int(counts.sum()), dtype=torch.bool)
     chosen_M[first_D] = True
@@ -212,12 +215,12 @@ def _with_targets(rows: Sequence[Row], values_D: Tensor, returns_D: Tensor) -> l
     ]
 
 
-def _told(values_D: Tensor, returns_D: Tensor) -> dict[str, float]:
+def _value_metrics(values_D: Tensor, returns_D: Tensor) -> dict[str, float]:
     if not values_D.numel():
         return {}
-    told = {"critic/vf_explained_var": explained_variance(values_D, returns_D)}
+    metrics = {"critic/vf_explained_var": explained_variance(values_D, returns_D)}
     for name, numbers_D in (("values", values_D), ("returns", returns_D)):
-        told[f"critic/{name}/mean"] = float(numbers_D.mean(dtype=torch.float64))
-        told[f"critic/{name}/max"] = float(numbers_D.max())
-        told[f"critic/{name}/min"] = float(numbers_D.min())
-    return told
+        metrics[f"critic/{name}/mean"] = float(numbers_D.mean(dtype=torch.float64))
+        metrics[f"critic/{name}/max"] = float(numbers_D.max())
+        metrics[f"critic/{name}/min"] = float(numbers_D.min())
+    return metrics

@@ -1,4 +1,4 @@
-"""No step is taken from a gradient that is not finite or that explodes; what it was computed from is kept on disk.
+"""Detects diverged gradients. No step is taken from a gradient that is not finite or explodes; its batch is saved.
 
 Shapes: R rows, T tokens of all of them, M sampled tokens of all of them.
 """
@@ -21,42 +21,42 @@ from torch import Tensor
 
 from rally.train.packing import Row
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import atomic_file, write_atomic
 
-WINDOW = 64  # norms that the running median is taken of
-ENOUGH = 8  # norms without which there is no median to speak of
+WINDOW = 64  # norms in the running median
+ENOUGH = 8  # fewest norms for a meaningful median
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientLimits:
-    """`factor`: how many times the median of earlier norms a norm may be, and how many times the norm that is clipped
-    to: what clipping leaves alone is no explosion. `highest`: what it may be at all. None: no such limit."""
+    """`factor`: a norm may be at most this many times the larger of the median of earlier norms and the clipping norm.
+    `highest`: an absolute limit. None: no limit."""
 
     factor: float | None = 1000.0
     highest: float | None = None
 
 
 class Tried(NamedTuple):
-    """The rows of one micro-batch, and what each of their sampled tokens added to the loss."""
+    """The rows of one micro-batch, and the loss of each of their sampled tokens."""
 
     rows: Sequence[Row]
     loss_M: Tensor
 
 
 class DivergedError(RallyError):
-    """A gradient that no step may be taken from. `tried` is what it was computed from."""
+    """A gradient that must not be applied. `tried` holds the rows it was computed from."""
 
-    def __init__(self, problem: str, tried: Sequence[Tried] = (), kept: str = "") -> None:
+    def __init__(self, problem: str, tried: Sequence[Tried] = (), saved: str = "") -> None:
         self.problem, self.tried = problem, tried
-        where = f"; what it was computed from {kept}" if kept else ""
+        where = f"; its batch {saved}" if saved else ""
         super().__init__(
-            f"{problem}, so the step was not applied{where}; lower the learning rate, or look at the rewards and the "
-            "data of this step"
+            f"{problem}, so the step was not applied{where}; lower the learning rate, or check the rewards and "
+            "the data of this step"
         )
 
 
 def gradient_problem(norm: float, earlier: Sequence[float], clip: float, limits: GradientLimits) -> str | None:
-    """What is wrong with a gradient of this norm, `earlier` ones being those of the steps before; None: nothing."""
+    """Why a gradient of this norm must not be applied, given the norms of earlier steps; None if it may be."""
     if not math.isfinite(norm):
         return f"the gradient norm is {norm}"
     if limits.highest is not None and norm > limits.highest:
@@ -68,24 +68,24 @@ def gradient_problem(norm: float, earlier: Sequence[float], clip: float, limits:
         return None
     return (
         f"the gradient norm is {norm:.4g}, over trainer.guards.grad_norm_factor={limits.factor:g} times both its "
-        f"median in the last {len(earlier)} steps ({usual:.4g}) and what it is clipped to ({clip:g})"
+        f"median in the last {len(earlier)} steps ({usual:.4g}) and the clipping norm ({clip:g})"
     )
 
 
 @contextmanager
 def keeping_diverged(run_dir: Path, step: int, sources: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """A DivergedError from within is told again with the files that hold its batch.
+    """Saves the batch of a DivergedError and raises it again with the name of the file.
 
-    `sources` say what a row's `episode` number stands for.
+    `sources` describe the episodes by their numbers in the batch.
     """
     try:
         yield
     except DivergedError as error:
         try:
-            kept = f"is in {_save(run_dir / 'diverged', step, error, sources)} and the .json beside it"
-        except (OSError, SafetensorError) as refused:  # the latter says what the disk refused
-            kept = f"could not be kept ({refused})"
-        raise DivergedError(error.problem, error.tried, kept) from error
+            saved = f"is in {_save(run_dir / 'diverged', step, error, sources)} and the .json beside it"
+        except (OSError, SafetensorError) as failure:  # safetensors raises its own error for a full disk
+            saved = f"could not be saved ({failure})"
+        raise DivergedError(error.problem, error.tried, saved) from error
 
 
 def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mapping[str, Any]]) -> Path:
@@ -93,21 +93,20 @@ def _save(folder: Path, step: int, error: DivergedError, sources: Sequence[Mappi
     path = folder / f"step_{step:06d}.safetensors"
     rows = [row for part in error.tried for row in part.rows]
     tensors = batch_tensors(error.tried)
-    aside = path.with_name(f".{path.name}.part")
-    save_file(tensors, aside)
-    aside.replace(path)
-    told = {
+    with atomic_file(path) as part:
+        save_file(tensors, part)
+    description = {
         "step": step,
         "problem": error.problem,
         "sources": {number: dict(sources[number]) for number in dict.fromkeys(row.episode for row in rows)},
         "not_finite": {name: int((~x.isfinite()).sum()) for name, x in tensors.items() if x.is_floating_point()},
     }
-    write_atomic(path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+    write_atomic(path.with_suffix(".json"), json.dumps(description, indent=1) + "\n")
     return path
 
 
 def batch_tensors(tried: Sequence[Tried]) -> dict[str, Tensor]:
-    """Rows one after the other: `lengths_R` cuts what is per token, and what is `_M` belongs to the sampled tokens."""
+    """The rows, concatenated: `lengths_R` divides the tensors per token; those in M are per sampled token."""
     rows = [row for part in tried for row in part.rows]
     positions = [set(row.sampled) for row in rows]
     none = torch.zeros(0)
@@ -125,7 +124,5 @@ def batch_tensors(tried: Sequence[Tried]) -> dict[str, Tensor]:
     }
 
 
-def _per_token(rows: Sequence[Row], given: Sequence[Sequence[float]], usual: float) -> Tensor:
-    return torch.tensor(
-        [x for row, values in zip(rows, given, strict=True) for x in values or [usual] * len(row.sampled)]
-    )
+def _per_token(rows: Sequence[Row], values: Sequence[Sequence[float]], default: float) -> Tensor:
+    return torch.tensor([x for row, own in zip(rows, values, strict=True) for x in own or [default] * len(row.sampled)])

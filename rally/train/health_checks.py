@@ -1,7 +1,7 @@
-"""What goes wrong slowly is said in words, with what to try: pure functions over the metrics of all steps so far.
+"""Health checks of a training run: rules over the metrics of all steps so far, each with advice.
 
-A rule reads the history and says nothing or one finding. Means over `patience` steps keep a single odd step from
-raising an alarm.
+A rule is a pure function that returns a warning or None. Means over `patience` steps keep a single outlier from raising
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Steps = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSettings:
-    """`patience` steps are looked at together. A share of 0 (for clipped_share 1) never raises an alarm."""
+    """Thresholds of the rules, over means of `patience` steps. A share of 0 (for clipped_share 1) turns a rule off."""
 
     patience: int = 5
     entropy_share: float = 0.05
@@ -33,40 +33,40 @@ class HealthSettings:
 
 
 class HealthWarning(NamedTuple):
-    """Something a person should look at; `key` is the same for findings that need to be said only once."""
+    """A warning for the user. Those with the same `key` are shown once."""
 
     key: str
     text: str
 
 
 def watched(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the rules need of a step; a number that is not finite tells them nothing."""
+    """The metrics of a step that the rules use, without non-finite values."""
     return {name: metrics[name] for name in WATCHED if name in metrics and math.isfinite(metrics[name])}
 
 
 def findings(steps: Steps, settings: HealthSettings) -> list[HealthWarning]:
-    """All that is wrong after these steps of a run, from its first on."""
-    return [found for rule in RULES if (found := rule(steps, settings)) is not None]
+    """All warnings after these steps, which start with the first step of the run."""
+    return [warning for rule in RULES if (warning := rule(steps, settings)) is not None]
 
 
 def constant_reward(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """Every episode since the beginning has earned the same."""
+    """Every episode so far has had the same reward."""
     value = _only_reward(steps)
     if value is None or len(steps) < settings.patience:
         return None
-    told = f"every reward of the first {len(steps)} steps was {value:g}, so nothing can be learned yet; "
+    fact = f"every reward of the first {len(steps)} steps was {value:g}, so nothing can be learned yet; "
     look = "read some episodes beside their ground truth (episodes/ in the run folder): "
     cause = (
-        "the task may be too hard for this model (teach it with rally sft, or begin with easier rows), or the reward "
-        "function may look for a form of answer that the prompt does not ask for"
+        "the task may be too hard for this model (fine-tune it with rally sft first, or start with easier rows), or "
+        "the reward function may expect an answer format that the prompt does not ask for"
         if value <= 0
-        else "the reward function may not look at the answer, or the rows may be too easy"
+        else "the reward function may ignore the answer, or the rows may be too easy"
     )
-    return HealthWarning("constant_reward", told + look + cause)
+    return HealthWarning("constant_reward", fact + look + cause)
 
 
 def flat_groups(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """The last steps had no group in which one episode earned more than another."""
+    """In the last steps, no group had two different rewards."""
     live = _last(steps, LIVE, settings.patience)
     if live is None or any(live) or (_only_reward(steps) is not None and len(steps) >= settings.patience):
         return None
@@ -78,12 +78,12 @@ def flat_groups(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
         else "take easier rows, more episodes for a prompt (rollout.n), or data.curriculum.by=success, which looks for "
         "rows that are solved sometimes"
     )
-    told = f"for {settings.patience} steps no episode earned more or less than the others of its group"
-    return HealthWarning("flat_groups", f"{told}, so those steps taught nothing; {cause}")
+    fact = f"for {settings.patience} steps all episodes of each group had the same reward"
+    return HealthWarning("flat_groups", f"{fact}, so those steps had no gradient; {cause}")
 
 
 def entropy_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """The policy has become much surer of its tokens than it was."""
+    """The policy's entropy has fallen far below its start."""
     entropies = [step[ENTROPY] for step in steps if ENTROPY in step]
     if len(entropies) < 2 * settings.patience:
         return None
@@ -93,14 +93,14 @@ def entropy_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | 
     return HealthWarning(
         "entropy_collapse",
         f"the policy's entropy fell from {start:.3g} to {now:.3g}, under trainer.guards.entropy_share="
-        f"{settings.entropy_share:g} of its start: it says nearly the same each time and finds nothing new; unless "
+        f"{settings.entropy_share:g} of its start: its samples are nearly identical, so it no longer explores; unless "
         "the task is solved, try a lower learning rate, actor.clip_ratio_high=0.28, actor.entropy_coeff=0.001 or "
         "actor.policy_loss.loss_mode=kl_cov",
     )
 
 
 def tool_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """The policy called its tools, and nearly does no more."""
+    """The policy used to call its tools and has nearly stopped."""
     calls = [step[CALLS] for step in steps if CALLS in step]
     size = settings.patience
     if len(calls) < 2 * size:
@@ -112,35 +112,35 @@ def tool_collapse(steps: Steps, settings: HealthSettings) -> HealthWarning | Non
     return HealthWarning(
         "tool_collapse",
         f"the policy has nearly stopped calling tools: {best:.2f} calls an episode at its best, {now:.2f} now, under "
-        f"trainer.guards.tool_share={settings.tool_share:g} of that; look at tool/success_rate and at what the tools "
-        "answer, and try reward_shaping.intermediate_rewards.tool_call_success=0.1, a lower learning rate or "
+        f"trainer.guards.tool_share={settings.tool_share:g} of that; check tool/success_rate and the "
+        "tools' answers, and try reward_shaping.intermediate_rewards.tool_call_success=0.1, a lower learning rate or "
         "actor.use_kl_loss=true",
     )
 
 
 def clipped_responses(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """Most episodes of the last steps were cut by the response budget."""
+    """Most episodes of the last steps were truncated by the response budget."""
     clipped = _last(steps, CLIPPED, settings.patience)
     if clipped is None or statistics.fmean(clipped) <= settings.clipped_share:
         return None
     return HealthWarning(
         "clipped_responses",
-        f"{statistics.fmean(clipped):.0%} of the episodes of the last {settings.patience} steps were cut by the "
-        f"response budget, over trainer.guards.clipped_share={settings.clipped_share:g}, and are judged without an "
-        "ending; raise data.max_response_length, or make length cost something "
+        f"{statistics.fmean(clipped):.0%} of the episodes of the last {settings.patience} steps were truncated by "
+        f"the response budget, over trainer.guards.clipped_share={settings.clipped_share:g}, and are scored without "
+        "their end; raise data.max_response_length, or penalize length "
         "(reward_model.reward_kwargs.overlong_buffer_cfg.enable=true)",
     )
 
 
 def crowded_memory(steps: Steps, settings: HealthSettings) -> HealthWarning | None:
-    """In each of the last steps the GPU was full, and what torch had kept was given back and asked for anew."""
+    """In each of the last steps GPU memory ran full, and torch freed its cache and allocated again."""
     counts = _last(steps, RETRIES, settings.patience + 1)
     if counts is None or any(after <= before for before, after in pairwise(counts)):
         return None
     return HealthWarning(
         "crowded_memory",
-        f"in each of the last {settings.patience} steps the GPU's memory was full, and torch gave back what it kept "
-        f"and asked for it anew, {counts[-1] - counts[0]:.0f} times in all, which takes time; lower "
+        f"in each of the last {settings.patience} steps GPU memory ran full and torch freed its cache to allocate "
+        f"again, {counts[-1] - counts[0]:.0f} times in all, which is slow; lower "
         "actor.ppo_max_token_len_per_gpu, or try PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
     )
 
@@ -162,6 +162,6 @@ def _last(steps: Steps, name: str, count: int) -> list[float] | None:
 
 
 def _only_reward(steps: Steps) -> float | None:
-    """The one number that all episodes of all steps have earned, if there is one."""
+    """The reward that all episodes of all steps have in common, if there is one."""
     seen = {step[name] for step in steps for name in (HIGHEST, LOWEST) if name in step}
     return seen.pop() if len(seen) == 1 else None

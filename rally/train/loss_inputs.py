@@ -1,4 +1,6 @@
-"""What the sampled tokens of rows are given before any loss: whole-batch numbers, so that no later cut changes them.
+"""Per-token inputs of the loss: log-probabilities, importance weights, token marks and KL rewards.
+
+They are computed over whole batches, so that the division into micro-batches does not change them.
 
 Shapes: M sampled tokens of all rows, in their order, on the CPU.
 """
@@ -28,24 +30,24 @@ def over_rows(
     rows: Sequence[Row],
     forward: Callable[[PackedRows], Tensor],
     device: torch.device,
-    cut: MicroBatchLimits,
+    limits: MicroBatchLimits,
     ranks: Ranks = ALONE,
 ) -> Tensor:
-    """What `forward` gives each sampled token, such as its log-probability, without a gradient."""
-    parts = micro_batches_for(ranks, rows, cut)
+    """`forward` of each sampled token, such as its log-probability, without a gradient."""
+    parts = micro_batches_for(ranks, rows, limits)
     mine_M = torch.zeros(0)
     with torch.no_grad():
         for part in share_of(ranks, parts):
             numbers_M = forward(pack(part.rows, device)).float().cpu()
             mine_M = torch.cat([mine_M, numbers_M]) if part.counts else mine_M
-    found: dict[int, Tensor] = {}
+    by_row: dict[int, Tensor] = {}
     for one, numbers_M in zip(parts, in_order(ranks, parts, mine_M), strict=True):
-        found |= zip(map(id, one), numbers_M.float().split([len(row.sampled) for row in one]), strict=True)
-    return torch.cat([torch.zeros(0), *(found[id(row)] for row in rows)])
+        by_row |= zip(map(id, one), numbers_M.float().split([len(row.sampled) for row in one]), strict=True)
+    return torch.cat([torch.zeros(0), *(by_row[id(row)] for row in rows)])
 
 
 def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSettings) -> CorrectedRows:
-    """`logp_M`, the trainer's own log-probabilities, become the old ones; what the engine recorded becomes weights."""
+    """Rows whose old log-probabilities are `logp_M`, the trainer's own. The engine's become importance weights."""
     recorded_M, row_M = _recorded(rows), _row_numbers(rows)
     weights_M, kept_M = torch.ones_like(logp_M), torch.ones_like(logp_M, dtype=torch.bool)
     if settings.level is not None:
@@ -68,26 +70,26 @@ def _metrics(
     logp_M: Tensor, recorded_M: Tensor, weights_M: Tensor, kept_M: Tensor, settings: CorrectionSettings
 ) -> dict[str, float]:
     k3 = float(kl_estimate(recorded_M, logp_M, "k3").mean(dtype=torch.float64))
-    found = {
+    metrics = {
         "actor/rollout_mismatch_kl": k3,
         "actor/rollout_mismatch_max": float((logp_M - recorded_M).abs().max()),
         "rollout_corr/kl": float((recorded_M - logp_M).mean(dtype=torch.float64)),
         "rollout_corr/k3_kl": k3,
     }
     if settings.level is not None:
-        found |= {
+        metrics |= {
             "rollout_corr/rollout_is_mean": float(weights_M.mean(dtype=torch.float64)),
             "rollout_corr/rollout_is_min": float(weights_M.min()),
             "rollout_corr/rollout_is_max": float(weights_M.max()),
             "rollout_corr/rollout_is_ratio_fraction_high": float((weights_M >= settings.threshold).double().mean()),
         }
     if settings.rejections:
-        found["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept_M.double().mean())
-    return found
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept_M.double().mean())
+    return metrics
 
 
 def marked_rows(rows: Sequence[Row], settings: SurrogateSettings) -> list[Row]:
-    """Rows of one mini-batch, their tokens marked by the covariance of advantage and old log-probability."""
+    """The rows of a mini-batch with tokens marked by the covariance of advantage and old log-probability."""
     advantages_M = torch.tensor([a for row in rows for a in row.advantages or (0.0,) * len(row.sampled)])
     if not advantages_M.numel():
         return list(rows)
@@ -96,7 +98,7 @@ def marked_rows(rows: Sequence[Row], settings: SurrogateSettings) -> list[Row]:
 
 
 def kl_rewards(rows: Sequence[Row], reference_M: Tensor, kind: str, coefficient: float) -> Tensor:
-    """What each sampled token loses for being unlikely under the reference."""
+    """The KL penalty of each sampled token, as a reward."""
     return -coefficient * kl_estimate(_recorded(rows), reference_M, kind)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 broadcasts: each message is one computation that all ranks run together."""
+"""Messages that rank 0 broadcasts. Each names one computation that all ranks run together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rally.train.packing import Row
 
 @dataclass(frozen=True)
 class UpdatePolicy(Message):
-    """Train on a batch, from a seed for whatever draws."""
+    """Train the policy on a batch, with a seed for everything random."""
 
     batch: TrainBatch
     step: int
@@ -21,21 +21,21 @@ class UpdatePolicy(Message):
 
 @dataclass(frozen=True)
 class ComputeReference(Message):
-    """What the reference gives the sampled tokens of rows."""
+    """The reference's log-probabilities of the sampled tokens of rows."""
 
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
 class ComputeValues(Message):
-    """What the critic expects before the sampled tokens of rows."""
+    """The critic's values at the sampled tokens of rows."""
 
     rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
 class UpdateCritic(Message):
-    """Train the critic on a batch, from a seed for whatever draws."""
+    """Train the critic on a batch, with a seed for everything random."""
 
     batch: TrainBatch
     step: int
@@ -44,14 +44,14 @@ class UpdateCritic(Message):
 
 @dataclass(frozen=True)
 class ComputeLogits(Message):
-    """The policy's logits over one history."""
+    """The policy's logits over one token sequence."""
 
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class SftStep(Message):
-    """One step on conversations, from a seed for whatever draws."""
+    """One supervised step on conversations, with a seed for everything random."""
 
     rows: Sequence[Row]
     seed: int
@@ -66,33 +66,21 @@ class ComputeLoss(Message):
 
 @dataclass(frozen=True)
 class GatherWeights(Message):
-    """All weights, as servers want them."""
+    """Gather all weights, for the rollout servers."""
 
 
 @dataclass(frozen=True)
 class GatherState(Message):
-    """Everything that a checkpoint holds of the policy; `merged`: the whole model beside its adapters."""
+    """Gather what a checkpoint stores of the policy; `merged`: also the full model beside its adapters."""
 
     merged: bool = False
 
 
 @dataclass(frozen=True)
 class GatherCritic(Message):
-    """Everything that a checkpoint holds of the critic."""
+    """Gather what a checkpoint stores of the critic."""
 
 
 @dataclass(frozen=True)
 class Shutdown(Message):
-    """There is nothing more to do."""
-
-
-Asking = ComputeReference | ComputeValues | ComputeLoss | ComputeLogits
-
-
-Training = UpdatePolicy | UpdateCritic | SftStep
-
-
-Gathering = GatherWeights | GatherState | GatherCritic
-
-
-Order = Asking | Training | Gathering
+    """The run is over; leave the process group."""

@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches, and which of them each rank computes.
+"""Divides a batch into micro-batches, and the micro-batches among ranks.
 
 All ranks run the same functions over the same rows in the same order, each over its share of the micro-batches.
 
@@ -22,13 +22,13 @@ UNBOUND = sys.maxsize
 
 
 class MicroBatchLimits(NamedTuple):
-    """At most so many tokens and, unless None, so many rows."""
+    """The most tokens and, unless None, the most rows of a micro-batch."""
 
     max_tokens: int
     max_rows: int | None = None
 
     def within(self, other: MicroBatchLimits) -> MicroBatchLimits:
-        """What keeps to both."""
+        """The tighter of both limits."""
         rows = [count for count in (self.max_rows, other.max_rows) if count is not None]
         return MicroBatchLimits(min(self.max_tokens, other.max_tokens), min(rows, default=None))
 
@@ -38,36 +38,37 @@ def limits_of(budget: int, rows: int | None, by_tokens: bool) -> MicroBatchLimit
 
 
 class MicroBatchShare(NamedTuple):
-    """A micro-batch. One that does not count is another rank's: all ranks must compute equally often."""
+    """A micro-batch of this rank. All ranks must run equally many: a rank without one repeats another's, which does
+    not count."""
 
     rows: list[Row]
     counts: bool = True
 
 
-def micro_batches_for(ranks: Ranks, rows: Sequence[Row], cut: MicroBatchLimits) -> list[list[Row]]:
-    """All micro-batches, the same on every rank: within the cut, and small enough that no rank is left without."""
-    tokens = cut.max_tokens
-    if ranks.count > 1:
-        tokens = max(1, min(tokens, -(-_computed(rows) // ranks.count)))
-    return list(micro_batches(rows, tokens, cut.max_rows))
+def micro_batches_for(ranks: Ranks, rows: Sequence[Row], limits: MicroBatchLimits) -> list[list[Row]]:
+    """All micro-batches, the same on every rank: within the limits, and small enough that every rank gets one."""
+    tokens = limits.max_tokens
+    if ranks.world_size > 1:
+        tokens = max(1, min(tokens, -(-_computed(rows) // ranks.world_size)))
+    return list(micro_batches(rows, tokens, limits.max_rows))
 
 
 def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[MicroBatchShare]:
-    """What this rank computes, as many as every other does."""
-    rounds = range(0, len(parts), ranks.count)
-    mine = [first + ranks.number for first in rounds]
+    """The micro-batches that this rank computes; every rank has equally many."""
+    rounds = range(0, len(parts), ranks.world_size)
+    mine = [first + ranks.rank for first in rounds]
     return [MicroBatchShare(parts[i]) if i < len(parts) else MicroBatchShare(parts[-1], counts=False) for i in mine]
 
 
 def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[Tensor]:
-    """A number per sampled token of each part, where this rank has `mine_M` of those parts of its share that count."""
-    found: list[Tensor] = [torch.empty(0)] * len(parts)
-    for number, numbers in enumerate(ranks.gathered(mine_M)):
-        theirs = range(number, len(parts), ranks.count)
+    """A number per sampled token of each part, from all ranks. `mine_M` are those of this rank's parts that count."""
+    gathered: list[Tensor] = [torch.empty(0)] * len(parts)
+    for rank, numbers in enumerate(ranks.all_gather(mine_M)):
+        theirs = range(rank, len(parts), ranks.world_size)
         sizes = [sum(len(row.sampled) for row in parts[i]) for i in theirs]
         for i, one in zip(theirs, numbers.split(sizes), strict=True):
-            found[i] = one
-    return found
+            gathered[i] = one
+    return gathered
 
 
 def _computed(rows: Sequence[Row]) -> int:

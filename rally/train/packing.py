@@ -1,10 +1,9 @@
-"""Episodes become packed micro-batches: no padding, every token that rows have in common is there once, and only
-sampled tokens ever reach a loss.
+"""Packs rows into micro-batches without padding, computes shared prefixes once, and selects the sampled tokens.
 
-The rows of a micro-batch are laid into a tree. A row's branch is what it does not share with the row before it; its
-keys are its whole history, some of it on the branches of other rows. So the prompt of a group is computed once, and so
-is a beginning that several answers have in common. Whatever is equal is found by comparing ids; those of an image are
-its name, made of its content. An image that several rows show is looked at once.
+The rows of a micro-batch form a prefix tree. The branch of a row holds the tokens that it does not share with the row
+before it; its keys are its whole history, parts of which lie on the branches of other rows. So the prompt of a group is
+computed once, as is any prefix that several responses share. Prefixes are found by comparing ids; the id of an image is
+a hash of its content, and an image in several rows is encoded once.
 
 Shapes: T packed tokens, S keys of all branches, M sampled tokens, U different (position, sampled token) pairs, V tokens
 of images.
@@ -25,7 +24,7 @@ from torch import Tensor
 from rally.models.vision import rope_of
 from rally.types import Image, ImageSpan, Segment
 
-KEYS_PER_TOKEN = 8  # a budget of tokens bounds the copied keys too: many short answers to one long prompt have many
+KEYS_PER_TOKEN = 8  # bounds the copied keys too: many short responses to one long prompt have many keys
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -38,21 +37,21 @@ class Row:
     sampled: tuple[int, ...]  # positions in ids of sampled tokens; each is predicted from the position before it
     logprobs: tuple[float, ...]  # of those tokens, as the engine recorded them
     episode: int
-    advantages: tuple[float, ...] = ()  # one per sampled token, as are all that follow; () is 0 for all
-    weights: tuple[float, ...] = ()  # how much a token's policy loss counts; () is 1 for all
-    marked: tuple[bool, ...] = ()  # tokens that the objective treats apart; () is none
-    values: tuple[float, ...] = ()  # what the critic expected before each of them
-    returns: tuple[float, ...] = ()  # what it is trained to expect
-    images: tuple[ImageSpan, ...] = ()  # which of its tokens are pictures
+    advantages: tuple[float, ...] = ()  # one per sampled token, like the fields below; () is 0 for all
+    weights: tuple[float, ...] = ()  # of a token's policy loss; () is 1 for all
+    marked: tuple[bool, ...] = ()  # tokens that the objective treats separately; () is none
+    values: tuple[float, ...] = ()  # the critic's values at these tokens
+    returns: tuple[float, ...] = ()  # the critic's targets
+    images: tuple[ImageSpan, ...] = ()  # which of its tokens belong to images
 
     def __post_init__(self) -> None:
-        given = (self.advantages, self.weights, self.marked, self.values, self.returns)
-        assert all(len(values) in (0, len(self.sampled)) for values in given), "one value per sampled token"
+        per_token = (self.advantages, self.weights, self.marked, self.values, self.returns)
+        assert all(len(values) in (0, len(self.sampled)) for values in per_token), "one value per sampled token"
 
     @classmethod
     def of(cls, segment: Segment, episode: int) -> Row:
         sampled = tuple(itertools.compress(range(len(segment.prompt_ids), len(segment.ids)), segment.response_mask))
-        assert not sampled or sampled[0] > 0, "the first token of a history cannot have been sampled"
+        assert not sampled or sampled[0] > 0, "the first token of a segment cannot have been sampled"
         return cls(
             ids=segment.ids,
             sampled=sampled,
@@ -63,11 +62,11 @@ class Row:
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """The tokens to compute: from the last sampled one on, nothing predicts anything. Those of an image are a
-        negative number, the same for the same image."""
+        """The tokens to compute: all before the last sampled one. Tokens of an image are a negative number, the same
+        for the same image."""
         used = list(self.ids[: self.sampled[-1]]) if self.sampled else []
         for span in self.shown:
-            used[span.start : span.end] = [name_of(span.image)] * (span.end - span.start)
+            used[span.start : span.end] = [image_id(span.image)] * (span.end - span.start)
         return tuple(used)
 
     @property
@@ -77,13 +76,13 @@ class Row:
         return tuple(span for span in self.images if span.end <= end)
 
 
-def name_of(image: Image) -> int:
+def image_id(image: Image) -> int:
     return -1 - int(image.hash[:15], 16)
 
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Different images, in the order of their features, and which of those stands at which of the packed tokens."""
+    """The distinct images, in the order of their features, and which feature belongs to which packed token."""
 
     images: tuple[Image, ...]
     at_V: Tensor
@@ -92,9 +91,9 @@ class PackedImages:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Several rows in one sequence. A branch is `queries[i]` packed tokens, the last of its `keys[i]` keys.
+    """Several rows in one sequence. Branch i is `queries[i]` packed tokens, which are the last of its `keys[i]` keys.
 
-    `positions_3T` has three axes, which differ where there are images; `positions_T` are the numbers of the tokens."""
+    `positions_3T` has three axes, which differ at images; `positions_T` counts the tokens of a row."""
 
     ids_T: Tensor
     positions_T: Tensor
@@ -105,7 +104,7 @@ class PackedRows:
     source_S: Tensor | None  # the packed token that each key belongs to; None: branches share nothing, S = T in order
     predict_U: Tensor  # index of the token before each sampled one
     targets_U: Tensor  # the sampled tokens
-    pair_M: Tensor  # which of the U pairs a sampled token is
+    pair_M: Tensor  # the U pair of each sampled token
     old_logp_M: Tensor
     advantages_M: Tensor
     weights_M: Tensor
@@ -116,13 +115,13 @@ class PackedRows:
 
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
-    """Lay rows, each with something sampled, into one tree; neighbours share what they have in common."""
-    tree = _grow([row.inputs for row in rows])
+    """Pack rows, each with a sampled token, into one prefix tree. Only neighbouring rows share a prefix."""
+    tree = _build_tree([row.inputs for row in rows])
     sampled = [np.array(row.sampled) for row in rows]
     predict = np.concatenate([path[at - 1] for path, at in zip(tree.paths, sampled, strict=True)])
     targets = np.array([row.ids[p] for row in rows for p in row.sampled])
-    names = predict * (targets.max() + 1) + targets
-    _, first, pair = np.unique(names, return_index=True, return_inverse=True)
+    keys = predict * (targets.max() + 1) + targets
+    _, first, pair = np.unique(keys, return_index=True, return_inverse=True)
     counts = [len(at) for at in sampled]
 
     def tensor(values: np.ndarray) -> Tensor:
@@ -150,7 +149,8 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
 
 
 def placed(here: Tensor, device: torch.device) -> Tensor:
-    """On the device, from pinned memory: the next micro-batch is packed while the GPU still computes this one."""
+    """A copy on the device from pinned memory, so that the next micro-batch is packed while the GPU computes this
+    one."""
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
@@ -163,7 +163,7 @@ def _three_axes(rows: Sequence[Row], tree: _Tree) -> np.ndarray:
 
 
 def _images(rows: Sequence[Row], tree: _Tree, tensor: Callable[[np.ndarray], Tensor]) -> PackedImages | None:
-    """Every packed token of an image is met on the path of some row, with its place in the image."""
+    """The distinct images of all rows, and the packed tokens that show them."""
     begins: dict[Image, int] = {}
     feature_T = np.full(len(tree.ids), -1, dtype=np.int64)
     features = 0
@@ -175,20 +175,20 @@ def _images(rows: Sequence[Row], tree: _Tree, tensor: Callable[[np.ndarray], Ten
             feature_T[path[span.start : span.end]] = begins[span.image] + np.arange(count)
     if not begins:
         return None
-    assert len({name_of(image) for image in begins}) == len(begins), "two images with one name"
+    assert len({image_id(image) for image in begins}) == len(begins), "two images have the same id"
     at_V = np.flatnonzero(feature_T >= 0)
     return PackedImages(tuple(begins), tensor(at_V), tensor(feature_T[at_V]))
 
 
-def _per_token(given: Sequence[Sequence[float]], counts: Sequence[int], usual: float, kind: type) -> np.ndarray:
-    """One value per sampled token of each row, `usual` for rows that were given none."""
+def _per_token(values: Sequence[Sequence[float]], counts: Sequence[int], default: float, kind: type) -> np.ndarray:
+    """One value per sampled token of each row; `default` for rows without values."""
     return np.concatenate(
-        [np.array(one, dtype=kind) if one else np.full(n, usual, kind) for one, n in zip(given, counts, strict=True)]
+        [np.array(one, dtype=kind) if one else np.full(n, default, kind) for one, n in zip(values, counts, strict=True)]
     )
 
 
 class _Tree(NamedTuple):
-    """Branches one after the other; `source` is the path of each of them, `paths` those of all rows in their order."""
+    """The branches, concatenated. `source` holds the keys of each branch, `paths` the packed tokens of each row."""
 
     ids: Ints
     positions: Ints
@@ -198,7 +198,7 @@ class _Tree(NamedTuple):
     paths: list[Ints]
 
 
-def _grow(rows: Sequence[tuple[int, ...]]) -> _Tree:
+def _build_tree(rows: Sequence[tuple[int, ...]]) -> _Tree:
     """The tree of `rows`. Branches are ordered by shape, because those of one shape share an attention call."""
     shares = [0, *(shared(a, b) for a, b in itertools.pairwise(rows))]
     branches = sorted(
@@ -223,16 +223,15 @@ def _grow(rows: Sequence[tuple[int, ...]]) -> _Tree:
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning."""
+    """The length of the common prefix of two rows."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
-    """Cut rows into batches that compute at most `max_tokens` tokens; a longer row gets a batch of its own.
+    """Divide rows into batches that compute at most `max_tokens` tokens; a longer row gets its own batch.
 
-    Rows are sorted by their tokens, so that those with a common beginning are neighbours, and a batch ends, in its
-    second half, where neighbours share least: a group is cut only if it has to be. Rows that sampled nothing are left
-    out.
+    Rows are sorted by their tokens, so that those with a common prefix are neighbours. A batch ends, within its second
+    half, where neighbours share least: a group is split only if it has to be. Rows without sampled tokens are left out.
     """
     order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
     lengths = [len(row.inputs) for row in order]
@@ -247,7 +246,7 @@ def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = N
 
 
 def _furthest(first: int, lengths: Sequence[int], shares: Sequence[int], max_tokens: int, max_rows: int) -> int:
-    """Where a batch that begins with row `first` must end at the latest; it has one row at least."""
+    """The latest end of a batch that begins with row `first`. A batch has at least one row."""
     tokens = keys = lengths[first]
     for i in range(first + 1, min(len(lengths), first + max_rows)):
         tokens += lengths[i] - shares[i]

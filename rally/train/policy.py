@@ -1,7 +1,8 @@
-"""The policy: the module, its optimizer and its learning-rate schedule; small updates survive in any dtype.
+"""The policy: a module with its optimizer and learning-rate schedule.
 
-A parameter that is not float32 has a master copy that is. Gradients are summed and steps are taken there, and the
-rounded master is written into the parameter where it lies: the engine reads the same memory.
+A parameter that is not float32 has a float32 master copy, so that small updates are not rounded away. Gradients are
+accumulated and steps taken on the masters; the rounded result is copied into the parameter in place, because the engine
+reads the same memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
-from rally.models.parallel import Ranks, ranks_of, spread_like
+from rally.models.parallel import Ranks, ranks_of, shard_like
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 
@@ -41,7 +42,7 @@ class OptimizerSettings:
 
 
 class Policy:
-    """A module with its optimizer. The module is in eval mode except while `training`."""
+    """A module with its optimizer. The module is in eval mode outside of `training()`."""
 
     def __init__(
         self,
@@ -66,11 +67,11 @@ class Policy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.eval()
-        self._rest()
+        self._maybe_offload()
 
     @property
     def ranks(self) -> Ranks:
-        """Who holds it together."""
+        """The ranks that hold the module together."""
         return ranks_of(self.model)
 
     @property
@@ -79,7 +80,7 @@ class Policy:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Within it, the module is in train mode and what a backward pass computes is collected for the next step."""
+        """A context in which the module is in train mode and backward passes accumulate gradients on the masters."""
         if self._offload:
             self._move_optimizer(self.device)
         hooks = [p.register_post_accumulate_grad_hook(_collector(master)) for p, master in self._rounded]
@@ -90,10 +91,10 @@ class Policy:
             self.model.eval()
             for hook in hooks:
                 hook.remove()
-            self._rest()
+            self._maybe_offload()
 
-    def _rest(self) -> None:
-        """Between updates, what the optimizer keeps of each weight may wait in main memory."""
+    def _maybe_offload(self) -> None:
+        """With `offload`, keep optimizer states and masters in main memory between updates."""
         if self._offload:
             self._move_optimizer(torch.device("cpu"))
 
@@ -104,8 +105,8 @@ class Policy:
             master.data = master.data.to(device)
 
     def optimizer_step(self, tried: Sequence[Tried] = ()) -> float:
-        """Clip, step, clear; returns the gradient norm before clipping. A gradient over the limits, computed from
-        `tried`, changes nothing."""
+        """Clip, step, clear. Returns the gradient norm before clipping. A gradient over the limits raises
+        `DivergedError` with `tried`, the rows it was computed from, and changes nothing."""
         limit = self.settings.grad_clip or math.inf
         total = nn.utils.clip_grad_norm_(list(self.masters.values()), limit)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
@@ -125,8 +126,8 @@ class Policy:
             parameter.copy_(master)
 
     def advance(self) -> None:
-        """Go on to the next step's learning rate. A step without any gradient took no optimizer step, and torch would
-        warn about that in vain."""
+        """Advance the learning-rate schedule. torch warns if no optimizer step came before, which happens when a step
+        has no gradient."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
             self.schedule.step()
@@ -141,32 +142,32 @@ class Policy:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Masters, moments and step are the checkpoint's; learning rate, schedule and decay those of this run."""
+        """Restore masters, moments and step. Learning rate, schedule and weight decay are those of this run."""
         own = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
-        self.optimizer.load_state_dict(self._own_part(state["optimizer"]))
-        self._own_memory()
+        self.optimizer.load_state_dict(self._sharded(state["optimizer"]))
+        self._copy_mapped()
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": self.schedule.base_lrs})
         own["lr"] = self.settings.lr * self.schedule.lr_lambdas[0](self.schedule.last_epoch)
         self.optimizer.param_groups[0].update(own)
         with torch.no_grad():
             for name, master in state.get("masters", {}).items():
-                self.masters[name].copy_(spread_like(master, self.masters[name]))
+                self.masters[name].copy_(shard_like(master, self.masters[name]))
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
-        self._rest()
+        self._maybe_offload()
 
-    def _own_memory(self) -> None:
-        """What the optimizer took as it is may be mapped from a file, which is not ours to keep."""
+    def _copy_mapped(self) -> None:
+        """Copy optimizer states that may still be memory-mapped from the checkpoint."""
         for state in self.optimizer.state.values():
             here = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_cpu}
             state.update({name: value.clone() for name, value in here.items()})
 
-    def _own_part(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state as this rank holds it."""
+    def _sharded(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer state, sharded as this rank's masters are."""
         masters = list(self.masters.values())
         state = {
             number: {
-                name: spread_like(value, masters[number]) if value.shape == masters[number].shape else value
+                name: shard_like(value, masters[number]) if value.shape == masters[number].shape else value
                 for name, value in one.items()
             }
             for number, one in optimizer["state"].items()
@@ -179,7 +180,8 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient to its master, so that only one is in memory at the lower precision."""
+    """A hook that moves a parameter's gradient to its master, so that only one low-precision gradient exists at a
+    time."""
 
     def collect(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -193,12 +195,12 @@ def _collector(master: nn.Parameter) -> Callable[[Tensor], None]:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps is done after this one; -1 is never."""
+    """Whether something done every `every` steps is due after this one; -1 is never."""
     return every > 0 and step % every == 0
 
 
 def step_seed(seed: int, step: int) -> int:
-    """What dropout draws from in one step: a resumed run draws what the first one would have drawn."""
+    """The seed of dropout in one step, so that a resumed run draws the same numbers."""
     return episode_seed(seed, step, 0, 0)
 
 

@@ -1,4 +1,6 @@
-"""The reference policy: where training started, frozen; with LoRA it is the policy's own module without its adapters.
+"""The frozen reference policy, and the controller of the KL coefficient.
+
+The reference is the model that training started from. With LoRA it is the policy's own module with its adapters off.
 
 Shapes: M sampled tokens.
 """
@@ -28,9 +30,10 @@ LARGEST_ERROR = 0.2  # a KL far off the target moves the coefficient no faster t
 
 @dataclass(kw_only=True)
 class KlController:
-    """`target` is the wanted mean KL of a sampled token; without one the coefficient stays.
+    """The coefficient of the KL in the reward. `target` is the desired mean KL of a sampled token; None: a constant
+    coefficient.
 
-    A KL that is 20 % or more above the target all the time multiplies the coefficient by about e ** 0.2 for every
+    A KL that stays 20 % or more above the target multiplies the coefficient by about e ** 0.2 for every
     `horizon` episodes.
     """
 
@@ -38,18 +41,18 @@ class KlController:
     target: float | None = None
     horizon: int = 10000
 
-    def see(self, kl: float, episodes: int) -> None:
-        """Move the coefficient, once the KL of a step's episodes is known."""
+    def update(self, kl: float, episodes: int) -> None:
+        """Adapt the coefficient to the KL of a step's episodes."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.coefficient *= 1 + error * episodes / self.horizon
 
     def part(self) -> Part:
-        """The coefficient's part of a checkpoint, as it is now."""
+        """The current coefficient as a part of a checkpoint."""
         return json_part(FILE, {"coefficient": self.coefficient})
 
     def read(self, folder: Path) -> None:
-        """Go on from a checkpoint. A fixed coefficient is the configuration's, as a learning rate is."""
+        """Restore an adaptive coefficient from a checkpoint. A constant one comes from the configuration."""
         path = folder / FILE
         if self.target is not None and path.exists():
             self.coefficient = json.loads(path.read_text(encoding="utf-8"))["coefficient"]
@@ -62,25 +65,25 @@ class Reference(Protocol):
 
 
 class FrozenModel:
-    """A module of its own."""
+    """A reference with its own weights."""
 
     def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         self.model = model
         self._device, self._offload = model.device, offload
         model.requires_grad_(False)
         attention.install(model)
-        self._rest()
+        self._maybe_offload()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the model is on its device; outside, with `offload`, in main memory."""
+        """A context in which the model is on its device. Outside, with `offload`, it is in main memory."""
         self.model.to(self._device)  # type: ignore[arg-type]
         try:
             yield
         finally:
-            self._rest()
+            self._maybe_offload()
 
-    def _rest(self) -> None:
+    def _maybe_offload(self) -> None:
         if self._offload:
             self.model.to("cpu")  # type: ignore[arg-type]
 
@@ -90,7 +93,7 @@ class FrozenModel:
 
 
 class BaseOfPolicy:
-    """The module that is being trained, its adapters switched off: no second model in memory."""
+    """The policy's own module with its adapters off, which needs no second model in memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -102,5 +105,5 @@ class BaseOfPolicy:
 
 
 def awake(reference: Reference | None) -> AbstractContextManager[None]:
-    """While the block lasts, the reference can be asked."""
+    """A context in which the reference can be evaluated."""
     return reference.awake() if isinstance(reference, FrozenModel) else nullcontext()

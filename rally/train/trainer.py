@@ -1,7 +1,7 @@
-"""The fit loop: rollout, advantages, update, validation, checkpoint, in that order, until the last step.
+"""The training loop: rollout, advantages, update, validation and checkpoint, in that order, for every step.
 
-A step is a pure function of the weights, the optimizer, the sampler's state and (seed, step): all seeds are. So
-resuming from a checkpoint continues the same run, and everything of later steps found in the run folder is set aside.
+A step is a pure function of the weights, the optimizer state, the sampler state and (seed, step). So a run that resumes
+from a checkpoint continues as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from rally.util.threads import BackgroundWriter
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """When things happen."""
+    """The schedule of a run, and the limits of its warnings."""
 
     total_steps: int
     batch_size: int
@@ -74,7 +74,7 @@ class TrainerSettings:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and the loop over them."""
+    """The components of a run, and the loop over its steps."""
 
     settings: TrainerSettings
     update: UpdateSettings
@@ -99,15 +99,15 @@ class Trainer:
     start_step: int = 0
     recorder: BackgroundWriter = field(default_factory=BackgroundWriter)
     interrupt: Interrupt = field(default_factory=Interrupt)
-    done: int = field(default=0, init=False)  # the last step that has ended
-    history: list[dict[str, float]] = field(default_factory=list)  # of the steps before, what is watched
+    done: int = field(default=0, init=False)  # the last completed step
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of earlier steps, for the health checks
 
     async def fit(self) -> dict[str, float]:
-        """Train to the last step, or until somebody interrupts; returns the last validation's metrics."""
+        """Train to the last step or until an interrupt. Returns the metrics of the last validation."""
         self.done = self.start_step
         last: dict[str, float] = {}
         await self.engine.start()
-        saving: dict[str, float] = {}  # how long the last checkpoint took is told with the step after it
+        saving: dict[str, float] = {}  # the time of a checkpoint is logged with the next step
         if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
             last = await self.validate(0)
             self._log(0, last)
@@ -121,7 +121,7 @@ class Trainer:
             if self.val_tasks and (final or due(step, self.settings.test_freq)):
                 last = await self.validate(step)
                 metrics |= last
-            self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step, and loses no metrics
+            self._log(step, metrics)  # before the checkpoint: a kill in between repeats the step and loses no metrics
             self.done = step
             saved = final or self.interrupt.requested or due(step, self.settings.save_freq)
             if saved:
@@ -144,10 +144,10 @@ class Trainer:
         with clock("gen"):
             result = await self._collect(step, clock)
         used = (self.engine.busy_seconds - busy) / (time.perf_counter() - began)
-        metrics = {"engine/idle_share": max(0.0, 1 - used)}  # a request given up before may end in this rollout
+        metrics = {"engine/idle_share": max(0.0, 1 - used)}  # an aborted request may end only in this rollout
         metrics |= rollout_metrics(result.sampled, self.settings.max_prompt_length)
         metrics |= result.metrics() | reward_metrics(result.scored)
-        metrics |= self._learned(step, result.scored)
+        metrics |= self._update_sampler(step, result.scored)
         self._record(step, result.everything, validate=False)
         with clock("update_weights"):
             await self.engine.rest()
@@ -174,17 +174,18 @@ class Trainer:
         if settings.filter is not None:
             groups = LiveGroups(settings.filter, size, len(rows), jobs_at, self.rollout.policy)
         jobs = jobs_at(0, size) if groups is None else groups.begin()
-        total = len(jobs) if groups is None else None  # with refills nobody knows yet
+        total = len(jobs) if groups is None else None  # unknown: dynamic sampling may add groups
         with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
             result = await self.rollout.collect(
                 jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed)
             )
         if groups is not None and groups.missing:
-            self.console.warn_once("missing", f"step {step}: {groups.words}")
+            self.console.warn_once("missing", f"step {step}: {groups.shortage}")
         return result
 
     def _shown(self, timed: Timed) -> Timed:
-        """Scoring a whole batch is a phase that a person sees; episodes scored one by one are seen as they end."""
+        """`timed`, with a progress bar for scoring a whole batch. Episodes that are scored one by one advance the
+        rollout's bar."""
 
         @contextmanager
         def scoring(name: str) -> Iterator[None]:
@@ -194,15 +195,15 @@ class Trainer:
 
         return scoring
 
-    def _learned(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """The sampler's own numbers, once it has seen how the episodes went."""
+    def _update_sampler(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Update the sampler with the episodes, and return its metrics."""
         return {f"curriculum/{name}": value for name, value in (self.sampler.update(step, episodes) or {}).items()}
 
     def _update(self, step: int, episodes: Sequence[Episode], timed: Timed) -> dict[str, float]:
         if not episodes:
-            self.console.warn_once("empty", f"step {step}: no group is left to train on")
+            self.console.warn_once("empty", f"step {step}: no group is left to train on; the policy is not updated")
             with self.engine.updating():
-                return {}  # but the version is a new one: a run that resumes here has nothing cached either
+                return {}  # the weight version still advances, so that caches are empty as after a resume
         count = self._mini_batches(step, len({e.group for e in episodes}))
         torch.manual_seed(step_seed(self.settings.seed, step))
         with (
@@ -231,7 +232,7 @@ class Trainer:
             coefficient = self.reward_kl.coefficient
             kl = -float(penalties_M.mean(dtype=torch.float64)) / coefficient
             metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
-            self.reward_kl.see(kl, len(episodes))
+            self.reward_kl.update(kl, len(episodes))
         return metrics | {
             "critic/advantages/mean": float(advantages.mean()),
             "critic/advantages/max": float(advantages.max()),
@@ -240,12 +241,12 @@ class Trainer:
         }
 
     def _mini_batches(self, step: int, groups: int) -> int:
-        """How many the update of a step has, the critic's included."""
+        """The number of mini-batches of a step's update, including the critic's."""
         critic = 0 if self.critic is None else self.critic.settings.mini_batches(groups)
         return critic + (-(-groups // self.update.mini_batch_groups) * self.update.epochs if self._trains(step) else 0)
 
     def _trains(self, step: int) -> bool:
-        """Whether the policy learns in this step; while a critic warms up it does not."""
+        """Whether the policy is updated in this step. It is not during the critic's warm-up."""
         return self.critic is None or step > self.critic.settings.warmup_steps
 
     def _batch(
@@ -257,7 +258,7 @@ class Trainer:
         progress: Callable[[], None],
         timed: Timed,
     ) -> TrainBatch:
-        """The episodes with their advantages; a critic that gave them then learns what it should have expected."""
+        """The episodes with their advantages. A critic, if there is one, is updated after it has given its values."""
         if self.critic is None:
             return build_batch(episodes, self.settings.credit, penalties_M)
         with timed("values"):
@@ -267,12 +268,12 @@ class Trainer:
         return judgement.policy
 
     def _parts(self) -> list[Part]:
-        """What a checkpoint holds beside the policy and the sampler."""
+        """The parts of a checkpoint beside the policy and the sampler."""
         counters = json_part(COUNTERS, {"weight_version": self.engine.weight_version})
         return [counters, *(one.part() for one in (self.critic, self.reward_kl) if one is not None)]
 
     def _reward_kl(self, episodes: Sequence[Episode], timed: Timed) -> Tensor | None:
-        """What the KL to the reference takes from the reward of each sampled token, if it is in the reward."""
+        """The KL penalty on the reward of each sampled token; None if the reward has none."""
         if self.reward_kl is None:
             return None
         assert self.reference is not None
@@ -282,7 +283,7 @@ class Trainer:
         return kl_rewards(rows, logp_M, self.settings.reward_kl_kind, self.reward_kl.coefficient)
 
     async def validate(self, step: int) -> dict[str, float]:
-        """Every validation prompt, by every pass; greedy and sampled metrics keep separate names."""
+        """Run every validation pass over all prompts. Greedy and sampled metrics have separate names."""
         if self.val_tasks is None:
             return {}
         metrics: dict[str, float] = {}
@@ -336,13 +337,13 @@ class Trainer:
         }
 
     def _watch(self, metrics: dict[str, float], episodes: Sequence[Episode]) -> None:
-        """Say in words, once, what a person should look at."""
+        """Warn, once each, about what the metrics of this step show."""
         mismatch = metrics.get("actor/rollout_mismatch_kl", 0.0)
         if mismatch > self.settings.mismatch_alarm:
             self.console.warn_once(
                 "mismatch",
                 f"rollout and trainer disagree about the policy (k3 = {mismatch:.2g}, over rollout.mismatch_alarm="
-                f"{self.settings.mismatch_alarm}); advantages are computed for another policy than the one trained",
+                f"{self.settings.mismatch_alarm}); the episodes were sampled from another policy than the one trained",
             )
         self.history.append(watched(metrics))
         for finding in findings(self.history, self.settings.watch):
@@ -360,16 +361,16 @@ def _source(episode: Episode) -> dict[str, Any]:
 
 
 def run(trainer: Trainer) -> dict[str, float]:
-    """Run the loop to its end, then close what it opened."""
+    """Run the loop to its end, then close everything it opened."""
 
-    async def whole() -> dict[str, float]:
+    async def fit_and_close() -> dict[str, float]:
         async with trainer.rollout.scorer:
             try:
-                async with trainer.policy.ranks.watching():
+                async with trainer.policy.ranks.watch():
                     return await trainer.fit()
             finally:
                 trainer.recorder.close()
                 await trainer.engine.close()
 
     with trainer.sinks:
-        return asyncio.run(whole())
+        return asyncio.run(fit_and_close())

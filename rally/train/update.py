@@ -1,6 +1,9 @@
-"""One policy update: mini-batches, micro-batches, the loss, the optimizer step, and what a person should know of it.
+"""The policy update of one step: mini-batches, micro-batches, the loss, the optimizer step and their metrics.
 
-A mini-batch's loss is the same number however it is cut into micro-batches: the weight of a token is fixed before.
+The loss of a mini-batch does not depend on how it is divided into micro-batches: the weight of every token is fixed
+before.
+
+Shapes: M sampled tokens, N episodes.
 """
 
 from __future__ import annotations
@@ -30,21 +33,21 @@ from rally.train.reference import Reference
 
 
 def probability_agreement(trained: Sequence[Tensor], recorded: Sequence[Tensor]) -> dict[str, float]:
-    """The difference of the two probabilities, and their correlation, which is left out where either does not vary."""
+    """Differences between the two probabilities of each token, and their correlation unless one of them is constant."""
     p_M, q_M = (torch.cat(list(parts)).double().exp() for parts in (trained, recorded))
-    apart_M = (p_M - q_M).abs()
-    told = {
-        "training/rollout_probs_diff_mean": float(apart_M.mean()),
-        "training/rollout_probs_diff_max": float(apart_M.max()),
-        "training/rollout_probs_diff_std": float(apart_M.std(correction=0)),
+    difference_M = (p_M - q_M).abs()
+    metrics = {
+        "training/rollout_probs_diff_mean": float(difference_M.mean()),
+        "training/rollout_probs_diff_max": float(difference_M.max()),
+        "training/rollout_probs_diff_std": float(difference_M.std(correction=0)),
     }
     correlation = float(torch.corrcoef(torch.stack([p_M, q_M]))[0, 1]) if len(p_M) > 1 else float("nan")
-    return told | ({"training/rollout_actor_probs_pearson_corr": correlation} if correlation == correlation else {})
+    return metrics | ({"training/rollout_actor_probs_pearson_corr": correlation} if correlation == correlation else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
-    """The objective and how it is cut."""
+    """The objective, and the sizes of mini-batches and micro-batches."""
 
     mini_batch_groups: int
     surrogate: SurrogateSettings = field(default_factory=SurrogateSettings)
@@ -57,25 +60,25 @@ class UpdateSettings:
     epochs: int = 1
     max_tokens: int = 16384
     max_rows: int | None = None
-    log_prob_limits: MicroBatchLimits | None = None  # of a pass for old log-probabilities; None: as in the update
-    reference_limits: MicroBatchLimits | None = None  # of one for the reference's
+    log_prob_limits: MicroBatchLimits | None = None  # for old log-probabilities; None: as in the update
+    reference_limits: MicroBatchLimits | None = None  # for the reference's log-probabilities; None: as in the update
     temperature: float = 1.0
-    deterministic: bool = False  # logprobs by the kernels of a deterministic rollout
+    deterministic: bool = False  # compute log-probabilities with the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
 
     @property
-    def cut(self) -> MicroBatchLimits:
+    def limits(self) -> MicroBatchLimits:
         return MicroBatchLimits(self.max_tokens, self.max_rows)
 
     @property
     def needs_every_row(self) -> bool:
-        """Rows without advantage have no gradient unless a KL or entropy term reaches them."""
+        """Whether rows without advantage are computed too: a KL or entropy term gives them a gradient."""
         return self.kl_coef != 0 or self.entropy_coeff != 0 or self.surrogate.mode == "kl_cov"
 
 
 @dataclass
 class UpdateMetrics:
-    """Sums over tokens, turned into means at the end; they stay on the device, so that nothing waits for them."""
+    """Sums over tokens, divided at the end. They stay on the device, so that adding to them does not synchronize."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
@@ -84,35 +87,35 @@ class UpdateMetrics:
     trained: list[Tensor] = field(default_factory=list)
     recorded: list[Tensor] = field(default_factory=list)
 
-    def add(self, seen: MicroBatchResult, *, fresh: bool, counts: bool) -> None:
-        """What was seen of a micro-batch. Only the first mini-batch still has the weights of the rollout: `fresh`."""
-        most = None if counts else 0
-        self.tokens += seen.logp_M[:most].numel()
-        for name, values_M in seen.values.items():
-            total = values_M.detach()[:most].sum(dtype=torch.float64)
+    def add(self, result: MicroBatchResult, *, fresh: bool, counts: bool) -> None:
+        """Add a micro-batch. `fresh`: its mini-batch is the first, whose weights are still those of the rollout."""
+        limit = None if counts else 0
+        self.tokens += result.logp_M[:limit].numel()
+        for name, values_M in result.values.items():
+            total = values_M.detach()[:limit].sum(dtype=torch.float64)
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         if fresh:
-            self.trained.append(seen.logp_M[:most])
-            self.recorded.append(seen.recorded_M[:most])
+            self.trained.append(result.logp_M[:limit])
+            self.recorded.append(result.recorded_M[:limit])
 
     def result(self, ranks: Ranks) -> dict[str, float]:
-        """Over all ranks, which have all gone through the same mini-batches."""
+        """The metrics over all ranks, which have run the same mini-batches."""
         mine = torch.tensor(
             [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
         )
-        tokens, *rest = sum(ranks.gathered(mine), torch.zeros_like(mine)).tolist()
+        tokens, *rest = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
         means = {f"actor/{k}": v / max(1, tokens) for k, v in zip(self.sums, rest[len(self.losses) :], strict=True)}
         means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         if self.trained:
-            means |= _mismatch(*(torch.cat(ranks.gathered(torch.cat(x))) for x in (self.trained, self.recorded)))
+            means |= _mismatch(*(torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)))
         means["actor/trained_tokens"] = tokens
         return means
 
 
 class MicroBatchResult(NamedTuple):
-    """What a micro-batch tells: log-probabilities now and as recorded, and values to be averaged over tokens."""
+    """Log-probabilities now and as recorded by the rollout, and values to average over tokens."""
 
     logp_M: Tensor
     recorded_M: Tensor
@@ -121,11 +124,11 @@ class MicroBatchResult(NamedTuple):
 
 class MicroBatchLoss(NamedTuple):
     loss_M: Tensor
-    seen: MicroBatchResult
+    result: MicroBatchResult
 
 
 def _mismatch(trained_M: Tensor, recorded_M: Tensor) -> dict[str, float]:
-    """Rollout against trainer on the same weights."""
+    """How far the rollout's log-probabilities are from the trainer's on the same weights."""
     k3_M = losses.kl_estimate(recorded_M, trained_M, "k3")
     return {
         "actor/rollout_mismatch_kl": float(k3_M.mean()),
@@ -152,46 +155,46 @@ def update_policy(
     """Run all mini-batches of one training step and return its metrics."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
     metrics = UpdateMetrics()
-    told: dict[str, float] = {}
-    with policy.ranks.doing(UpdatePolicy(batch, step, torch.initial_seed())):
+    correction: dict[str, float] = {}
+    with policy.ranks.broadcast(UpdatePolicy(batch, step, torch.initial_seed())):
         if settings.correction.active:
             with timed("old_log_prob"):
-                batch, told = _corrected(policy, batch, settings)
+                batch, correction = _corrected(policy, batch, settings)
         with policy.training():
             for epoch in range(settings.epochs):
                 order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
                 for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
-                    fresh = epoch == number == 0 and not settings.correction.active  # which has measured it already
+                    fresh = epoch == number == 0 and not settings.correction.active  # which measures the mismatch
                     _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
                     progress()
         rate = policy.optimizer.param_groups[0]["lr"]
         policy.advance()
-        return {**metrics.result(policy.ranks), **told, "actor/lr": rate}
+        return {**metrics.result(policy.ranks), **correction, "actor/lr": rate}
 
 
 def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
-    """The batch with the trainer's own log-probabilities as the old ones, and what its tokens count for."""
+    """The batch with the trainer's own log-probabilities as the old ones, and with importance weights."""
 
     def forward(packed: PackedRows) -> Tensor:
         return _logprobs(policy, packed, settings).logp_M
 
-    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.cut, policy.ranks)
+    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
 
 def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
-    """What the reference gives each sampled token of the rows."""
+    """The reference's log-probability of each sampled token of the rows."""
 
     def forward(packed: PackedRows) -> Tensor:
         return reference(packed, settings.temperature)
 
-    with policy.ranks.doing(ComputeReference(rows)):
-        return over_rows(rows, forward, policy.device, settings.reference_limits or settings.cut, policy.ranks)
+    with policy.ranks.broadcast(ComputeReference(rows)):
+        return over_rows(rows, forward, policy.device, settings.reference_limits or settings.limits, policy.ranks)
 
 
 def visit_order(groups: int, seed: int | None, step: int, epoch: int) -> list[int]:
-    """In which order the prompts' groups are visited: a pure function of (seed, step, epoch)."""
+    """The order in which groups are visited, a pure function of (seed, step, epoch)."""
     if seed is None:
         return list(range(groups))
     generator = torch.Generator().manual_seed(hash((seed, step, epoch)) & (2**63 - 1))
@@ -218,12 +221,12 @@ def _mini_batch(
         rows = marked_rows(rows, settings.surrogate)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total, tried = torch.zeros(()), []
-    parts = micro_batches_for(policy.ranks, rows, settings.cut)
+    parts = micro_batches_for(policy.ranks, rows, settings.limits)
     for part in share_of(policy.ranks, parts):
         packed = pack(part.rows, policy.device)
-        loss_M, seen = _loss(policy, packed, weights_N, settings, reference)
+        loss_M, result = _loss(policy, packed, weights_N, settings, reference)
         (loss_M.sum() * part.counts).backward()
-        metrics.add(seen, fresh=fresh, counts=part.counts)
+        metrics.add(result, fresh=fresh, counts=part.counts)
         if part.counts:
             total = total + loss_M.detach().sum()
             tried.append(Tried(part.rows, loss_M.detach()))
@@ -233,21 +236,22 @@ def _mini_batch(
 
 
 def take_step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]) -> float:
-    """All ranks take it or none does: they see the same norm. What it was computed from is told of all of them."""
+    """Take an optimizer step. All ranks take it or none does, because they see the same norm. The error for a diverged
+    gradient holds the rows and losses of all ranks."""
     try:
         return policy.optimizer_step(tried)
     except DivergedError as error:
         mine_M = torch.cat([torch.zeros(0), *(part.loss_M.float().cpu() for part in tried)])
-        found = in_order(policy.ranks, parts, mine_M)
-        raise DivergedError(error.problem, list(map(Tried, parts, found))) from None
+        losses_of_parts = in_order(policy.ranks, parts, mine_M)
+        raise DivergedError(error.problem, list(map(Tried, parts, losses_of_parts))) from None
 
 
 def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> TokenLogprobs:
-    found = token_logprobs(policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0)
+    tokens = token_logprobs(policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0)
     if not (settings.deterministic and policy.device.type == "cuda"):
-        return found
+        return tokens
     exact_M = exact_logprobs(exact_decoder(policy.model), packed, settings.temperature)
-    return found._replace(logp_M=with_value(found.logp_M, exact_M))
+    return tokens._replace(logp_M=with_value(tokens.logp_M, exact_M))
 
 
 def _loss(
@@ -257,7 +261,7 @@ def _loss(
     settings: UpdateSettings,
     reference: Reference | None,
 ) -> MicroBatchLoss:
-    """What each sampled token adds to the loss of its mini-batch."""
+    """The contribution of each sampled token to the loss of its mini-batch."""
     logp_M, entropy_M = _logprobs(policy, packed, settings)
     tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
     surrogate = policy_loss(tokens, settings.surrogate)
@@ -274,5 +278,5 @@ def _loss(
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
         values["kl_loss"] = kl_M
-    seen = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values)
-    return MicroBatchLoss(loss_M * weights_N[packed.episode_M], seen)
+    result = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values)
+    return MicroBatchLoss(loss_M * weights_N[packed.episode_M], result)

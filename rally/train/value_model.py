@@ -1,7 +1,7 @@
-"""The value model: the body of a language model with a scalar head, whose value depends on the history alone.
+"""The value model: the body of a language model with a scalar head.
 
-Before it has learned anything every value is exactly 0, so the first advantages are those of plain returns. On disk it
-is a Hugging Face folder of the body, with the head in a file of its own beside it.
+An untrained head gives exactly 0, so the first advantages are plain returns. On disk the model is a Hugging Face folder
+of the body, with the head in a separate file.
 
 Shapes: M sampled tokens, U different ones among them, T packed tokens, C hidden size.
 """
@@ -30,28 +30,28 @@ HEAD_FILE = f"{HEAD}.safetensors"
 
 
 def load_value_model(path: str, **options: Any) -> PreTrainedModel:
-    """From a folder that `value_model_part` wrote or from any language model, whose own head is left out; `options` are
-    those of `load_model`."""
-    learned = Path(path).expanduser() / HEAD_FILE
-    if learned.is_file():
-        return with_value_head(load_model(path, kind=AutoModel, **options), load_file(learned))
+    """Load from a folder that `value_model_part` wrote, or from any language model without its output head. `options`
+    are those of `load_model`."""
+    head_file = Path(path).expanduser() / HEAD_FILE
+    if head_file.is_file():
+        return with_value_head(load_model(path, kind=AutoModel, **options), load_file(head_file))
     return with_value_head(load_model(path, **options).base_model)
 
 
-def with_value_head(body: nn.Module, learned: dict[str, Tensor] | None = None) -> PreTrainedModel:
-    """The body with a head as its child, so that one optimizer and one schedule hold both."""
+def with_value_head(body: nn.Module, weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """The body with a value head as its child, so that one optimizer holds both."""
     assert isinstance(body, PreTrainedModel)
     head = nn.Linear(body.config.get_text_config().hidden_size, 1)
-    head.load_state_dict(learned or {name: torch.zeros_like(value) for name, value in head.state_dict().items()})
-    body.add_module(HEAD, head.to(body.device))  # in float32 whatever the body is: it is one row
+    head.load_state_dict(weights or {name: torch.zeros_like(value) for name, value in head.state_dict().items()})
+    body.add_module(HEAD, head.to(body.device))  # always float32: it is a single row
     attention.install(body)
     return body
 
 
 def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
-    """A function that writes the model, as it is now, into a folder."""
+    """A function that writes the current weights into a folder."""
     state: dict[str, Tensor] = copied(model_state(model))
-    saver = model if ranks_of(model).count == 1 else plain_twin(model)
+    saver = model if ranks_of(model).world_size == 1 else plain_twin(model)
     head = {name.removeprefix(f"{HEAD}."): state.pop(name) for name in list(state) if name.startswith(f"{HEAD}.")}
 
     def write(folder: Path) -> None:
@@ -63,7 +63,7 @@ def value_model_part(model: PreTrainedModel) -> Callable[[Path], None]:
 
 def token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """The value of the state before each sampled token, read where that token is predicted."""
-    return ranks_of(model).within(model, _token_values, packed)
+    return ranks_of(model).summon(model, _token_values, packed)
 
 
 def _token_values(model: PreTrainedModel, packed: PackedRows) -> Tensor:

@@ -1,1 +1,1 @@
-"""What an agent did can be looked at: a page over run folders, served on this machine or written as one file."""
+"""The viewer: a web page over run folders, served on this machine or exported as one file."""

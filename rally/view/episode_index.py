@@ -1,4 +1,7 @@
-"""New episode files are in the index within a second of being written, without anybody waiting for it."""
+"""The SQLite index over the episode files of a run, and the thread that keeps it up to date.
+
+New files are indexed within a second. The index is derived data: it is rebuilt if it is missing or unusable.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.types import RallyError
+from rally.util.atomic import atomic_file
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"
-FORMAT = 1  # PRAGMA user_version; an index of another format is made anew
-PIECE = 256  # episodes a transaction
+FORMAT = 1  # PRAGMA user_version; an index of another format is rebuilt
+CHUNK = 256  # episodes per transaction
 WAIT = 30.0  # seconds for another viewer's transaction
 
-# One for each order of the table, and one that answers by itself what there is to choose from.
+# One for each sort order of the table, and a covering one for the facets.
 _SORTED = (
     "file", "id", "grp", "task", "source", "step", "validate", "ifnull(reward, -9e999)", "stop", "turns", "calls",
     "errors", "sampled", "tokens", "seconds", "step, validate, reward",
@@ -42,12 +46,12 @@ PRAGMA user_version = {FORMAT};
 _INSERT = (
     f"INSERT INTO episodes(file, offset, length, {', '.join(COLUMNS)}) VALUES ({', '.join('?' * (3 + len(COLUMNS)))})"
 )
-# Scripts without spaces between words: each character is a word of its own, and a query a phrase of them.
+# Scripts without spaces between words: each character is indexed as a word, and a query is a phrase of them.
 _UNSPACED = re.compile("[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
 
 class IndexedFile(NamedTuple):
-    """One file of the run as it is now; the writing of it anew changes size or time."""
+    """One file of the run in its current version; rewriting it changes size or time."""
 
     name: str
     size: int
@@ -60,7 +64,7 @@ class IndexedFile(NamedTuple):
 
 
 class EpisodeLocation(NamedTuple):
-    """Where the line of an episode is."""
+    """The location of an episode's line."""
 
     file: str
     offset: int
@@ -68,24 +72,24 @@ class EpisodeLocation(NamedTuple):
 
 
 def spaced(text: str) -> str:
-    """`text` with a space around each character that is a word by itself."""
+    """`text` with a space around each character that is indexed as a word."""
     return _UNSPACED.sub(r" \g<0> ", text)
 
 
 def list_files(folder: Path) -> list[IndexedFile]:
-    """The episode files of a run; a file being written has another name until it is whole."""
-    found = []
+    """The episode files of a run. A file that is being written has another name until it is complete."""
+    files = []
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".jsonl") and not entry.name.startswith("."):
-                with suppress(FileNotFoundError):  # set aside since the folder was read
+                with suppress(FileNotFoundError):  # moved aside since the folder was listed
                     stat = entry.stat()
-                    found.append(IndexedFile(entry.name, stat.st_size, stat.st_mtime_ns))
-    return found
+                    files.append(IndexedFile(entry.name, stat.st_size, stat.st_mtime_ns))
+    return files
 
 
 def index_path(run: Path) -> Path:
-    """In the run folder, or in the user's cache where that cannot be written."""
+    """The path of the index: in the run folder, or in the user's cache if that is not writable."""
     if os.access(run, os.W_OK):
         return run / NAME
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rally" / "view"
@@ -99,7 +103,7 @@ def index_path(run: Path) -> Path:
 
 
 class Index:
-    """The index file of one run. Each thread asks for a connection of its own."""
+    """The index file of one run. Each thread opens its own connection."""
 
     def __init__(self, run: Path) -> None:
         self.episodes = run / "episodes"
@@ -107,18 +111,16 @@ class Index:
         self.ensure()
 
     def ensure(self) -> None:
-        """Make it where it is not there or not usable."""
+        """Create the index if it is missing or unusable."""
         if not self._usable():
             self._make()
 
     def _make(self) -> None:
-        """It has its name only once it is whole."""
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        for path in (part, *(self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))):
-            path.unlink(missing_ok=True)
-        with closing(sqlite3.connect(part)) as db:
+        """The file gets its name only once it is complete."""
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        with atomic_file(self.path) as part, closing(sqlite3.connect(part)) as db:
             db.executescript(_SCHEMA)
-        os.replace(part, self.path)
 
     def _usable(self) -> bool:
         try:
@@ -128,51 +130,51 @@ class Index:
             return False
 
     def inode(self) -> int | None:
-        """Another one when somebody removed the file and it was made anew."""
+        """The inode of the file, which changes if it is removed and rebuilt."""
         try:
             return self.path.stat().st_ino
         except FileNotFoundError:
             return None
 
     def connect(self) -> sqlite3.Connection:
-        # Never made by asking: an empty file of that name would be taken for an index.
+        # mode=rw: do not create the file, because an empty one would pass for an index.
         address = self.path.absolute().as_uri() + "?mode=rw"
         db = sqlite3.connect(address, uri=True, timeout=WAIT, isolation_level=None)
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = OFF")  # derived: what a power cut breaks is made anew
+        db.execute("PRAGMA synchronous = OFF")  # derived data: it is rebuilt if a power loss damages it
         return db
 
-    def told(self, file: str) -> str:
-        """A file's name in words, without where the run lies: exported pages go to others."""
+    def label(self, file: str) -> str:
+        """A file's name for messages, without the path of the run: exported pages are shared."""
         return f"{self.episodes.parent.name}/{self.episodes.name}/{file}"
 
     def forget_gone(self, db: sqlite3.Connection, files: list[IndexedFile]) -> bool:
-        """Remove what was read from files that are gone or were written anew; whether there was any."""
+        """Remove the rows of files that are gone or were rewritten. Returns whether there were any."""
         now = {file.name: file for file in files}
         known = db.execute("SELECT name, size, mtime FROM files").fetchall()
         stale = [name for name, *stat in known if name not in now or [*now[name][1:]] != stat]
         for name in stale:
             with db:
                 db.execute("BEGIN IMMEDIATE")
-                # Their words stay behind: row numbers are never given twice, so no search finds a row by them.
+                # Their full-text entries stay: row numbers are never reused, so no search finds a row by them.
                 db.execute("DELETE FROM lanes WHERE n IN (SELECT n FROM episodes WHERE file = ?)", (name,))
                 db.execute("DELETE FROM episodes WHERE file = ?", (name,))
                 db.execute("DELETE FROM files WHERE name = ?", (name,))
         return bool(stale)
 
     def unread(self, db: sqlite3.Connection, files: list[IndexedFile]) -> list[IndexedFile]:
-        """Files with lines that are not in the index, the newest steps first."""
+        """Files with lines that are not indexed yet, newest steps first."""
         done = dict(db.execute("SELECT name, done FROM files").fetchall())
         left = [file for file in files if done.get(file.name, -1) < file.size]
         return sorted(left, key=lambda file: file.newest_first, reverse=True)
 
-    def read_piece(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
-        """Add the next lines of a file; whether the file is finished."""
+    def read_chunk(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
+        """Index the next lines of a file. Returns whether the file is complete."""
         with db:  # commits, or rolls back
             db.execute("BEGIN IMMEDIATE")
             db.execute("INSERT OR IGNORE INTO files VALUES (?, ?, ?, 0)", file)
             (done,) = db.execute("SELECT done FROM files WHERE name = ?", (file.name,)).fetchone()
-            for place, line in islice(self._lines(file.name, done), PIECE):
+            for place, line in islice(self._lines(file.name, done), CHUNK):
                 self._add(db, place, line)
                 done = place.offset + place.length
             db.execute("UPDATE files SET done = ? WHERE name = ?", (done, file.name))
@@ -192,27 +194,27 @@ class Index:
             text = spaced(searched(episode))
         except (ValueError, LookupError, TypeError, AttributeError) as problem:
             raise RallyError(
-                f"byte {place.offset} of {self.told(place.file)} is not an episode ({problem!r}); move it away"
+                f"byte {place.offset} of {self.label(place.file)} is not an episode ({problem!r}); move it away"
             ) from None
         n = db.execute(_INSERT, (*place, *row[: len(COLUMNS)])).lastrowid
         db.execute("INSERT INTO lanes VALUES (?, ?)", (n, row.lanes))
         db.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (n, text))
 
 
-EVERY = 0.5  # seconds between looks at the folder
+POLL_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
 
 class Indexer:
-    """A thread that keeps an index in step with its folder."""
+    """A thread that keeps an index up to date with its folder."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._spoiled: dict[IndexedFile, str] = {}  # not asked again until they are written anew
-        self._unreadable: dict[IndexedFile, str] = {}  # asked again at every look
+        self._invalid: dict[IndexedFile, str] = {}  # not read again until they are rewritten
+        self._unreadable: dict[IndexedFile, str] = {}  # retried at every poll
         self._trouble: list[str] = []
         self._progress: dict[str, Any] = {"revision": 0, "episodes": 0, "bytes": 0, "read": 0, "problems": []}
         with closing(index.connect()) as db:
@@ -229,76 +231,76 @@ class Indexer:
             self._thread.join()
 
     def progress(self) -> dict[str, Any]:
-        """How many episodes there are, how many bytes of how many are read, and what could not be."""
+        """The number of episodes, bytes read and bytes in all, and problems."""
         now = self._progress
         return {**now, "problems": [*now["problems"], *self._trouble]}
 
     def catch_up(self) -> None:
-        """Read all that is there now."""
+        """Index everything that exists now."""
         with closing(self._index.connect()) as db:
             while self._read_some(db):
                 pass
 
     def _follow(self) -> None:
-        """Nothing that happens to the folder or to the index ends it: it says what is wrong and tries again."""
+        """Follow the folder. Errors of the folder or the index are reported and retried."""
         while not self._stop.is_set():
             try:
                 self._index.ensure()
                 self._follow_one(self._index.inode())
             except (OSError, sqlite3.DatabaseError) as problem:
-                self._trouble = [_told(self._index, problem)]
-                self._stop.wait(EVERY)
+                self._trouble = [_message(self._index, problem)]
+                self._stop.wait(POLL_SECONDS)
 
     def _follow_one(self, inode: int | None) -> None:
-        """Until the index is another file: whoever removes it under a running viewer has it made anew."""
+        """Follow the folder until the index file is replaced or removed."""
         with closing(self._index.connect()) as db:
             while not self._stop.is_set() and self._index.inode() == inode:
                 more = self._read_some(db)
                 self._trouble = []
                 if not more:
-                    self._stop.wait(EVERY)
+                    self._stop.wait(POLL_SECONDS)
 
     def _read_some(self, db: sqlite3.Connection) -> bool:
-        """One piece of the newest file that is not read to its end; whether there may be more to read."""
+        """Index one chunk of the newest unfinished file. Returns whether there may be more to read."""
         files = list_files(self._index.episodes)
         changed = self._index.forget_gone(db, files)
-        self._forgive(files)
-        left = (file for file in self._index.unread(db, files) if file not in self._spoiled)
-        read = any(self._read_piece(db, file) for file in left)
+        self._clear_problems(files)
+        left = (file for file in self._index.unread(db, files) if file not in self._invalid)
+        read = any(self._read_chunk(db, file) for file in left)
         if changed or read or self._problems() != self._progress["problems"]:
             self._measure(db, files)
         return read
 
-    def _forgive(self, files: list[IndexedFile]) -> None:
+    def _clear_problems(self, files: list[IndexedFile]) -> None:
         now = set(files)
-        for told in (self._spoiled, self._unreadable):
-            for file in told.keys() - now:
-                del told[file]
+        for problems in (self._invalid, self._unreadable):
+            for file in problems.keys() - now:
+                del problems[file]
 
-    def _read_piece(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
+    def _read_chunk(self, db: sqlite3.Connection, file: IndexedFile) -> bool:
         """Whether it could be read."""
         try:
-            self._index.read_piece(db, file)
+            self._index.read_chunk(db, file)
         except FileNotFoundError:
-            return False  # set aside by a resumed run since it was listed; the next look forgets it
+            return False  # moved aside by a resumed run since it was listed
         except OSError as problem:
-            self._unreadable[file] = f"{self._index.told(file.name)} cannot be read ({problem.strerror})"
+            self._unreadable[file] = f"{self._index.label(file.name)} cannot be read ({problem.strerror})"
             return False
         except RallyError as problem:
             _log.warning("%s", problem)
-            self._spoiled[file] = str(problem)
+            self._invalid[file] = str(problem)
             return False
         self._unreadable.pop(file, None)
         return True
 
     def _problems(self) -> list[str]:
-        return [*self._spoiled.values(), *self._unreadable.values()]
+        return [*self._invalid.values(), *self._unreadable.values()]
 
     def _measure(self, db: sqlite3.Connection, files: list[IndexedFile]) -> None:
-        """Files that cannot be read do not count, else the page would say for ever that it is reading."""
+        """Update the progress. Unreadable files do not count, because the page would otherwise show reading forever."""
         (episodes,) = db.execute("SELECT count(*) FROM episodes").fetchone()
         done = dict(db.execute("SELECT name, done FROM files").fetchall())
-        sound = [file for file in files if file not in self._spoiled and file not in self._unreadable]
+        sound = [file for file in files if file not in self._invalid and file not in self._unreadable]
         self._progress = {
             "revision": self._progress["revision"] + 1,
             "episodes": episodes,
@@ -308,7 +310,7 @@ class Indexer:
         }
 
 
-def _told(index: Index, problem: OSError | sqlite3.DatabaseError) -> str:
+def _message(index: Index, problem: OSError | sqlite3.DatabaseError) -> str:
     if isinstance(problem, sqlite3.DatabaseError):
-        return f"The index {index.path} failed ({problem}); if it goes on, remove that file and it is made anew."
-    return f"The run {index.episodes.parent.name} cannot be read ({problem.strerror or problem}); it is tried again."
+        return f"The index {index.path} failed ({problem}); if this persists, remove that file and it is rebuilt."
+    return f"The run {index.episodes.parent.name} cannot be read ({problem.strerror or problem}); it is retried."

@@ -1,6 +1,7 @@
-"""A table page is found by keys: its cost does not grow with the rows before it, and every filter is a bound value.
+"""Queries over the episode table: filters, sorting and keyset pagination.
 
-What is asked is written as in the page's links: `step=10..20&kind=val&reward=..0.5&stop=length,error&text=12*34`.
+The cost of a page does not grow with the rows before it, and every filter is a bound SQL parameter. A query is written
+as in the page's links: `step=10..20&kind=val&reward=..0.5&stop=length,error&text=12*34`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WORD = re.compile(r'"([^"]*)"|(\S+)')
 
 
 class QueryError(RallyError):
-    """A filter that cannot be understood."""
+    """An invalid filter."""
 
 
 class Condition(NamedTuple):
@@ -39,14 +40,14 @@ class Condition(NamedTuple):
 
 
 class QueryPage(NamedTuple):
-    """Rows in order, and the key to ask on with; None at the end."""
+    """Rows in order, and the key of the next page; None at the end."""
 
     rows: list[dict[str, Any]]
     next: str | None
 
 
 class Neighbours(NamedTuple):
-    """How many rows are before one, and the names of its neighbours; nothing of a row that is not in the table."""
+    """The number of rows before an episode, and its neighbours; empty if it is not in the table."""
 
     at: int | None = None
     before: str | None = None
@@ -55,31 +56,32 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True)
 class Query:
-    """Which rows, and in which order."""
+    """The filter and the sort order."""
 
     conditions: tuple[Condition, ...] = ()
     sort: str = "step"
     descending: bool = True
 
     @classmethod
-    def parse(cls, asked: Mapping[str, str]) -> Query:
-        """From the parameters of a link. An unknown name is an error, so that a typing mistake filters nothing away."""
+    def parse(cls, params: Mapping[str, str]) -> Query:
+        """Parse the parameters of a link. An unknown name is an error, so that a typo does not silently change the
+        filter."""
         known = {*RANGES, *EXACT, "kind", "stop", "errors", "text", "sort", "desc"}
-        if unknown := sorted(asked.keys() - known):
-            raise QueryError(f"there is no filter {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-        found = [_range(name, asked[name]) for name in RANGES if asked.get(name)]
-        found += [Condition(f"{column} = ?", (asked[name],)) for name, column in EXACT.items() if asked.get(name)]
-        found += [_kind(asked["kind"])] if asked.get("kind") else []
-        if stops := [stop for stop in asked.get("stop", "").split(",") if stop]:
+        if unknown := sorted(params.keys() - known):
+            raise QueryError(f"there is no filter {', '.join(unknown)}; the filters are {', '.join(sorted(known))}")
+        found = [_range(name, params[name]) for name in RANGES if params.get(name)]
+        found += [Condition(f"{column} = ?", (params[name],)) for name, column in EXACT.items() if params.get(name)]
+        found += [_kind(params["kind"])] if params.get("kind") else []
+        if stops := [stop for stop in params.get("stop", "").split(",") if stop]:
             found.append(Condition(f"stop IN ({', '.join('?' * len(stops))})", tuple(stops)))
-        if asked.get("errors") not in (None, "", "0"):
+        if params.get("errors") not in (None, "", "0"):
             found.append(Condition("errors > 0", ()))
-        if match := _match(asked.get("text", "")):
+        if match := _match(params.get("text", "")):
             found.append(Condition("n IN (SELECT rowid FROM words WHERE words MATCH ?)", (match,)))
-        sort = asked.get("sort") or "step"
+        sort = params.get("sort") or "step"
         if sort not in SORTS:
             raise QueryError(f"cannot sort by {sort}; the columns are {', '.join(SORTS)}")
-        return cls(tuple(found), sort, asked.get("desc", "1") != "0")
+        return cls(tuple(found), sort, params.get("desc", "1") != "0")
 
     def count(self, db: sqlite3.Connection) -> int:
         where, values = self._where()
@@ -100,7 +102,7 @@ class Query:
         return QueryPage([dict(zip(SHOWN, row, strict=False)) for row in rows], last and _key(*last))
 
     def beside(self, db: sqlite3.Connection, name: str) -> Neighbours:
-        """Where an episode is in this table now. Rows come while somebody reads, so no number of a row stays good."""
+        """The position of an episode in the table now. Positions change while a run adds rows."""
         key = SORTS[self.sort]
         where, values = self._where(Condition("id = ?", (name,)))
         own = db.execute(f"SELECT {key}, n FROM episodes {where}", values).fetchone()
@@ -131,7 +133,7 @@ def _number(name: str, text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise QueryError(f"{name}={text} is no number; write a number, or a range such as 10..20") from None
+        raise QueryError(f"{name}={text} is not a number; write a number, or a range such as 10..20") from None
 
 
 def _kind(kind: str) -> Condition:
@@ -141,7 +143,7 @@ def _kind(kind: str) -> Condition:
 
 
 def _match(text: str) -> str:
-    """Every word must be there, the last one perhaps only begun; "two words" in quotes stand side by side."""
+    """The full-text query: all words must match, the last one as a prefix; "two words" in quotes are a phrase."""
     words = [quoted or word for quoted, word in _WORD.findall(text.replace("\0", " "))]
     phrases = ['"' + spaced(word).strip().replace('"', '""') + '"' for word in words if re.search(r"\w", word)]
     return " AND ".join(phrases) + ("*" if phrases and not text.endswith(('"', " ")) else "")

@@ -1,7 +1,6 @@
-"""One recorded line becomes one row of the table, the words it is found by, and its lane in the timeline of its step.
+"""Converts a recorded episode into a table row, its searchable text, and its lanes in the timeline of its step.
 
-Lines are read as JSON and never built into episodes: a viewer must show what is there, also when an older or a newer
-Rally wrote it.
+Lines are read as JSON, not as `Episode` objects, so that records of older and newer versions of Rally can be shown.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from rally.track.run_folder.episode_json import Opaque, restore
 from rally.types import Image
 
 Json = dict[str, Any]
-FIRST_WORDS = 160  # characters of question and answer that a row shows
+EXCERPT_LENGTH = 160  # characters of question and answer in a row
 
 Lane = tuple[str, float, float]
-"""What an episode was doing, from when to when, in seconds."""
+"""An activity of an episode with its start and end in seconds."""
 
 
 class Summary(NamedTuple):
-    """The columns of the table. `started` is when the first lane begins, in unix seconds, or None where the record has
-    no times (in records before `timings["started"]` it counts from an unknown moment); `lanes` count from it."""
+    """The columns of the table. `started` is the start of the first lane in Unix seconds, or None if the record has no
+    times; `lanes` are relative to it."""
 
     id: str
     step: int
@@ -46,11 +45,11 @@ class Summary(NamedTuple):
 
 
 COLUMNS = Summary._fields[:-1]
-"""Of the table; lanes are kept apart, because they would be most of what a search through the rows has to read."""
+"""The columns of the table. Lanes are stored separately, because they would slow down searches."""
 
 
 def shown(value: Any) -> Any:
-    """A recorded value as JSON that a person can read: the markers of values that JSON cannot hold are resolved."""
+    """A recorded value as readable JSON: the markers of values that JSON cannot hold are resolved."""
     return _readable(restore(value))
 
 
@@ -66,12 +65,12 @@ def _readable(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0:
         return str(value)
     if isinstance(value, int) and value.bit_length() > 53:
-        return str(value)  # a seed has 63 bits, and a script's numbers 53
+        return str(value)  # a seed has 63 bits, a JavaScript number 53
     return value
 
 
 def summarize(episode: Json) -> Summary:
-    """The row of an episode as it was recorded."""
+    """The table row of a recorded episode."""
     turns, segments = episode["turns"], episode["segments"]
     results = [result for turn in turns for result in turn["tool_results"]]
     lanes = list(_lanes(episode))
@@ -92,15 +91,15 @@ def summarize(episode: Json) -> Summary:
         sampled=sum(sum(segment["response_mask"]) for segment in segments),
         tokens=sum(len(segment["response_ids"]) for segment in segments),
         seconds=_seconds(episode["timings"], "total"),
-        question=_first_words(_question(episode["task"])),
-        answer=_first_words(next((text_of(t["text"]) for t in reversed(turns) if t["role"] == "assistant"), "")),
+        question=_excerpt(_question(episode["task"])),
+        answer=_excerpt(next((text_of(t["text"]) for t in reversed(turns) if t["role"] == "assistant"), "")),
         started=begin if lanes else None,
         lanes=json.dumps([[kind, round(start - begin, 4), round(end - begin, 4)] for kind, start, end in lanes]),
     )
 
 
 def searched(episode: Json) -> str:
-    """All words an episode is found by: what was asked, said, called, answered and expected, and what went wrong."""
+    """The searchable text of an episode: prompt, replies, calls, tool results, ground truth and errors."""
     task = episode["task"]
     parts = [episode["id"], task["id"], task["data_source"], task["ground_truth"], episode["error"]]
     parts += [message.get("content") for message in task["prompt"] if isinstance(message, dict)]
@@ -111,7 +110,7 @@ def searched(episode: Json) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The words in a recorded value: a text as it is, the texts of content parts, anything else as JSON."""
+    """The text of a recorded value: a string as it is, the texts of content parts, anything else as JSON."""
     if isinstance(value, str) and value.isascii():
         return value
     return _words(shown(value))
@@ -125,7 +124,7 @@ def _words(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         value = value["text"]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # SQLite takes no lone surrogates
+    return text.encode("utf-8", "replace").decode()  # SQLite rejects lone surrogates
 
 
 def _question(task: Json) -> str:
@@ -134,9 +133,9 @@ def _question(task: Json) -> str:
     return text_of(asked[-1].get("content") or "") if asked else ""
 
 
-def _first_words(text: str) -> str:
-    words = " ".join(text[: 8 * FIRST_WORDS].split())
-    return words if len(words) <= FIRST_WORDS else words[: FIRST_WORDS - 1] + "…"
+def _excerpt(text: str) -> str:
+    short = " ".join(text[: 8 * EXCERPT_LENGTH].split())
+    return short if len(short) <= EXCERPT_LENGTH else short[: EXCERPT_LENGTH - 1] + "…"
 
 
 def _finite(value: Any) -> float | None:
@@ -144,12 +143,12 @@ def _finite(value: Any) -> float | None:
 
 
 def _seconds(times: Mapping[str, Any], name: str) -> float:
-    """0 where an older record has none."""
+    """A time, 0 if an older record lacks it."""
     return _finite(times.get(name)) or 0.0
 
 
 def _lanes(episode: Json) -> Iterator[Lane]:
-    """Turn by turn; the score comes last, when everything was said."""
+    """The lanes of all turns, and of scoring at the end."""
     began = end = _seconds(episode["timings"], "started")
     for turn in episode["turns"]:
         if (took := _seconds(turn, "seconds")) > 0:

@@ -1,5 +1,7 @@
-"""An exported page is one file that needs no server and no network: the same page with its data inside, and a sentence
-about everything that was left out."""
+"""Exports the viewer as one HTML file with its data, which needs no server and no network.
+
+The page says what was left out.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from urllib.parse import parse_qsl, urlencode
 
 from rally.redact import redacted_json
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import write_atomic
 from rally.view.episode_query import Query
 from rally.view.page import INDEX, page_files
 from rally.view.run_data import RunData
 
 Json = dict[str, Any]
 START = "app.js"
-PAGE = 500  # rows asked for at a time
+PAGE = 500  # rows per query
 NO_TOKENIZER = (
     "Where this was exported there was no tokenizer; tokens are shown as numbers beside the text of their turn. "
     "To export it with one, give --tokenizer."
@@ -34,7 +36,7 @@ _LINKS = re.compile(r"<link .*?>\n<script .*?</script>\n", re.DOTALL)
 
 
 class ExportedPage(NamedTuple):
-    """What was written."""
+    """The exported file."""
 
     path: Path
     episodes: int
@@ -43,7 +45,7 @@ class ExportedPage(NamedTuple):
 
 def write_export(runs: Sequence[RunData], out: Path, asked: str = "", limit: int = 512) -> ExportedPage:
     """Write the page over these runs to `out`: every metric, and at most `limit` episodes of each run. `asked` is a
-    filter as in the page's links; by default the last training and the last validation step are chosen."""
+    filter as in the page's links; by default the last training and the last validation step are exported."""
     answers: Json = {}
     notes, inside = [], 0
     for number, run in enumerate(runs):
@@ -58,14 +60,14 @@ def write_export(runs: Sequence[RunData], out: Path, asked: str = "", limit: int
 
 
 def bundle(data: Mapping[str, Any]) -> str:
-    """The page as one text. The browser may run our script, known by its hash, and load nothing."""
+    """The page as HTML. Its content security policy allows only our script, by its hash, and no loading."""
     files = page_files()
     script, style = "".join(_modules(files, START, set())), files["style.css"]
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
-    # With every < written as an escape, no text of a model can end the element that holds it.
+    # Every < is escaped, so that no recorded text can close the script element.
     inside = redacted_json(data).replace("<", "\\u003c")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     tail = f'<script type="application/json" id="data">{inside}</script>\n<script type="module">{script}</script>\n'
@@ -74,7 +76,7 @@ def bundle(data: Mapping[str, Any]) -> str:
 
 
 def _modules(files: Mapping[str, str], name: str, done: set[str]) -> Iterator[str]:
-    """The modules one after the other, each after those it imports, each in a scope of its own."""
+    """The JavaScript modules in dependency order, each in its own scope."""
     done.add(name)
     for _, other in _IMPORT.findall(files[name]):
         if other not in done:
@@ -114,7 +116,7 @@ def _parsed(asked: str) -> Query:
         pairs = dict(parse_qsl(asked, strict_parsing=True))
     except ValueError:
         raise RallyError(
-            f"the filter {asked!r} is not of the form step=10..20&kind=val, as in the page's links"
+            f"the filter {asked!r} is not of the form step=10..20&kind=val; write it as in the page's links"
         ) from None
     return Query.parse(pairs)
 
@@ -136,26 +138,27 @@ def _answers(run: RunData, rows: Sequence[Json]) -> Iterator[tuple[str, Any]]:
         yield f"timeline/{step}", _timeline(run.timeline(step), inside)
     shown: set[str] = set()
     for row in rows:
-        whole = run.episode(row["id"])
-        yield "episode?" + urlencode({"id": row["id"]}), _episode(whole)
-        shown |= {span["hash"] for segment in whole["segments"] for span in segment["images"]}
+        full = run.episode(row["id"])
+        yield "episode?" + urlencode({"id": row["id"]}), _episode(full)
+        shown |= {span["hash"] for segment in full["segments"] for span in segment["images"]}
     for name in sorted(shown):
         data, mime = run.image(name)
         yield f"images/{name}", f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
-def _timeline(whole: Json, inside: Set[str]) -> Json:
-    """With all lanes, else the engine would seem idle where it was not; those of episodes left out lead nowhere."""
-    return {**whole, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in whole["episodes"]]}
+def _timeline(full: Json, inside: Set[str]) -> Json:
+    """The timeline with all lanes, so that the engine does not look idle. Lanes of episodes that are left out have no
+    link."""
+    return {**full, "episodes": [{**lane, "inside": lane["id"] in inside} for lane in full["episodes"]]}
 
 
-def _episode(whole: Json) -> Json:
-    """Without where a tokenizer was looked for: that is a path of this machine."""
-    return {**whole, "note": NO_TOKENIZER if whole["note"] else ""}
+def _episode(full: Json) -> Json:
+    """The episode without the paths at which a tokenizer was searched."""
+    return {**full, "note": NO_TOKENIZER if full["note"] else ""}
 
 
 def _facets(rows: Sequence[Json]) -> Json:
-    """As of a whole run, over the chosen rows."""
+    """The facets of the exported rows."""
     steps = sorted({(row["step"], row["validate"]) for row in rows})
     own = {key: [row["reward"] for row in rows if (row["step"], row["validate"]) == key] for key in steps}
     scored = {key: [reward for reward in own[key] if reward is not None] for key in steps}
@@ -167,11 +170,11 @@ def _facets(rows: Sequence[Json]) -> Json:
 
 
 def _note(run: RunData, rows: Sequence[Json], asked: str) -> str:
-    whole = run.state()["episodes"]
+    count = run.state()["episodes"]
     kinds = sorted({(row["validate"], row["step"]) for row in rows})
     what = asked or ", ".join(f"{'validation' if validate else 'training'} step {step}" for validate, step in kinds)
-    left = f"; {whole - len(rows):,} were left out" if whole > len(rows) else ""
+    left = f"; {count - len(rows):,} were left out" if count > len(rows) else ""
     return (
-        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {whole:,} episodes "
+        f"{run.name}, exported {time.strftime('%Y-%m-%d %H:%M')}: all metrics, and {len(rows):,} of {count:,} episodes "
         f"({what or 'none'}){left}."
     )

@@ -1,4 +1,4 @@
-"""One run as the page sees it: every answer is made from the files of its folder and from the index over them."""
+"""The data of one run for the page, read from the files of its folder and the index over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rally.track.display_text import one_line
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import RallyError
-from rally.util.jsonl import JsonLinesTail
+from rally.util.jsonl import StepLinesTail
 from rally.view.episode_index import Index, Indexer
 from rally.view.episode_query import PAGE, Query, QueryError
 from rally.view.episode_rows import shown
@@ -24,7 +24,7 @@ PAGING = ("after", "skip", "limit", "count")
 
 
 class NotRecorded(RallyError):
-    """Something that the run does not have."""
+    """The requested item is not in the run."""
 
 
 class ImageFile(NamedTuple):
@@ -33,15 +33,15 @@ class ImageFile(NamedTuple):
 
 
 class RunData:
-    """A run folder that is being looked at."""
+    """A run folder in the viewer."""
 
     def __init__(self, path: Path, name: str, tokenizer: TokenizerLookup | None = None) -> None:
         self.path, self.name = path, name
         self._tokenizer = tokenizer
         self.index = Index(path)
         self.indexer = Indexer(self.index)
-        self._metrics = JsonLinesTail(path / "metrics.jsonl")
-        self._phases = JsonLinesTail(path / "timeline.jsonl")
+        self._metrics = StepLinesTail(path / "metrics.jsonl")
+        self._phases = StepLinesTail(path / "timeline.jsonl")
         self._images = ImageFolder(path)
         self._lock = threading.Lock()
         self._advantages: tuple[tuple[str, int], dict[str, Any]] = (("", 0), {})
@@ -51,18 +51,18 @@ class RunData:
         return self._tokenizer or find_tokenizer(self.path)
 
     def state(self) -> Json:
-        """What changes while the run goes on; the page asks every second."""
+        """What changes during a run; the page polls it every second."""
         with self._lock:
-            self._metrics.look()
-            self._phases.look()
+            self._metrics.read()
+            self._phases.read()
             steps = self._metrics.rows[-1]["step"] if self._metrics.rows else None
             metrics, phases = [len(self._metrics.rows), self._metrics.bad], len(self._phases.rows)
         return {"name": self.name, "step": steps, "metrics": metrics, "phases": phases, **self.indexer.progress()}
 
     def metrics(self, wanted: Collection[str] | None = None) -> Json:
-        """The steps, all names, and for those wanted (by default all) their values, null where there is none."""
+        """The steps, all names, and the values of the `wanted` names (by default all), null where missing."""
         with self._lock:
-            self._metrics.look()
+            self._metrics.read()
             merged: dict[int, Json] = {}
             for row in self._metrics.rows:
                 merged.setdefault(row["step"], {}).update(row)
@@ -73,7 +73,7 @@ class RunData:
         return {"steps": steps, "names": names, "values": values}
 
     def facets(self) -> Json:
-        """What there is to choose from: steps with their episodes, stop reasons, data sources."""
+        """The values to filter by: steps, stop reasons and data sources, with their episode counts."""
         with closing(self.index.connect()) as db:
             steps = db.execute("SELECT step, validate, count(*), avg(reward) FROM episodes GROUP BY step, validate")
             return {
@@ -84,28 +84,28 @@ class RunData:
                 ).fetchall(),
             }
 
-    def rows(self, asked: Mapping[str, str]) -> Json:
-        """A page of the table; with `count`, also how many rows there are."""
-        query = Query.parse({k: v for k, v in asked.items() if k not in PAGING})
+    def rows(self, params: Mapping[str, str]) -> Json:
+        """A page of the table; with `count`, also the number of rows."""
+        query = Query.parse({k: v for k, v in params.items() if k not in PAGING})
         try:
-            skip, limit = int(asked.get("skip", 0)), int(asked.get("limit", PAGE))
+            skip, limit = int(params.get("skip", 0)), int(params.get("limit", PAGE))
         except ValueError:
-            raise QueryError("skip and limit are whole numbers") from None
+            raise QueryError("skip and limit must be whole numbers") from None
         with closing(self.index.connect()) as db:
-            page = query.page(db, asked.get("after"), max(0, skip), max(1, limit))
-            count = query.count(db) if asked.get("count") else None
+            page = query.page(db, params.get("after"), max(0, skip), max(1, limit))
+            count = query.count(db) if params.get("count") else None
         return {"rows": page.rows, "next": page.next, "count": count}
 
-    def beside(self, asked: Mapping[str, str]) -> Json:
-        """Where the episode `id` is in a table, and which are beside it."""
-        query = Query.parse({k: v for k, v in asked.items() if k != "id"})
+    def beside(self, params: Mapping[str, str]) -> Json:
+        """The position of the episode `id` in a table, and its neighbours."""
+        query = Query.parse({k: v for k, v in params.items() if k != "id"})
         with closing(self.index.connect()) as db:
-            return query.beside(db, asked.get("id", ""))._asdict()
+            return query.beside(db, params.get("id", ""))._asdict()
 
     def timeline(self, step: int) -> Json:
-        """When each phase of a step ran, and what each of its episodes was doing."""
+        """The phases of a step and the activities of its episodes over time."""
         with self._lock:
-            self._phases.look()
+            self._phases.read()
             phases = [[p["phase"], p["start"], p["end"]] for p in self._phases.rows if p["step"] == step]
         with closing(self.index.connect()) as db:
             found = db.execute(
@@ -118,18 +118,18 @@ class RunData:
         return {"step": step, "phases": phases, "episodes": lanes}
 
     def episode(self, name: str) -> Json:
-        """One whole episode, read from its line, with the text and the advantage of every token."""
+        """One episode, read from its line, with the text and the advantage of every token."""
         with closing(self.index.connect()) as db:
             place = db.execute("SELECT file, offset, length FROM episodes WHERE id = ?", (name,)).fetchone()
         if place is None:
-            raise NotRecorded(f"{self.name} has no episode {name}; perhaps it is not in the index yet")
+            raise NotRecorded(f"{self.name} has no episode {name}; it may not be indexed yet")
         file, offset, length = place
         try:
             with (self.index.episodes / file).open("rb") as lines:
                 lines.seek(offset)
                 recorded = json.loads(lines.read(length))
         except (FileNotFoundError, ValueError):
-            raise NotRecorded(f"{file} was just written anew or set aside; ask again in a second") from None
+            raise NotRecorded(f"{file} was just rewritten or moved aside; try again in a second") from None
         advantages = self._advantages_of(file).get(name, [])
         segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
         rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
@@ -154,7 +154,7 @@ class RunData:
         return ImageFile(place.read_bytes(), f"image/{place.suffix[1:]}")
 
     def _advantages_of(self, file: str) -> dict[str, Any]:
-        """By episode, for the step of an episode file; the step last asked for is remembered."""
+        """The advantages by episode, for the step of an episode file; the last step is cached."""
         path = self.path / "advantages" / file
         try:
             key = (file, path.stat().st_mtime_ns)
@@ -173,13 +173,13 @@ def _span(start: int, rows: int, columns: int, image: Json) -> Json:
 
 
 def open_runs(paths: Sequence[Path], tokenizer: str | None = None) -> list[RunData]:
-    """The runs, each with a name of its own: the last part of its path, or more of it where these are equal. A
-    `tokenizer` that is named goes before what the runs say."""
+    """Open the runs, each with a unique name: the last part of its path, or more if these are equal. `tokenizer`
+    overrides the runs' own tokenizers."""
     for path in paths:
         if not path.is_dir():
-            raise RallyError(f"there is no run folder at {path}; give the folder that the run was started with")
+            raise RallyError(f"there is no run folder at {path}; name the folder of a run")
         if not any((path / name).exists() for name in ("metrics.jsonl", "episodes")):
-            raise RallyError(f"{path} is no run folder: it has neither metrics.jsonl nor episodes/")
+            raise RallyError(f"{path} is not a run folder: it has neither metrics.jsonl nor episodes/")
     whole = [path.resolve() for path in paths]
     found = given_tokenizer(tokenizer) if tokenizer else None
     return [RunData(path, _short_name(path, whole), found) for path in whole]

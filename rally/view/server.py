@@ -1,5 +1,7 @@
-"""The page and its data are served to this machine's own browser: foreign hosts are refused, files are found by number
-and name alone, and the browser may load nothing from anywhere else."""
+"""The viewer's web server. It rejects requests for foreign hosts, and serves runs by number and files by known names.
+
+The page may load nothing from other origins.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 
 
 class HostCheck:
-    """Without a token only a request addressed to this machine is let in, so that no name a stranger points here can
-    read anything. With one, the first link carries it and a cookie after that."""
+    """Guards all requests. Without a token, only requests for a local host name are accepted, which prevents DNS
+    rebinding. With a token, the first link carries it, and a cookie does afterwards."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
@@ -69,14 +71,14 @@ class HostCheck:
             return None if own else _text("this page is only served to the machine it runs on", 403)
         if self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
             return self._welcome()
-        # Browsers send what other servers of this machine left, which the standard library's parser stops at.
+        # Browsers also send cookies of other local servers, at which the standard library's parser stops.
         if self._is_token(unquote(cookie_parser(headers.get(b"cookie", "")).get(COOKIE, ""))):
             return None
         return _text("open the link that `rally view` printed; it carries the token", 401)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, value: str) -> bool:
         assert self._token is not None
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return hmac.compare_digest(value.encode(), self._token.encode())
 
     def _welcome(self) -> Response:
         assert self._token is not None
@@ -86,7 +88,7 @@ class HostCheck:
 
 
 def create_app(runs: Sequence[RunData], token: str | None = None) -> Starlette:
-    """The application over these runs. Their indexes follow the folders for as long as it is served."""
+    """The application over these runs. Their indexes follow the folders while it runs."""
     files = page_files()
 
     @asynccontextmanager
@@ -147,15 +149,13 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
         except RallyError as problem:
             return _answered({"error": str(problem)}, 400)
         except sqlite3.DatabaseError as problem:
-            return _answered(
-                {"error": f"the index cannot be read just now ({problem}); it is made anew if it is gone"}, 503
-            )
+            return _answered({"error": f"the index cannot be read now ({problem}); it is rebuilt if it is gone"}, 503)
 
     return endpoint
 
 
 def _answered(value: Any, status: int) -> Response:
-    # Escaped to ASCII: what a model wrote may hold half a character, which has no UTF-8.
+    # Escaped to ASCII, because recorded text may hold lone surrogates, which have no UTF-8.
     return Response(redacted_json(value), status, media_type="application/json")
 
 

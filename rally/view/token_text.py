@@ -1,7 +1,7 @@
-"""Every token has its own piece of text, and the pieces joined are the text of the whole; without a tokenizer there is
-a sentence that says why.
+"""The text of each token of a recorded run, and the lookup of the run's tokenizer.
 
-Only files on this machine are read: a viewer asks no network, and runs no code of a model's folder.
+The pieces joined are the text of the whole. Without a tokenizer the lookup says why. Only local files are read: the
+viewer uses no network and runs no code from model folders.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import yaml
 from rally.types import RallyError
 
 Decode = Callable[[Sequence[int]], str]
-UNFINISHED = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
+UNFINISHED = "\ufffd"  # the decoder's replacement for incomplete or invalid bytes
 
 
 class TokenizerLookup(NamedTuple):
-    """A run's tokenizer, or why there is none."""
+    """A run's tokenizer, or the reason why there is none."""
 
     decode: Decode | None
     note: str
 
 
 def find_tokenizer(run: Path) -> TokenizerLookup:
-    """From where the configuration says, or from a checkpoint of the run."""
+    """The tokenizer that the configuration names, or that of a checkpoint of the run."""
     named = _named(run / "config.yaml")
     for place in _places(run, named):
         decode = _load(place)
@@ -40,21 +40,21 @@ def find_tokenizer(run: Path) -> TokenizerLookup:
 
 
 def given_tokenizer(place: str) -> TokenizerLookup:
-    """The one that the user names, for runs that were trained elsewhere."""
+    """The tokenizer that the user names, for runs that were trained elsewhere."""
     decode = _load(place)
     if decode is None:
-        raise RallyError(f"--tokenizer {place} holds no tokenizer; give a model's folder, or a name this machine has")
+        raise RallyError(f"--tokenizer {place} has no tokenizer; name a model folder or a cached model")
     return TokenizerLookup(decode, "")
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """The text of each token in its place. Bytes of one character go with the token that completes it."""
+    """The text of each token. A character that spans tokens belongs to the token that completes it."""
     alone = [decode([token]) for token in ids]
     return alone if "".join(alone) == decode(ids) else list(_in_context(decode, ids))
 
 
 def _in_context(decode: Decode, ids: Sequence[int]) -> Iterator[str]:
-    anchor = read = 0  # text up to token `read` is out; decoding begins at `anchor`, for its context
+    anchor = read = 0  # text up to token `read` has been returned; decoding starts at `anchor`, for context
     for end in range(1, len(ids) + 1):
         before, text = decode(ids[anchor:read]), decode(ids[anchor:end])
         if text.endswith(UNFINISHED) and end - read < 8 and end < len(ids):
@@ -73,7 +73,7 @@ def _places(run: Path, named: Sequence[str]) -> Iterator[str]:
 
 
 def _named(path: Path) -> list[str]:
-    """What the configuration calls the tokenizer, and the model it may come with."""
+    """The tokenizer and the model that the configuration names."""
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -90,12 +90,12 @@ def _load(place: str) -> Decode | None:
         from tokenizers import Tokenizer
 
         plain = Tokenizer.from_file(str(file))
-        return _remembering(lambda ids: str(plain.decode(list(ids), skip_special_tokens=False)))
+        return _cached(lambda ids: str(plain.decode(list(ids), skip_special_tokens=False)))
     return _load_by_transformers(place)
 
 
 def _load_by_transformers(place: str) -> Decode | None:
-    """For names on the hub that this machine has already, GGUF files, and tokenizers of other kinds."""
+    """Loads cached hub models, GGUF files and tokenizers without a tokenizer.json."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer
 
@@ -106,10 +106,10 @@ def _load_by_transformers(place: str) -> Decode | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **gguf)
     except (OSError, ValueError, ImportError, KeyError):
         return None
-    return _remembering(lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)))
+    return _cached(lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)))
 
 
-def _remembering(decode: Decode) -> Decode:
-    """Tokens alone are asked for again and again."""
+def _cached(decode: Decode) -> Decode:
+    """Caches the text of single tokens."""
     one = lru_cache(maxsize=None)(lambda token: decode([token]))
     return lambda ids: one(ids[0]) if len(ids) == 1 else decode(ids)

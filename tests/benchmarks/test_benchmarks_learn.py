@@ -8,7 +8,7 @@ from benchmarks.demo_models import DemoModels
 from benchmarks.learn import Learned, Method, configured, lines, methods
 from rally.algos.advantages import ESTIMATORS
 from rally.algos.losses import SURROGATES
-from rally.demo.demo import DemoResult
+from rally.demo.curriculum import CourseResult
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_every_estimator_and_loss_is_there_once_and_so_are_the_whole_methods(dem
 
 def test_the_table_says_what_did_not_improve() -> None:
     def row(name: str, after: float) -> Learned:
-        result = DemoResult(Path(), {"sampled": 0.3, "greedy": 0.0}, {"sampled": after, "greedy": 1.0})
+        result = CourseResult(Path(), {"sampled": 0.3, "greedy": 0.0}, {"sampled": after, "greedy": 1.0})
         return Learned(Method("loss", name, ()), 0, 10, result, 12.3)
 
     _, _, better, worse, solved = lines([row("a", 0.5), row("b", 0.3), row("c", 0.9)])

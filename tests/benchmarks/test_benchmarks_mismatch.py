@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import mismatch
 from rally.chat import tiny_tokenizer
-from rally.demo.demo import make_model
+from rally.demo.curriculum import small_model
 from rally.engines.embedded import EngineSettings
 from rally.models.load import load_model
 
@@ -19,7 +19,7 @@ from rally.models.load import load_model
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mismatch") / "model"
     tokenizer = tiny_tokenizer()
-    make_model(tokenizer, seed=0).save_pretrained(path)
+    small_model(tokenizer, seed=0).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -8,7 +8,7 @@ import pytest
 
 from rally import __version__
 from rally.cli.main import main
-from rally.cli.os_errors import system_sentence
+from rally.cli.os_errors import os_error_message
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
@@ -24,8 +24,8 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ("words", "sentence"),
     [
         (["train", "--trainer.seed=3"], "there is no option --trainer.seed=3; write a key without dashes"),
-        (["eval", "-n", "3"], "there is no option -n; --help lists those there are"),
-        (["sft", "--dry-runn"], "there is no option --dry-runn; --help lists those there are"),
+        (["eval", "-n", "3"], "there is no option -n; --help lists the options"),
+        (["sft", "--dry-runn"], "there is no option --dry-runn; --help lists the options"),
         (["doctor", "--trainer.seed=3"], "there is no option --trainer.seed=3; write a key without dashes"),
     ],
 )
@@ -52,7 +52,7 @@ def test_a_file_where_a_folder_should_be_is_a_sentence(
 ) -> None:
     (tmp_path / "file").touch()
     told = said(["data", "arithmetic", "--out", str(tmp_path / "file")], monkeypatch, capsys)
-    assert told == f"rally: {tmp_path}/file: File exists; choose another name: something else lies there\n"
+    assert told == f"rally: {tmp_path}/file: File exists; choose another name: the path already exists\n"
 
 
 def test_what_is_no_configuration_is_told_apart(
@@ -72,15 +72,15 @@ def test_what_is_no_configuration_is_told_apart(
 
 
 def test_a_full_disk_is_told_with_what_to_do_and_a_bug_keeps_its_traceback() -> None:
-    told = system_sentence(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
-    assert told is not None and told.startswith("runs/mine/metrics.jsonl: No space left on device; make room")
-    assert system_sentence(OSError("a library's own")) is None
-    assert system_sentence(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
+    told = os_error_message(OSError(errno.ENOSPC, "No space left on device", "runs/mine/metrics.jsonl"))
+    assert told is not None and told.startswith("runs/mine/metrics.jsonl: No space left on device; free space")
+    assert os_error_message(OSError("a library's own")) is None
+    assert os_error_message(FileNotFoundError(errno.ENOENT, "No such file or directory", "x")) is None
 
 
 @pytest.mark.parametrize("how", ["atomic", "append"])
 def test_a_disk_that_fills_up_names_the_file(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rally.util import jsonl
+    from rally.util import atomic, jsonl
 
     def full(path: Path, *args: object, **kwargs: object) -> object:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,6 +88,6 @@ def test_a_disk_that_fills_up_names_the_file(how: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError, match=r"No space left on device: .*x\.jsonl"):
         if how == "atomic":
-            jsonl.write_atomic(tmp_path / "x.jsonl", "text")
+            atomic.write_atomic(tmp_path / "x.jsonl", "text")
         else:
             jsonl.StepLines(tmp_path / "x.jsonl").append({"step": 1})

@@ -8,8 +8,8 @@ import torch
 from train_cases import Paper, same, weights
 
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.demo.curriculum import Teacher, TeachingMaterial, TeachingSettings, small_model
-from rally.demo.demo import CALCULATOR, DemoSettings, run_demo
+from rally.demo.curriculum import CourseSettings, Teacher, TeachingMaterial, TeachingSettings, run_course, small_model
+from rally.demo.demo import CALCULATOR
 from rally.engines.embedded import EmbeddedEngine
 from rally.types import RallyError
 
@@ -43,7 +43,7 @@ def test_lessons_go_on_until_the_gate_is_passed() -> None:
 def test_a_gate_that_is_never_passed_is_told() -> None:
     paper = Paper()
     taught([0.5, 0.6, 0.7], 0, paper)
-    assert "the format was not learned surely (70.0%); try another --seed" in paper.text
+    assert "greedy success reached only 70.0%; try another --seed" in paper.text
 
 
 def test_a_seed_is_a_start() -> None:
@@ -54,12 +54,12 @@ def test_a_seed_is_a_start() -> None:
 def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
     with pytest.raises(RallyError, match="already holds a run; remove it or choose another --out"):
-        run_demo(tmp_path, DemoSettings(), Paper().console)
+        run_course(CALCULATOR, tmp_path, CourseSettings(), Paper().console)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_a_mistake_in_the_words_is_told_before_anything_is_taught(tmp_path: Path) -> None:
     paper = Paper()
     with pytest.raises(RallyError, match=r"unknown key trainer\.sead; did you mean trainer\.seed"):
-        run_demo(tmp_path, DemoSettings(), paper.console, ["trainer.sead=1"])
+        run_course(CALCULATOR, tmp_path, CourseSettings(), paper.console, ["trainer.sead=1"])
     assert "sft" not in paper.text

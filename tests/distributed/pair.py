@@ -1,5 +1,5 @@
 """Updates that one process makes alone and two make together. As a program, the second of the two:
-python pair.py MEETING."""
+python pair.py RENDEZVOUS."""
 
 import sys
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rally.distributed.worker import Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.parallel import ALONE, Ranks, model_state
-from rally.runs.build.engines import whole_weights
+from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied
 from rally.train.critic import Critic, CriticSettings
@@ -78,7 +78,7 @@ def policy_for(case: Case, ranks: Ranks) -> Policy:
     if case.lora:
         add_adapters(model, LoraSettings(rank=2), "nowhere")
     attention.install(model)
-    ranks.spread(model)
+    ranks.shard(model)
     return Policy(model, OptimizerSettings(lr=1e-4), STEPS, case.checkpointing)
 
 
@@ -86,7 +86,7 @@ def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
     if case.lora:
         return BaseOfPolicy(policy.model)
     model = model_for(case, 5)
-    ranks.spread(model)
+    ranks.shard(model)
     return FrozenModel(model)
 
 
@@ -102,10 +102,10 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         batch = build_batch(episodes[:2] if case.few else episodes)
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
-        with awake(asked if ranks.number == 0 else None):  # the run is what wakes it
+        with awake(asked if ranks.rank == 0 else None):  # the run is what wakes it
             metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
-    return Result(whole_weights(policy.model), metrics, reference_M, copied(policy.state()))
+    return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
 
 
 class Taught(NamedTuple):
@@ -117,7 +117,7 @@ class Taught(NamedTuple):
 def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
     """A critic that judges and learns."""
     body = with_value_head(calm_model().base_model.to(dtype))
-    ranks.spread(body)
+    ranks.shard(body)
     learner = Policy(body, OptimizerSettings(lr=1e-3), STEPS)
     critic = Critic(learner, CriticSettings(mini_batch_groups=1, max_tokens=50, forward_max_tokens=60))
     metrics = []
@@ -130,8 +130,8 @@ def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def together(number: int, meeting: Path) -> Worker:
-    return Worker(ProcessGroup(number, 2, meeting, "cpu", SECONDS))
+def together(rank: int, rendezvous: Path) -> Worker:
+    return Worker(ProcessGroup(rank, 2, rendezvous, "cpu", SECONDS))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rally.config import load_config
-from rally.distributed import controller as room
+from rally.distributed import controller as controller_module
 from rally.distributed import process_group
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
 from rally.runs.build.models import RunPlan
@@ -23,40 +23,40 @@ PLAN = RunPlan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.devi
 
 
 @pytest.fixture
-def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
     """Its other rank says something and ends after a moment, before it has joined."""
 
-    def start(self: Controller, number: int) -> ServerProcess:
+    def launch(self: Controller, rank: int) -> ServerProcess:
         words = "import time; time.sleep(0.3); print('no room', flush=True); raise SystemExit(3)"
-        return ServerProcess([sys.executable, "-Ic", words], {}, tmp_path / f"rank-{number}.log")
+        return ServerProcess([sys.executable, "-Ic", words], {}, tmp_path / f"rank-{rank}.log")
 
-    monkeypatch.setattr(Controller, "_start", start)
-    with Controller(ControllerSettings(count=2, device="cpu", logs=tmp_path)) as made:
+    monkeypatch.setattr(Controller, "_launch", launch)
+    with Controller(ControllerSettings(world_size=2, device="cpu", logs=tmp_path)) as made:
         yield made
 
 
 def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that what is set here is taken back
-    monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda rank: None)
     monkeypatch.setattr(process_group, "init_device_mesh", lambda device, shape: None)
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(process_group.dist, name, lambda *given, **named: None)
-    process_group.ProcessGroup(0, 1, tmp_path / "meeting", "cuda", 1.0)
+    process_group.ProcessGroup(0, 1, tmp_path / "rendezvous", "cuda", 1.0)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 class Joined:
-    """A group that notes what it is told and when it is left."""
+    """A group that records the messages it is given and when it is left."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.seen.append(message)
 
-    def rest(self) -> None:
-        self.seen.append("rested")
+    def reshard(self) -> None:
+        self.seen.append("resharded")
 
     def leave(self) -> None:
         self.seen.append("left")
@@ -69,44 +69,44 @@ def test_nobody_leaves_a_group_of_gpus_alone(tmp_path: Path, device: str, left: 
     for joined in (well, broken):
         with (
             contextlib.suppress(KeyError),
-            Controller(ControllerSettings(count=2, device=device, logs=tmp_path)) as captain,
+            Controller(ControllerSettings(world_size=2, device=device, logs=tmp_path)) as controller,
         ):
-            captain._joined = joined  # type: ignore[assignment]
-            with captain.doing(GatherWeights()):
+            controller._joined_group = joined  # type: ignore[assignment]
+            with controller.broadcast(GatherWeights()):
                 if joined is broken:
                     raise KeyError
-    assert well.seen == [GatherWeights(), "rested", Shutdown(), "left"]
+    assert well.seen == [GatherWeights(), "resharded", Shutdown(), "left"]
     assert broken.seen == [GatherWeights(), *left]
 
 
-def watched(captain: Controller) -> threading.Thread:
-    captain.members = [captain._start(1)]
-    thread = threading.Thread(target=captain._watch, daemon=True)
+def watched(controller: Controller) -> threading.Thread:
+    controller.workers = [controller._launch(1)]
+    thread = threading.Thread(target=controller._watch_workers, daemon=True)
     thread.start()
     return thread
 
 
-def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(captain: Controller, tmp_path: Path) -> None:
+def test_a_rank_that_ends_before_it_joins_is_told_with_its_log(controller: Controller, tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(LostRank, match="rank 1 of 2, which held a part of the policy, has ended") as caught:
-        captain.begin(PLAN)
+    with pytest.raises(LostRank, match="rank 1 of 2, which held a shard of the policy, has ended") as caught:
+        controller.start(PLAN)
     assert time.monotonic() - began < 10
     assert f"its log is {tmp_path / 'rank-1.log'} and ends with" in str(caught.value)
     assert "no room" in str(caught.value) and "exit status 3" in str(caught.value)
-    with pytest.raises(LostRank, match="rank 1 of 2"), captain._order():
-        pytest.fail("an order began without all ranks")
+    with pytest.raises(LostRank, match="rank 1 of 2"), controller._computation():
+        pytest.fail("a computation began without all ranks")
 
 
-async def test_a_rollout_does_not_go_on_without_a_rank(captain: Controller) -> None:
-    watched(captain)
+async def test_a_rollout_does_not_go_on_without_a_rank(controller: Controller) -> None:
+    watched(controller)
     with pytest.raises(LostRank, match="rank 1 of 2"):
-        async with asyncio.timeout(10), captain.watching():
+        async with asyncio.timeout(10), controller.watch():
             await asyncio.sleep(30)
 
 
-async def test_what_is_cancelled_for_another_reason_is_cancelled(captain: Controller) -> None:
+async def test_what_is_cancelled_for_another_reason_is_cancelled(controller: Controller) -> None:
     async def rollout() -> None:
-        async with captain.watching():
+        async with controller.watch():
             await asyncio.sleep(30)
 
     task = asyncio.create_task(rollout())
@@ -117,15 +117,15 @@ async def test_what_is_cancelled_for_another_reason_is_cancelled(captain: Contro
 
 
 @pytest.mark.parametrize("stuck", [True, False])
-def test_an_order_that_hangs_without_a_rank_ends_the_program(
-    captain: Controller, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stuck: bool
+def test_a_computation_that_hangs_without_a_rank_ends_the_program(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stuck: bool
 ) -> None:
     left: list[int] = []
-    monkeypatch.setattr(room.os, "_exit", left.append)
-    monkeypatch.setattr(room, "GRACE_SECONDS", 0.3)
-    thread = watched(captain)
+    monkeypatch.setattr(controller_module.os, "_exit", left.append)
+    monkeypatch.setattr(controller_module, "GRACE_SECONDS", 0.3)
+    thread = watched(controller)
     if stuck:
-        with captain._order():
+        with controller._computation():
             thread.join(10)
     else:
         thread.join(10)
@@ -133,13 +133,13 @@ def test_an_order_that_hangs_without_a_rank_ends_the_program(
     assert ("rally: rank 1 of 2" in capfd.readouterr().err) == stuck
 
 
-def test_a_rank_that_hangs_is_not_waited_for_forever(captain: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "NOTICE_SECONDS", 0.1)
-    with pytest.raises(LostRank, match="did not hear from the others for 600 s; look into the logs"), captain._order():
+def test_a_rank_that_hangs_is_not_waited_for_forever(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "NOTICE_SECONDS", 0.1)
+    with pytest.raises(LostRank, match="a collective timed out after 600 s; see the logs"), controller._computation():
         raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation")
 
 
-def test_a_mistake_of_our_own_is_no_lost_rank(captain: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "NOTICE_SECONDS", 0.1)
-    with pytest.raises(RuntimeError, match="shapes differ"), captain._order():
+def test_a_mistake_of_our_own_is_no_lost_rank(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "NOTICE_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match="shapes differ"), controller._computation():
         raise RuntimeError("shapes differ")

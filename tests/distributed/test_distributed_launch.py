@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from rally.config import Config
 from rally.distributed import train
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
+from rally.models.parallel import Message
 from rally.runs.build.models import RunPlan
 from rally.track import RunFolder
-from rally.train.messages import Order, UpdatePolicy
+from rally.train.messages import UpdatePolicy
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -58,18 +59,18 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The second rank is killed in the midst of the update of step 3; who that was, and when."""
     seen: dict[int, float] = {}
-    real = Controller.doing
+    real = Controller.broadcast
 
     @contextmanager
-    def doing(self: Controller, order: Order) -> Iterator[None]:
-        with real(self, order):
-            if isinstance(order, UpdatePolicy) and order.step == 3:
-                [member] = children(self.members[0].pid)
-                seen.update(dict.fromkeys((member, self.members[0].pid), time.monotonic()))
-                os.kill(member, signal.SIGKILL)
+    def broadcast(self: Controller, message: Message) -> Iterator[None]:
+        with real(self, message):
+            if isinstance(message, UpdatePolicy) and message.step == 3:
+                [worker] = children(self.workers[0].pid)
+                seen.update(dict.fromkeys((worker, self.workers[0].pid), time.monotonic()))
+                os.kill(worker, signal.SIGKILL)
             yield
 
-    monkeypatch.setattr(Controller, "doing", doing)
+    monkeypatch.setattr(Controller, "broadcast", broadcast)
     return seen
 
 
@@ -106,9 +107,9 @@ def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
 
 
 def first_rank(config: Config, told: Path) -> None:
-    with Controller(ControllerSettings(count=2, device="cpu", logs=told.parent)) as captain:
-        captain.begin(RunPlan(config, None, 1))
-        told.write_text(str(captain.members[0].pid))
+    with Controller(ControllerSettings(world_size=2, device="cpu", logs=told.parent)) as controller:
+        controller.start(RunPlan(config, None, 1))
+        told.write_text(str(controller.workers[0].pid))
         time.sleep(100)
 
 

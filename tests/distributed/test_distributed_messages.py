@@ -1,4 +1,4 @@
-"""What rank 0 orders arrives as it was, and every row is some rank's, once."""
+"""A decoded message equals the one that was sent, and every row belongs to exactly one rank."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ from train_cases import uneven_episodes
 from rally.config import ConfigError, load_config
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.distributed.messages import decode, encode
-from rally.models.parallel import ALONE, Alone
+from rally.models.parallel import ALONE, Alone, Message
 from rally.runs.build.inputs import RunError
 from rally.runs.build.models import RunPlan
 from rally.runs.evaluate import evaluate
@@ -24,7 +24,6 @@ from rally.train.messages import (
     GatherCritic,
     GatherState,
     GatherWeights,
-    Order,
     Shutdown,
     UpdatePolicy,
 )
@@ -38,8 +37,8 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 class Rank(Alone):
     """One of several, none of which is asked anything."""
 
-    def __init__(self, number: int, count: int) -> None:
-        self.number, self.count = number, count  # type: ignore[misc]
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size  # type: ignore[misc]
 
 
 @st.composite
@@ -77,11 +76,11 @@ def test_a_batch_arrives_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "order",
+    "message",
     [ComputeLogits([1, 2, 3]), GatherWeights(), GatherState(), GatherState(merged=True), GatherCritic(), Shutdown()],
 )
-def test_small_orders_arrive_as_they_were(order: Order) -> None:
-    assert decode(encode(order)) == order
+def test_small_messages_arrive_as_they_were(message: Message) -> None:
+    assert decode(encode(message)) == message
 
 
 def test_a_plan_arrives_as_it_was() -> None:
@@ -94,7 +93,7 @@ def test_a_plan_arrives_as_it_was() -> None:
 def test_every_row_is_of_one_rank_and_all_compute_equally_often(
     given: list[Row], count: int, tokens: int, most: int | None
 ) -> None:
-    ranks = [Rank(number, count) for number in range(count)]
+    ranks = [Rank(rank, count) for rank in range(count)]
     cuts = [micro_batches_for(rank, given, MicroBatchLimits(tokens, most)) for rank in ranks]
     assert all(cut == cuts[0] for cut in cuts)
     shares = [share_of(rank, cuts[0]) for rank in ranks]
@@ -166,7 +165,5 @@ def test_a_policy_on_several_gpus_is_sampled_by_servers(monkeypatch: pytest.Monk
 def test_who_starts_no_ranks_says_so() -> None:
     config = load_config(overrides=[*TWO, "actor_rollout_ref.model.path=a/b", "data.train_files=pyproject.toml"])
     for start in (train, evaluate):
-        with pytest.raises(
-            RunError, match=r"n_gpus_per_node=2 is for `rally train`, `rally sft` and rally\.distributed"
-        ):
+        with pytest.raises(RunError, match=r"n_gpus_per_node=2 needs `rally train`, `rally sft` or rally\.distributed"):
             start(config)

@@ -13,7 +13,7 @@ from rally.distributed import sft
 from rally.models.parallel import ALONE
 from rally.recipes.arithmetic.data import conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.inputs import RunError, check_sight
+from rally.runs.build.inputs import RunError, check_images
 from rally.track import RunFolder
 
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
@@ -76,10 +76,10 @@ def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_is_for_one_gpu() -> None:
     class Two(type(ALONE)):  # type: ignore[misc]
-        count = 2
+        world_size = 2
 
     patches = object()
-    check_sight("a/b", patches, ALONE)  # type: ignore[arg-type]
-    check_sight("a/b", None, Two())
-    with pytest.raises(RunError, match="a/b sees images, which is for one GPU"):
-        check_sight("a/b", patches, Two())  # type: ignore[arg-type]
+    check_images("a/b", patches, ALONE)  # type: ignore[arg-type]
+    check_images("a/b", None, Two())
+    with pytest.raises(RunError, match="a/b takes images, which is supported on one GPU only"):
+        check_images("a/b", patches, Two())  # type: ignore[arg-type]

@@ -25,12 +25,12 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    meeting = tmp_path_factory.mktemp("pair") / "meeting"
+    rendezvous = tmp_path_factory.mktemp("pair") / "rendezvous"
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent / "helpers", HERE)))
-    command = [sys.executable, str(HERE / "pair.py"), str(meeting)]
+    command = [sys.executable, str(HERE / "pair.py"), str(rendezvous)]
     second = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     try:
-        ranks = together(0, meeting)
+        ranks = together(0, rendezvous)
         results = {name: result_of(case, ranks) for name, case in CASES.items()}
         yield Pair(results, {dtype: taught(dtype, ranks) for dtype in DTYPES})
         assert second.wait(30) == 0

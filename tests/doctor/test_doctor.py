@@ -19,7 +19,7 @@ from rally.config import load_config
 from rally.data import load_tasks, write_rows
 from rally.doctor import doctor, environment, memory_and_time, rollout_logprobs
 from rally.doctor.case import DoctorCase, DoctorOptions, Finding
-from rally.doctor.doctor import CHECKS, Check, examine, exit_code, looked
+from rally.doctor.doctor import CHECKS, Check, examine, exit_code, run_check
 from rally.doctor.environment import Driver, judge_driver
 from rally.runs.cost_estimate import StepTime
 from rally.tools import BaseTool, ToolBox
@@ -42,9 +42,9 @@ def find(home: Path, tmp_path: Path) -> Iterator[Any]:
     """What one check says about the small run with some keys changed."""
     cases: list[DoctorCase] = []
 
-    def look(name: str, *overrides: str, wishes: DoctorOptions | None = None) -> list[Finding]:
-        cases.append(DoctorCase(run_config(home, tmp_path / "out", *overrides), wishes))
-        return list(looked(LOOKS[name], cases[-1]))
+    def look(name: str, *overrides: str, options: DoctorOptions | None = None) -> list[Finding]:
+        cases.append(DoctorCase(run_config(home, tmp_path / "out", *overrides), options))
+        return list(run_check(LOOKS[name], cases[-1]))
 
     yield look
     for case in cases:
@@ -62,7 +62,7 @@ def test_a_run_that_is_well_is_told_so_line_by_line(config_file: Path) -> None:
     [prompt] = [one for one in findings if one.shown and one.check == "prompt"]
     kinds = [piece.kind for piece in prompt.shown]
     assert kinds == ["prompt", "sampled", "observed", "sampled"]
-    assert '"6*7"' in prompt.shown[1].text and "what the tool answers" in prompt.shown[2].text
+    assert '"6*7"' in prompt.shown[1].text and "the tool's response" in prompt.shown[2].text
     assert not (config_file.parent / "out").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_check_that_crashes_is_a_line_and_the_rest_still_runs(
 
     monkeypatch.setattr(doctor, "CHECKS", [Check("tools", crash), LOOKS["rows"]])
     findings = list(examine(config_file))
-    assert "could not be made (ZeroDivisionError: by a user's code)" in told(findings, "error")
+    assert "this check failed (ZeroDivisionError: by a user's code)" in told(findings, "error")
     assert "so far so good" in told(findings, "ok") and "12 training rows" in told(findings, "ok")
 
 
@@ -115,7 +115,7 @@ def test_what_fails_is_told_once_and_who_needs_it_says_so(config_file: Path, tmp
     (tmp_path / "empty").mkdir()
     findings = list(examine(config_file, [f"{M}.tokenizer_path={tmp_path}/empty"]))
     assert told(findings, "error").count("the tokenizer") == 1
-    left_out = [one.check for one in findings if "because the tokenizer could not be had" in one.text]
+    left_out = [one.check for one in findings if "because the tokenizer could not be loaded" in one.text]
     assert left_out == ["template", "lengths", "prompt", "policy"]
     assert {"tools", "reward", "memory"} <= {one.check for one in findings if one.status == "ok"}
 
@@ -133,14 +133,14 @@ def test_packages_that_are_missing_or_old_come_with_their_command(find: Any, mon
     wrong = told(find("environment", f"{M}.lora_rank=8", f"{R}.name=vllm", f"{R}.server.python=/no/python"), "error")
     assert "peft is not installed; run: pip install 'rally-rl[lora]'" in wrong
     assert "torch 2.0.1 is not >=2.11; run: pip install 'torch>=2.11'" in wrong
-    assert "Python 3.9.2 is not one of" in wrong and "server.python=/no/python cannot be run" in wrong
+    assert "Python 3.9.2 is not supported" in wrong and "server.python=/no/python cannot be run" in wrong
 
 
 @pytest.mark.parametrize(
     ("found", "status", "words"),
     [
         (Driver((12, 8), (12, 9), ("NVIDIA H200",)), "ok", "NVIDIA H200; torch is built for CUDA 12.8"),
-        (Driver(None, None, ()), "ok", "no NVIDIA driver here"),
+        (Driver(None, None, ()), "ok", "no NVIDIA driver"),
         (Driver(None, (12, 4), ()), "error", "pip install --force-reinstall torch"),
         (Driver((13, 0), (12, 4), ()), "error", "built for CUDA 13.0, the driver supports 12.4; update the driver"),
         (Driver((12, 4), (12, 4), ()), "error", "CUDA_VISIBLE_DEVICES"),
@@ -171,7 +171,7 @@ def test_a_simulated_user_that_no_row_asks_for_is_told(find: Any, tmp_path: Path
     users = tmp_path / "users.yaml"
     users.write_text("interaction:\n  - class_name: rally.interactions.gsm8k.Gsm8kInteraction\n    name: gsm8k\n")
     found = find("loops", f"{R}.multi_turn.interaction_config_path={users}")
-    assert "asks for the simulated user gsm8k" in told(found, "warning")
+    assert "uses the simulated user gsm8k" in told(found, "warning")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_simulated_user_that_no_row_asks_for_is_told(find: Any, tmp_path: Path
     [
         (["data.max_prompt_length=4"], "error", "100.0% of 12 exceed data.max_prompt_length=4; raise it to"),
         (["data.max_prompt_length=4", "data.filter_overlong_prompts=true"], "error", "filtering would leave none"),
-        (["data.max_prompt_length=4", "data.truncation=left"], "warning", "would be cut (left)"),
+        (["data.max_prompt_length=4", "data.truncation=left"], "warning", "would be truncated (left)"),
     ],
 )
 def test_prompts_that_are_too_long_are_counted(find: Any, keys: list[str], status: str, words: str) -> None:
@@ -240,7 +240,7 @@ def test_a_tool_that_returns_nothing_and_a_batch_larger_than_the_data_are_warned
     found = find("tools", f"data.function_tool_path={tmp_path}/mine.py", f"{R}.agent_loop_config.tools=[forgets]")
     assert "answered null, as a function without `return` does" in told(found, "warning")
     found = find("rows", "data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=100")
-    assert "more prompts than the 12 rows, so a step takes rows more than once" in told(found, "warning")
+    assert "more prompts than the 12 rows, so a step uses rows more than once" in told(found, "warning")
 
 
 def test_a_server_that_is_not_there_is_an_error(find: Any, tmp_path: Path) -> None:
@@ -249,7 +249,9 @@ def test_a_server_that_is_not_there_is_an_error(find: Any, tmp_path: Path) -> No
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}), encoding="utf-8")
     keys = (f"data.tool_config_path={tmp_path}/tools.yaml", f"{R}.agent_loop_config.tools=[search]")
     found = find("tools", *keys)
-    assert "search was called with its example" in told(found, "error") and "start what it asks" in told(found, "error")
+    assert "search was called with its example" in told(found, "error") and "start the service it needs" in told(
+        found, "error"
+    )
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: no.such.Tool}]", encoding="utf-8")
     assert "there is no module 'no.such'" in told(find("tools", *keys), "error")
 
@@ -278,8 +280,8 @@ def test_a_tool_that_may_destroy_something_is_not_called(home: Path, tmp_path: P
             raise AssertionError("called")
 
     case = DoctorCase(run_config(home, tmp_path))
-    case._made["the tools"] = ToolBox([Drop()])
-    assert "drop was not called" in told(list(looked(LOOKS["tools"], case)), "warning")
+    case._parts["the tools"] = ToolBox([Drop()])
+    assert "drop was not called" in told(list(run_check(LOOKS["tools"], case)), "warning")
 
 
 FORGETFUL = (
@@ -294,7 +296,7 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
     model = config.model.model_copy(update={"custom_chat_template": FORGETFUL})
     whole = config.actor_rollout_ref.model_copy(update={"model": model})
     case = DoctorCase(config.model_copy(update={"actor_rollout_ref": whole}))
-    found = list(looked(LOOKS["template"], case))
+    found = list(run_check(LOOKS["template"], case))
     assert "omits the list of tools" in told(found, "warning")
     [diff] = [one for one in found if one.shown]
     assert diff.status == "warning" and "drops the thinking of earlier turns" in diff.text
@@ -302,18 +304,18 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
 
 
 def test_a_format_that_does_not_read_the_templates_calls_is_an_error(find: Any) -> None:
-    assert "reads calls as the chat template writes them" in told(find("prompt"), "ok")
+    assert "parses calls as the chat template renders them" in told(find("prompt"), "ok")
     wrong = told(find("prompt", f"{R}.multi_turn.format=qwen3_coder"), "error")
-    assert "multi_turn.format=qwen3_coder does not read calls" in wrong and "set it to hermes" in wrong
+    assert "multi_turn.format=qwen3_coder does not parse calls" in wrong and "set it to hermes" in wrong
 
 
 def test_a_reward_that_tells_nothing_apart_is_found(find: Any, tmp_path: Path) -> None:
-    assert "earns 1, 'I do not know.' 0" in told(find("reward", BUILT_IN_REWARD), "ok")
+    assert "scores 1, 'I do not know.' 0" in told(find("reward", BUILT_IN_REWARD), "ok")
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     key = f"custom_reward_function.path={flat}"
-    assert "earns no more than a bad one" in told(find("reward", key), "warning")
-    assert "'42' earns 0" in told(find("reward", key, wishes=DoctorOptions(answer="42")), "error")
+    assert "scores no more than a bad one" in told(find("reward", key), "warning")
+    assert "'42' scores 0" in told(find("reward", key, options=DoctorOptions(answer="42")), "error")
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n")
     assert "ZeroDivisionError" in told(find("reward", key), "error")
 
@@ -326,7 +328,7 @@ def test_a_reward_that_wants_a_second_round_and_json_is_satisfied(find: Any, hom
         f"data.train_files={tmp_path}/triage.jsonl",
         "custom_reward_function.path=pkg://rally.recipes.triage.reward",
     )
-    assert "earns 1, 'I do not know.' 0" in told(find("reward", *keys), "ok")
+    assert "scores 1, 'I do not know.' 0" in told(find("reward", *keys), "ok")
 
 
 def test_rows_of_a_source_without_a_reward_are_found(find: Any, home: Path, tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_rows_of_a_source_without_a_reward_are_found(find: Any, home: Path, tmp_
 def test_rollout_and_trainer_that_disagree_are_an_error(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the model itself: over 24 sampled tokens" in told(find("policy"), "ok")
     monkeypatch.setattr(rollout_logprobs, "SMALL", 10)
-    assert "a random twin (Qwen2ForCausalLM" in told(find("policy"), "ok")
+    assert "a small random model (Qwen2ForCausalLM" in told(find("policy"), "ok")
     real = rollout_logprobs.EmbeddedEngine.generate
 
     async def off(*args: Any, **kwargs: Any) -> Any:
@@ -347,7 +349,7 @@ def test_rollout_and_trainer_that_disagree_are_an_error(find: Any, monkeypatch: 
         return replace(generation, logprobs=tuple(p - 0.5 for p in generation.logprobs))
 
     monkeypatch.setattr(rollout_logprobs.EmbeddedEngine, "generate", off)
-    assert "the engine does not compute what this model does" in told(find("policy"), "error")
+    assert "the embedded engine does not support this model" in told(find("policy"), "error")
 
 
 def test_a_rollout_server_that_is_not_there_is_an_error(find: Any) -> None:
@@ -360,7 +362,7 @@ def test_a_rollout_server_that_is_not_there_is_an_error(find: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_twin_has_the_architecture_and_agrees_with_itself(family: str) -> None:
     model = make_model(family)
-    twin = rollout_logprobs.twin_of(model.config)
+    twin = rollout_logprobs.small_version_of(model.config)
     assert type(twin) is type(model) and twin.num_parameters() < 1_000_000
     compared = await rollout_logprobs.compare(twin, list(range(30)), 1.0)
     assert compared.tokens == 24 and max(compared.plain, compared.packed) < 1e-4
@@ -370,7 +372,7 @@ def test_a_machine_that_is_too_small_or_too_slow_is_told(find: Any, monkeypatch:
     found = find("memory", "trainer.device=auto")
     assert "H200 (131.3 GiB)" in found[-1].shown[0].text and "in all" in told(found, "ok")
     monkeypatch.setattr(memory_and_time, "step_time", lambda *given: StepTime(9000.0, 900_000.0))
-    assert "that is long" in told(find("memory"), "warning")
+    assert "use a faster machine" in told(find("memory"), "warning")
     monkeypatch.setattr(memory_and_time, "free_bytes", lambda device: 1000)
     assert "too small" in told(find("memory", "trainer.device=cpu"), "error")
     assert "too small" in told(find("memory"), "warning")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rally.cli.main import app
 from rally.config import load_config
-from rally.replay.replay import Replayed, ReplayError, Verdict, departure, find_episode, logprob_gap, replay
+from rally.replay.replay import Replayed, ReplayError, Verdict, find_episode, first_difference, logprob_gap, replay
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -59,7 +59,7 @@ def verdicts(found: Replayed) -> dict[str, Verdict]:
 
 def words(found: Replayed, part: str) -> str:
     [finding] = [finding for finding in found.findings if finding.part == part]
-    return finding.words
+    return finding.text
 
 
 def change(run: Path, id: str, **fields: object) -> None:
@@ -133,7 +133,7 @@ def test_it_says_which_sampled_token_departs(copy: Path) -> None:
     change(copy, id, segments=(replace(first, response_ids=tuple(ids)), *rest))
     found = again(copy, id)
     assert verdicts(found) == {"prompt": "same", "reward": "same", "sampling": "different"} and found.exit_code == 1
-    assert words(found, "sampling").startswith("departs at token 3 of the response, which the policy wrote: recorded ")
+    assert words(found, "sampling").startswith("differs at token 3 of the response, which the policy wrote: recorded ")
 
 
 def test_other_weights_are_noticed_and_named(run: Path) -> None:
@@ -146,7 +146,7 @@ def test_weights_that_are_gone_are_named(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "global_step_1")
     found = again(copy, "t000002-00000-0")
     assert verdicts(found)["sampling"] is Verdict.CANNOT and found.exit_code == 2
-    assert "the weights after step 1, which sampled it, are not there" in words(found, "sampling")
+    assert "the weights after step 1, which sampled it, no longer exist" in words(found, "sampling")
 
 
 def test_a_run_that_was_not_deterministic_is_not_sampled_again(run: Path) -> None:
@@ -164,7 +164,7 @@ def test_another_reward_function_is_told_from_the_recorded_one(run: Path, home: 
     [finding] = [finding for finding in found.findings if finding.part == "reward"]
     told = {name: (recorded, now) for name, recorded, now in finding.details}
     assert float(told["reward"][1]) == pytest.approx(float(told["reward"][0]) + 1.0)
-    assert told["length"][0] == told["length"][1] and finding.words.startswith("in reward, score")
+    assert told["length"][0] == told["length"][1] and finding.text.startswith("in reward, score")
 
 
 def test_a_reward_function_that_fails_now_cannot_be_compared(run: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_command_prints_and_exits_as_it_found(run: Path) -> None:
 @pytest.mark.parametrize(
     ("id", "said"),
     [
-        ("first", "'first' is no episode id; they look like t000003-00001-2"),
+        ("first", "'first' is not an episode id; ids look like t000003-00001-2"),
         ("t000009-00000-0", "has no training episodes of step 9"),
         ("t000001-00000-7", "has no episode t000001-00000-7; its first is t000001-"),
     ],
@@ -223,12 +223,12 @@ patterns = st.lists(st.text("so", min_size=1, max_size=9), min_size=1, max_size=
 @given(patterns, st.randoms(), st.data())
 def test_the_first_token_that_was_changed_is_found(shapes: list[str], rng: random.Random, data: st.DataObject) -> None:
     was = [segment(rng, shape) for shape in shapes]
-    assert departure(was, was) is None and logprob_gap(was, was) is None
+    assert first_difference(was, was) is None and logprob_gap(was, was) is None
     number = data.draw(st.integers(0, len(was) - 1))
     place = data.draw(st.integers(0, len(shapes[number]) - 1))
     now = list(was)
     now[number] = _changed(was[number], place)
-    found = departure(was, now)
+    found = first_difference(was, now)
     assert found is not None and (found.segment, found.place) == (number, place)
     assert found.writer == ("policy" if shapes[number][place] == "s" else "tool or user")
     assert logprob_gap(was, now, found) is None, "what comes after the first difference says nothing more"
@@ -239,7 +239,7 @@ def test_log_probabilities_that_moved_are_counted(shapes: list[str], rng: random
     was = [segment(rng, shape) for shape in shapes]
     now = [replace(one, response_logprobs=tuple(p - 0.5 * m for p, m in _scored(one))) for one in was]
     gap, sampled = logprob_gap(was, now), sum(one.sampled for one in was)
-    assert departure(was, now) is None and (gap is None) == (sampled == 0)
+    assert first_difference(was, now) is None and (gap is None) == (sampled == 0)
     if gap is not None:
         assert (gap.count, gap.of) == (sampled, sampled) and gap.largest == pytest.approx(0.5)
         assert was[gap.segment].response_mask[gap.place] == 1
@@ -253,9 +253,9 @@ def test_a_history_that_ends_earlier_departs_there() -> None:
         response_mask=was.response_mask[:3],
         response_logprobs=was.response_logprobs[:3],
     )
-    found = departure([was], [shorter])
+    found = first_difference([was], [shorter])
     assert found is not None and (found.place, found.writer) == (3, "policy")
-    assert departure([was, was], [was]) is not None
+    assert first_difference([was, was], [was]) is not None
 
 
 def _changed(one: Segment, place: int) -> Segment:

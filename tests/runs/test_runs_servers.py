@@ -18,17 +18,17 @@ from rally.engines import EngineError
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
 from rally.runs.build.engines import (
-    by_handles,
     frontends,
     launch_of,
     oracle_of,
     own_servers_of,
     placement,
-    room_of,
     router_settings_of,
     shares_gpu,
     transport_of,
-    write_whole,
+    uses_cuda_ipc,
+    weights_folder_of,
+    write_full_model,
 )
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -121,7 +121,7 @@ def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.add_(0.1)
-    write_whole(model, "100MB", False, tmp_path / "whole")
+    write_full_model(model, "100MB", False, tmp_path / "whole")
     ids = [1, 2, 3, 4]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     expected_TV = oracle_of(model).forward(ids)
@@ -133,7 +133,7 @@ def test_servers_get_adapters_merged_into_the_weights(home: Path, tmp_path: Path
 def test_an_untied_copy_computes_the_same(home: Path, tmp_path: Path) -> None:
     model = load_model(str(home / "model"))
     assert model.config.tie_word_embeddings
-    write_whole(model, "100MB", True, tmp_path / "untied")
+    write_full_model(model, "100MB", True, tmp_path / "untied")
     untied = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
     head, embedding = untied.get_output_embeddings(), untied.get_input_embeddings()
     assert head.weight.data_ptr() != embedding.weight.data_ptr()
@@ -146,7 +146,7 @@ def test_weights_for_other_machines_are_on_disk(home: Path, tmp_path: Path) -> N
     for host, expected in (("127.0.0.1", "/dev/shm"), ("10.0.0.1", str(tmp_path / "run" / "weights"))):
         url = f"{R}.server.url=http://{host}:1"
         config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.mode=server", url)
-        assert str(room_of(config, model)) == expected
+        assert str(weights_folder_of(config, model)) == expected
 
 
 def test_servers_share_a_gpu_with_the_trainer_where_there_is_no_other(
@@ -168,7 +168,7 @@ def test_servers_share_a_gpu_with_the_trainer_where_there_is_no_other(
 def test_handles_are_for_the_trainers_own_gpu(home: Path, tmp_path: Path) -> None:
     model = load_model(str(home / "model"))
     config = run_config(home, tmp_path / "run", f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc")
-    with pytest.raises(EngineError, match="a server of one GPU that is the trainer's"):
+    with pytest.raises(EngineError, match="one server on one GPU, the trainer's"):
         transport_of(config, model)
     elsewhere = (f"{R}.name=vllm", f"{R}.mode=server", f"{R}.server.url=http://10.0.0.1:1")
     for key in ("checkpoint_engine.backend=ipc", "free_cache_engine=false"):
@@ -193,7 +193,7 @@ def test_the_fastest_way_that_is_safe_is_the_default(
     config = run_config(home, tmp_path / "run", *(f"{R}.{key}" for key in keys))
     on_gpu = load_model(str(home / "model"))
     monkeypatch.setattr(type(on_gpu), "device", torch.device("cuda", 0))
-    assert by_handles(config, on_gpu) is launch_of(config, on_gpu).by_handles is shown
+    assert uses_cuda_ipc(config, on_gpu) is launch_of(config, on_gpu).by_handles is shown
 
 
 def test_servers_get_the_gpus_that_the_trainer_leaves() -> None:

@@ -122,7 +122,7 @@ def test_a_conversation_too_long_follows_truncation(codec: ChatCodec) -> None:
 def test_a_batch_with_nothing_to_learn_is_an_error(codec: ChatCodec, sft_home: Path) -> None:
     short = SftSettings(batch_size=1, max_length=3, truncation="right")
     row = conversation_row(codec, conversation(PROBLEM, "good", random.Random(0)), short)
-    with pytest.raises(SftError, match="no assistant token is left to learn from"):
+    with pytest.raises(SftError, match="this batch has no assistant token to train on"):
         sft_step(policy(sft_home), [row], short)
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_with_the_step_under_way_saved(
     with monkeypatch.context() as patch, pytest.raises(RunStopped):
         patch.setattr(sft_run, "sft_step", interrupted)
         sft(config(sft_home, tmp_path), paper.console)
-    assert f"after step 1 of 6, which is saved; to go on: rally sft {tmp_path / 'config.yaml'}\n" in paper.text
+    assert f"after step 1 of 6, which is saved; to resume: rally sft {tmp_path / 'config.yaml'}\n" in paper.text
     assert steps_of(tmp_path) == ["global_step_1"]
     sft(load_sft_config(tmp_path / "config.yaml"), paper.console)
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
@@ -261,15 +261,13 @@ def test_what_truncation_cuts_is_counted(sft_home: Path, tmp_path: Path, paper: 
     sft(config(sft_home, tmp_path, *keys, "trainer.total_training_steps=1"), paper.console)
     [told] = metrics_of(tmp_path)
     cut = round(told["train/truncated_share"] * 24)
-    assert 0 < cut <= 24 and f"{cut} of 24 conversations were cut to data.max_length=30 tokens" in paper.text
+    assert 0 < cut <= 24 and f"{cut} of 24 conversations were truncated to data.max_length=30 tokens" in paper.text
 
 
 def test_a_row_that_cannot_be_encoded_is_named(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
     question = {"role": "user", "content": "?"}
     write_rows([{"messages": [{"role": "assistant", "content": "Hi"}, question]}], tmp_path / "odd.jsonl")
-    with pytest.raises(
-        SftError, match=r"odd, row 0: a training conversation must not begin .* rally sft --check looks"
-    ):
+    with pytest.raises(SftError, match=r"odd, row 0: a training conversation must not begin .* run rally sft --check"):
         sft(config(sft_home, tmp_path / "run", f"data.train_files={tmp_path / 'odd.jsonl'}"), paper.console)
 
 

@@ -112,8 +112,8 @@ def test_whatever_tools_and_users_say_the_tokens_are_those_of_an_episode(
 @pytest.mark.parametrize(
     ("talk", "words"),
     [
-        ([USER, calling("1"), says("1")], "reply 1 makes 1 tool calls, and 0 tool answers follow"),
-        ([USER, says("hm"), tool("1"), says("1")], "reply 1 makes 0 tool calls, and 1 tool answers follow"),
+        ([USER, calling("1"), says("1")], "reply 1 makes 1 tool calls, but 0 tool responses follow"),
+        ([USER, says("hm"), tool("1"), says("1")], "reply 1 makes 0 tool calls, but 1 tool responses follow"),
         ([USER, says("hm"), says("1")], "reply 1 is followed by another reply"),
         ([USER, says("1"), USER], "must not begin with an assistant message, and must end with one"),
     ],
@@ -126,9 +126,11 @@ def test_what_no_episode_could_be(tiny: ChatCodec, talk: list[dict[str, Any]], w
 
 def test_calls_that_the_loop_would_not_read(codecs: dict[str, ChatCodec]) -> None:
     llama = ChatCodec(codecs["llama3_2"].tokenizer, "hermes", [SCHEMA])
-    assert "its text is read as none" in str(check(llama, RETOOL).first)
+    assert "its text parses to none" in str(check(llama, RETOOL).first)
     spoken = [USER, calling("1", content="Let me see."), tool("1"), says("1")]
-    assert "says 'Let me see.', which the chat template does not print" in str(check(codecs["llama3_2"], spoken).first)
+    assert "has the content 'Let me see.', which the chat template does not render" in str(
+        check(codecs["llama3_2"], spoken).first
+    )
     assert check(codecs["qwen2_5"], spoken).different == 0
     two = [USER, calling("1", "2"), tool("1"), tool("2"), says("1")]
     assert check(codecs["llama3_2"], two).different == 1, "its template has room for one call"
@@ -148,8 +150,8 @@ def test_the_first_token_that_differs_is_shown_on_both_sides() -> None:
     assert check(codec, [USER, calling("1"), tool("4", name="code_interpreter"), says("4")]).different == 0
     report = check(codec, [USER, calling("1"), tool("4"), says("4")])
     head, taught, episode = str(report.first).splitlines()
-    assert "in turn 2 (tool or user, observed), is not what an episode would have there" in head
-    assert taught.strip().startswith("taught:") and "['" not in taught.split("[")[0]
+    assert "in turn 2 (tool or user, observed), differs from the episode" in head
+    assert taught.strip().startswith("row:") and "['" not in taught.split("[")[0]
     shown = [line.partition("[")[2].partition("]")[0] for line in (taught, episode)]
     assert shown[0].endswith("'\\n'") and shown[1].endswith("' '"), "one goes on with a newline, one with the name"
     assert "* '<|im_end|>'" in taught and "* '<|im_end|>'" in episode, "sampled tokens are marked"
@@ -162,7 +164,7 @@ def test_a_mask_that_is_off_by_one_is_found(
     row = conversation_row(tiny, RETOOL, WHOLE)
     compare(tiny, RETOOL, row)
     at = wrong(row.sampled)
-    with pytest.raises(SftDifference, match="is not what an episode would have there"):
+    with pytest.raises(SftDifference, match="differs from the episode"):
         compare(tiny, RETOOL, replace(row, sampled=at, logprobs=(0.0,) * len(at)))
     with pytest.raises(SftDifference, match=r"\[the end\]"):
         compare(tiny, RETOOL, replace(row, ids=row.ids[:-1], sampled=row.sampled[:-1], logprobs=row.logprobs[:-1]))
@@ -186,4 +188,4 @@ def test_the_command(tmp_path: Path) -> None:
     code, text = command(tmp_path, "data.max_length=20")
     assert code == 1 and "over-long 2 of more than data.max_length=20 tokens, an error" in text
     code, text = command(tmp_path, "data.max_length=20", "data.truncation=left")
-    assert code == 0 and "tokens, cut on the left" in text
+    assert code == 0 and "tokens, truncated on the left" in text

@@ -135,7 +135,7 @@ def test_sinks_send_metrics_where_they_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("swanlab", "the logger swanlab is not built yet; use console, file, tensorboard, mlflow or wandb"),
+        ("swanlab", "the logger swanlab is not supported yet; use console, file, tensorboard, mlflow or wandb"),
         ("wandbb", "there is no logger named wandbb; use console, file, tensorboard, mlflow or wandb"),
     ],
 )

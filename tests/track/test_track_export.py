@@ -15,11 +15,11 @@ from rally.track.export import ExportSettings, TraceSettings, require_packages
 from rally.track.export.delivery import (
     DeliveryLedger,
     EpisodeFiles,
-    MetricsTail,
+    MetricsLines,
     PositionedMetrics,
     Stream,
+    error_text,
     sole_exporter,
-    words,
 )
 from rally.track.export.episode_spans import trace_of
 from rally.track.export.settings import flat
@@ -65,7 +65,7 @@ class Bench:
 
         stream = Stream(
             "tracker",
-            MetricsTail(self.folder),
+            MetricsLines(self.folder),
             DeliveryLedger.read(self.state),
             connect,
             lambda *words: self.told.append(words),
@@ -180,12 +180,12 @@ def test_a_tracker_that_does_not_open_is_refused_in_words(tmp_path: Path) -> Non
 
     folder = RunFolder(tmp_path)
     stream = Stream(
-        "tracker", MetricsTail(folder), DeliveryLedger(tmp_path / "s"), connect, lambda *words: told.append(words)
+        "tracker", MetricsLines(folder), DeliveryLedger(tmp_path / "s"), connect, lambda *words: told.append(words)
     )
     stream.open()
     stream.pump()
     stream.close(ok=True)
-    assert told == [("refused", "tracker", "tracker cannot be opened (OSError); mend that, or leave tracker out")]
+    assert told == [("refused", "tracker", "tracker cannot be opened (OSError); fix that, or leave tracker out")]
 
 
 def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -
 
 def test_a_line_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path).create()
-    tail = MetricsTail(folder)
+    tail = MetricsLines(folder)
     assert tail.news(1.0) == []
     folder.log_metrics(1, {"a": float("inf"), "b": 2})
     with folder.metrics_path.open("a") as file:
@@ -245,7 +245,7 @@ def test_the_configuration_is_flat_for_trackers_that_want_it_so() -> None:
 
 
 def test_a_password_in_an_address_is_not_shown() -> None:
-    said = words(OSError("cannot reach postgresql://me:secret@host/db or http://host:5000/a@b"))
+    said = error_text(OSError("cannot reach postgresql://me:secret@host/db or http://host:5000/a@b"))
     assert said == "OSError: cannot reach postgresql://***@host/db or http://host:5000/a@b"
 
 

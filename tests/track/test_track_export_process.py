@@ -46,7 +46,7 @@ def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
     folder = RunFolder(tmp_path / "run").create()
     settings = ExportSettings(folder=str(folder.path), project="p", name="n", trackers=("tensorboard",))
     sinks = build_sinks(["tensorboard"], folder, paper()[0], 3, settings)
-    with pytest.raises(RallyError, match=r"^tensorboard cannot be opened \(NotADirectoryError: .*; mend that"):
+    with pytest.raises(RallyError, match=r"^tensorboard cannot be opened \(NotADirectoryError: .*; fix that"):
         sinks.__enter__()
 
 
@@ -55,7 +55,7 @@ def test_a_process_that_never_gets_ready_stops_the_run_too(tmp_path: Path, monke
     settings = ExportSettings(folder=str(folder.path), project="p", name="n", trackers=("tensorboard",))
     (tmp_path / "tracking").mkdir()
     (tmp_path / "tracking" / "tensorboard.json").write_text("{")
-    with pytest.raises(RallyError, match=r"cannot be opened: their process ended, and .*tracking/log\.txt says more"):
+    with pytest.raises(RallyError, match=r"cannot be opened: the export process ended; see .*tracking/log\.txt"):
         build_sinks(["tensorboard"], folder, paper()[0], 3, settings).__enter__()
     assert "JSONDecodeError" in (tmp_path / "tracking" / "log.txt").read_text()
     monkeypatch.setattr(process, "OPENING_SECONDS", 0.0)
@@ -73,5 +73,5 @@ def test_a_process_that_dies_is_told_of_once_and_training_goes_on(tmp_path: Path
         sinks.exporter._process.wait()
         for step in range(3):
             sinks.log(step, {"a": 1.0})
-    assert out.getvalue().count("nothing is sent to trackers any more") == 1
+    assert out.getvalue().count("nothing more is sent to trackers") == 1
     assert len(folder.read_metrics()) == 3

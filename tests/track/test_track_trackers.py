@@ -149,7 +149,7 @@ def test_what_an_mlflow_server_refuses_does_not_keep_the_rest_from_it(
     tracker = MlflowRun(place, ledger := ledger_of(place, "mlflow"))
     tracker.send(PositionedMetrics(1, 1000.0, {"a": 1.0, "b//": 2.0, "c": 3.0, "d": 4.0}))
     assert store.get_run(ledger.id).data.metrics == {"a": 1.0, "c": 3.0, "d": 4.0}
-    assert tracker.where.endswith(", without 1 metrics that it refused (tracking/log.txt)")
+    assert tracker.where.endswith(", without 1 metrics that it rejected (tracking/log.txt)")
     store.delete_run(ledger.id)
     with pytest.raises(MlflowException, match="active"):
         tracker.send(PositionedMetrics(2, 1000.0, {"a": 1.0}))
@@ -338,5 +338,5 @@ def test_open_telemetry_gets_the_same_spans(collector: type[Collector]) -> None:
 def test_a_collector_that_refuses_is_told_of(collector: type[Collector]) -> None:
     collector.status = 400
     backend = OtelTraces("project", "experiment")
-    with pytest.raises(RallyError, match="did not take the spans"):
+    with pytest.raises(RallyError, match="did not accept the spans"):
         backend.add([trace_of(make_episode(), run="r", sample=0)])

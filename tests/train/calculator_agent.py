@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from rally.demo.demo import demo_toolbox
+from rally.demo.demo import CALCULATOR
 from rally.tools.builtin.calculator import calculate
 
-TOOLS = demo_toolbox().schemas()
+TOOLS = CALCULATOR.toolbox().schemas()
 
 
 async def run(row: dict[str, Any], client: Any) -> str:

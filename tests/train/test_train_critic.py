@@ -283,11 +283,11 @@ def test_an_evaluation_loads_no_critic(ppo: Path, home: Path, tmp_path: Path, mo
 
 def test_a_coefficient_far_from_its_target_moves_by_a_fifth_of_the_horizon() -> None:
     control = KlController(coefficient=1.0, target=0.1, horizon=100)
-    control.see(10.0, 50)
+    control.update(10.0, 50)
     assert control.coefficient == pytest.approx(1.1)
-    control.see(0.105, 50)  # 5 % over
+    control.update(0.105, 50)  # 5 % over
     assert control.coefficient == pytest.approx(1.1 * 1.025)
-    control.see(0.0, 50)
+    control.update(0.0, 50)
     assert control.coefficient == pytest.approx(1.1 * 1.025 * 0.9)
 
 
@@ -295,6 +295,6 @@ def test_a_fixed_coefficient_is_that_of_the_configuration(tmp_path: Path) -> Non
     KlController(coefficient=0.5, target=0.1).part()(tmp_path)
     fixed, adaptive = KlController(coefficient=0.2), KlController(coefficient=0.2, target=0.3)
     for control in (fixed, adaptive):
-        control.see(9.0, 0)
+        control.update(9.0, 0)
         control.read(tmp_path)
     assert (fixed.coefficient, adaptive.coefficient) == (0.2, 0.5)

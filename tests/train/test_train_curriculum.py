@@ -130,6 +130,6 @@ def test_another_sampler_begins_anew_and_says_so(home: Path, measured: Path, tmp
 def test_a_state_that_would_not_come_back_is_refused(home: Path, tmp_path: Path, bad: dict[str, object]) -> None:
     policy = small_policy(AutoModelForCausalLM.from_pretrained(home / "model"))
     store = CheckpointStore(tmp_path, warn=print)
-    with pytest.raises(CheckpointError, match="what JSON can hold"):
+    with pytest.raises(CheckpointError, match="return JSON values"):
         store.save(1, policy, tiny_tokenizer(), bad)
     assert list(tmp_path.iterdir()) == []

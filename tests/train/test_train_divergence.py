@@ -33,7 +33,7 @@ USUAL = [0.5] * ENOUGH
             1001.0,
             USUAL,
             GradientLimits(),
-            "times both its median in the last 8 steps (0.5) and what it is clipped to (1)",
+            "times both its median in the last 8 steps (0.5) and the clipping norm (1)",
         ),
         (999.0, USUAL, GradientLimits(), None),
         (90.0, USUAL, GradientLimits(factor=100), None),  # 180 times the median, but only 90 times the clip
@@ -62,7 +62,7 @@ def test_a_batch_that_the_disk_refuses_does_not_hide_why_the_step_was_not_taken(
     (tmp_path / "diverged").write_text("a file where the folder should be")
     with (
         pytest.raises(
-            DivergedError, match=r"^too steep, so the step .* from could not be kept \(.*\); lower the learning"
+            DivergedError, match=r"^too steep, so the step .* batch could not be saved \(.*\); lower the learning"
         ),
         keeping_diverged(tmp_path, 9, []),
     ):
@@ -80,7 +80,7 @@ def test_the_batch_is_kept_and_the_weights_are_not_changed(tmp_path: Path, facto
     sources = [{"id": e.id} for e in uneven_episodes()]
     with (
         pytest.raises(
-            DivergedError, match=r"so the step was not applied; what it .* is in .*/diverged/step_000009\.saf"
+            DivergedError, match=r"so the step was not applied; its batch is in .*/diverged/step_000009\.saf"
         ),
         keeping_diverged(tmp_path, 9, sources),
     ):

@@ -259,7 +259,9 @@ def test_a_retrieval_server_killed_and_restarted_in_mid_step(
     attempts = [r.metrics["attempts"] for e in stepped.episodes for r in e.tool_results]
     assert sum(n > 1 for n in attempts) >= 9, "whoever came after the kill had to ask again"
     [line] = [line for line in stepped.said.splitlines() if line.startswith("warning: episodes wait longer for tools")]
-    assert "most of all for 'search': 24 calls, latency p50" in line and line.endswith("set limits.cache=true")
+    assert "most of all for 'search': 24 calls, latency p50" in line and line.endswith(
+        "set limits.cache=true if equal calls have equal answers"
+    )
 
 
 def test_at_the_step_s_deadline_episodes_end_with_what_they_have(drill: Callable[..., Stepped]) -> None:

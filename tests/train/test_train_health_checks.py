@@ -80,9 +80,7 @@ def test_groups_that_teach_nothing_for_several_steps(lowest: float, words: str) 
     assert set(told(history)) == {"flat_groups"} and words in told(history)["flat_groups"]
 
 
-@pytest.mark.parametrize(
-    ("value", "words"), [(0.0, "rally sft"), (-1.0, "too hard"), (0.7, "may not look at the answer")]
-)
+@pytest.mark.parametrize(("value", "words"), [(0.0, "rally sft"), (-1.0, "too hard"), (0.7, "may ignore the answer")])
 def test_a_reward_that_never_varied(value: float, words: str) -> None:
     flat = steps(3, **{LIVE: [0.0] * 3, HIGHEST: [value] * 3, LOWEST: [value] * 3})
     assert told(flat[:2]) == {}

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import Config, load_config
 from rally.data import write_rows
-from rally.demo import demo
+from rally.demo.curriculum import small_model
 from rally.interactions import InteractionError
 from rally.interactions.gsm8k import WRONG
 from rally.models import attention
@@ -63,7 +63,7 @@ def guesser(tmp_path_factory: pytest.TempPathFactory) -> Path:
     users = "interaction: [{name: gsm8k, config: {max_tries: 2}}]"
     (folder / "users.yaml").write_text(users, encoding="utf-8")
     tokenizer = tiny_tokenizer()
-    model = demo.make_model(tokenizer, 0)
+    model = small_model(tokenizer, 0)
     attention.install(model)
     teach(model, ChatCodec(tokenizer, "hermes"), 40)
     model.save_pretrained(folder / "model")

@@ -109,14 +109,14 @@ def run(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Run:
 
 @pytest.mark.parametrize("run", [("trainer.resume_mode=disable",)], indirect=True)
 def test_once_the_step_ends_and_is_saved_and_the_printed_command_goes_on(run: Run) -> None:
-    run.send(signal.SIGINT, "once more stops at once")
+    run.send(signal.SIGINT, "interrupt again to stop now")
     assert run.process.is_alive(), "the step is still under way"
     run.hold.unlink()
     assert run.wait() == EXIT_CODE
     folder = RunFolder(run.out)
     [row] = folder.read_metrics()
     assert row.step == 1 and row.metrics["failures/reward"] == 0, "who scores is not reached by Ctrl-C"
-    words = "stopped after step 1 of 3, which is saved; to go on: "
+    words = "stopped after step 1 of 3, which is saved; to resume: "
     [command] = [line.partition(words)[2] for line in run.told.splitlines() if words in line]
     assert command == f"rally train {run.out / 'config.yaml'} trainer.resume_mode=auto"
 
@@ -127,11 +127,11 @@ def test_once_the_step_ends_and_is_saved_and_the_printed_command_goes_on(run: Ru
 
 
 def test_twice_it_stops_at_once(run: Run) -> None:
-    run.send(signal.SIGTERM, "once more stops at once")
+    run.send(signal.SIGTERM, "interrupt again to stop now")
     began = time.monotonic()
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait() == EXIT_CODE
-    assert time.monotonic() - began < 10 and "stopping at once" in run.told and "Traceback" not in run.told
+    assert time.monotonic() - began < 10 and "stopping now" in run.told and "Traceback" not in run.told
     assert RunFolder(run.out).read_metrics() == [] and not list((run.out / "checkpoints").glob("*"))
 
 

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import load_config
 from rally.data import load_tasks, write_rows
-from rally.demo import demo
+from rally.demo.curriculum import small_model, success
+from rally.demo.demo import CALCULATOR
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.models import attention
 from rally.recipes.arithmetic import data as arithmetic
@@ -60,12 +61,12 @@ def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(arithmetic.rows(400, 0, "train", EASY), folder / "train.parquet")
     write_rows(arithmetic.rows(32, 0, "test", EASY), folder / "test.parquet")
     tokenizer = tiny_tokenizer()
-    codec = ChatCodec(tokenizer, "hermes", demo.demo_toolbox().schemas())
-    model = demo.make_model(tokenizer, 0)
+    codec = ChatCodec(tokenizer, "hermes", CALCULATOR.toolbox().schemas())
+    model = small_model(tokenizer, 0)
     attention.install(model)
     teach(model, codec, {"good": 1.0}, 80, 2e-3)
     engine = EmbeddedEngine(model, EngineSettings(max_model_len=320, max_num_seqs=64))
-    assert demo.success(engine, codec, load_tasks(folder / "test.parquet")) > 0.9, "the format was not learned"
+    assert success(CALCULATOR, engine, codec, load_tasks(folder / "test.parquet")) > 0.9, "the format was not learned"
     asyncio.run(engine.close())
     teach(model, codec, {"good": 0.3, "guess": 0.7}, 30, 1e-3)
     model.save_pretrained(folder / "model")

@@ -149,7 +149,7 @@ def test_tool_rewards_land_on_the_turn_that_called() -> None:
 def test_rewards_that_a_loop_of_ones_own_gives_its_turns() -> None:
     plain = episode("a", "g", 1.0, segment(random.Random(0), "ssoos"), extra={"turn_rewards": [0.25, 2]})
     assert turns_of_episodes([plain]).rewards_K.tolist() == [0.25, 2.0]
-    with pytest.raises(TurnRewardError, match="gave 1 turn_rewards to an episode of 2 assistant turns; give one"):
+    with pytest.raises(TurnRewardError, match="returned 1 turn_rewards for an episode of 2 assistant turns; return"):
         turns_of_episodes([replace(plain, extra={"turn_rewards": [1.0]})])
 
 

@@ -232,7 +232,7 @@ def test_evaluation_writes_metrics_and_episodes_and_trains_nothing(home: Path, f
         assert metrics_of(outcome.folder, 0)[name] == outcome.metrics[name]
         assert len(folder.read_episodes(0, validate=True)) == 4 and folder.episode_steps() == []
         assert not (tmp_path / out / "checkpoints").exists()
-    with pytest.raises(RunError, match=r"there is nothing to evaluate: data.val_files is not set"):
+    with pytest.raises(RunError, match=r"nothing to evaluate: data.val_files is not set"):
         evaluate(run_config(home, tmp_path / "none", "data.val_files=null"), Paper().console)
 
 
@@ -379,7 +379,7 @@ def test_prompts_too_long_can_be_left_out_or_cut(home: Path, long_rows: Path, co
     assert [t.id for t in kept] == [t.id for i, t in enumerate(tasks) if i != 5]
     assert "1 of 13 prompts exceed" in paper.text and "they are left out" in paper.text
     assert len(fitting(tasks, codec, run_config(home, out, "data.truncation=middle"), paper.console)) == 13
-    assert "they are cut (middle)" in paper.text
+    assert "they are truncated (middle)" in paper.text
     exact = f"data.max_prompt_length={len(codec.encode_prompt(tasks[0].prompt))}"
     assert (
         len(fitting(tasks, codec, run_config(home, out, exact, "data.filter_overlong_prompts=true"), paper.console))
@@ -394,5 +394,5 @@ def test_rows_without_tools_kwargs_are_refused_where_they_are_needed(
     home: Path, long_rows: Path, codec: ChatCodec, paper: Paper
 ) -> None:
     config = run_config(home, long_rows.parent / "run", "data.need_tools_kwargs=true")
-    with pytest.raises(DataError, match=r"has no extra_info.tools_kwargs, which data.need_tools_kwargs=true asks for"):
+    with pytest.raises(DataError, match=r"has no extra_info.tools_kwargs, which data.need_tools_kwargs=true requires"):
         fitting(load_tasks(long_rows), codec, config, paper.console)

@@ -9,7 +9,7 @@ from vision_cases import make_codec, make_image, write_vision_model
 from rally.config import load_config
 from rally.data import write_rows
 from rally.recipes.geometry import data as geometry
-from rally.replay.replay import Verdict, departure, replay
+from rally.replay.replay import Verdict, first_difference, replay
 from rally.runs.build.inputs import RunError
 from rally.runs.train import train
 from rally.track import RunFolder
@@ -56,9 +56,9 @@ def test_another_image_in_the_same_place_is_a_departure() -> None:
     one, other = (codec.prompt([{"role": "user", "content": parts}]) for parts in content)
     assert one.ids == other.ids
     a, b = (Segment(prompt_ids=p.ids, images=p.images) for p in (one, other))
-    apart = departure([a], [b])
+    apart = first_difference([a], [b])
     assert apart is not None and (apart.place, apart.writer) == (one.images[0].start, "prompt")
-    assert departure([a], [a]) is None
+    assert first_difference([a], [a]) is None
 
 
 def test_turns_that_were_shown_different_images_are_in_different_states() -> None:
@@ -74,5 +74,5 @@ def test_turns_that_were_shown_different_images_are_in_different_states() -> Non
 
 def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:
     config = small(home, tmp_path, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
-    with pytest.raises(RunError, match=r"servers are given tokens alone; set .*rollout\.name=embedded"):
+    with pytest.raises(RunError, match=r"servers are sent only tokens; set .*rollout\.name=embedded"):
         train(config, Paper().console)

@@ -330,7 +330,7 @@ def test_a_link_to_an_episode_that_is_not_read_yet_shows_it_later(browser: Brows
     path = write_run(tmp_path / "run")
     with served(path) as url:
         go(browser, url + "#/episode?id=t000003-00000-1", ".empty")
-        assert "perhaps it is not in the index yet" in browser.text(".empty")
+        assert "it may not be indexed yet" in browser.text(".empty")
         write_step(RunFolder(path), ChatCodec(tiny_tokenizer()), 3)
         browser.wait("document.querySelector('h1')?.innerText === 't000003-00000-1'")
     assert all("404" in line for line in browser.said)

@@ -28,7 +28,7 @@ def test_an_export_says_what_it_wrote_and_left_out(run_path: Path, tmp_path: Pat
     ("words", "told"),
     [
         (["/no/such/run"], "there is no run folder at /no/such/run"),
-        (["/"], "/ is no run folder: it has neither metrics.jsonl nor episodes/"),
+        (["/"], "/ is not a run folder: it has neither metrics.jsonl nor episodes/"),
         (["RUN", "--filter", "step=1"], "--filter chooses what is exported"),
         (["RUN", "--export", "OUT", "--filter", "last step"], "is not of the form step=10..20&kind=val"),
         (["RUN", "--export", "OUT", "--filter", "steps=1"], "there is no filter steps"),

@@ -98,16 +98,16 @@ def test_a_file_that_is_written_anew_or_set_aside_leaves_nothing_behind(tmp_path
 
 
 def test_indexing_that_was_cut_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "PIECE", 5)
+    monkeypatch.setattr(index_module, "CHUNK", 5)
     path = write_run(tmp_path / "run")
     index = Index(path)
     files = list_files(index.episodes)
     with closing(index.connect()) as db:
         first = next(file for file in files if file.name == "train_000001.jsonl")
-        assert not index.read_piece(db, first)
+        assert not index.read_chunk(db, first)
         monkeypatch.setattr(index, "_add", _broken)
         with pytest.raises(KeyboardInterrupt):
-            index.read_piece(db, first)
+            index.read_chunk(db, first)
     run = opened(path)
     assert len(ids(run)) == len(set(ids(run))) == 30
 
@@ -346,7 +346,7 @@ def test_episodes_without_a_reward_are_sorted_below_all_others(tmp_path: Path, c
     ("asked", "told"),
     [
         ({"stepp": "1"}, "there is no filter stepp"),
-        ({"step": "one"}, "step=one is no number"),
+        ({"step": "one"}, "step=one is not a number"),
         ({"kind": "test"}, "it is train or val"),
         ({"sort": "n; DROP TABLE episodes"}, "cannot sort by"),
         ({"after": "x"}, "is not a key"),

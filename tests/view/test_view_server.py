@@ -91,7 +91,7 @@ def test_an_index_that_is_gone_is_said_in_words(tmp_path: Path) -> None:
     run.index.path.unlink()
     client = TestClient(create_app([run]), base_url="http://localhost")  # without its lifespan nobody makes it anew
     answer = client.get("/api/runs/0/facets")
-    assert answer.status_code == 503 and "the index cannot be read just now" in answer.json()["error"]
+    assert answer.status_code == 503 and "the index cannot be read now" in answer.json()["error"]
 
 
 def test_an_episode_has_the_text_and_the_advantage_of_every_token(run_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_run_from_elsewhere_is_read_with_the_tokenizer_that_is_named(tmp_path:
     assert note.startswith("No tokenizer was found at /nowhere") and "--tokenizer" in note
     [segment] = named.episode("t000002-00001-1")["segments"]
     assert "".join(segment["response_text"]) == ChatCodec(tiny_tokenizer()).decode(segment["response_ids"])
-    with pytest.raises(RallyError, match=r"--tokenizer /nowhere holds no tokenizer; give a model's folder"):
+    with pytest.raises(RallyError, match=r"--tokenizer /nowhere has no tokenizer; name a model folder"):
         open_runs([path], "/nowhere")
 
 

@@ -1,4 +1,4 @@
-"""From a Config to the rows of a run, and to what chooses those of each step."""
+"""Builds the tasks of a run and the sampler that chooses the rows of each step from a Config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) ->
 
 
 def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
-    """What data.custom_cls makes of the files, if there is one."""
+    """The rows of a user's dataset class (data.custom_cls), if there is one."""
     chosen = config.data.custom_cls
     if chosen.path is None or chosen.name is None:
         return None
@@ -53,7 +53,7 @@ def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:
 
 
 def sampler_of(config: Config, tasks: TaskSet, steps: int) -> RowSampler:
-    """What chooses the rows of each of `steps` steps; for a run without steps there is nothing to choose."""
+    """The sampler for a run of `steps` steps. A run of 0 steps gets the default one."""
     data, chosen = config.data, config.data.curriculum
     settings = SamplerSettings(
         batch_size=data.train_batch_size,

@@ -1,4 +1,7 @@
-"""From a Config to an engine over servers: what they are started with, given and held against."""
+"""Builds the rollout engine from a Config: embedded, or over servers that are launched or already running.
+
+For servers this includes GPU placement, launch options, the transport of weights and the canary's oracle.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
 from rally.models.parallel import model_state, ranks_of
-from rally.runs.build.episodes import engine_settings_of, sampling_of
+from rally.runs.build.episodes import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.inputs import RunError, RunInputs
 from rally.train.checkpoint.weight_files import WeightWriter
 from rally.train.messages import ComputeLogits, GatherWeights
@@ -53,17 +56,17 @@ from rally.util.threads import available_cores
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Place = tuple[int, ...]
-"""GPUs of one server, by their indices in this process; none on a machine without any."""
-DIALECTS: dict[str, Callable[[], ServerApi]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
+"""The GPUs of one server, by their indices in this process; empty on a machine without GPUs."""
+SERVER_APIS: dict[str, Callable[[], ServerApi]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
 def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
-    """The engine over servers of our own, or over running ones, as rollout.mode says."""
-    attention.install(model)  # training runs packed forwards over it; the embedded engine would have done this
+    """The engine over launched servers or over running ones (rollout.mode)."""
+    attention.install(model)  # for the packed forward of training; the embedded engine installs it itself
     rollout = config.rollout
     if rollout.mode == "server":
-        dialect = DIALECTS[rollout.server_kind]()
-        servers = [ServerReplica(url, dialect, client_settings_of(config, model)) for url in rollout.server_urls]
+        api = SERVER_APIS[rollout.server_kind]()
+        servers = [ServerReplica(url, api, client_settings_of(config, model)) for url in rollout.server_urls]
     else:
         servers = own_servers_of(config, model)
     return RemoteEngine(
@@ -71,7 +74,7 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
         transport_of(config, model),
         oracle_of(model),
         RemoteSettings(
-            max_model_len=engine_settings_of(config).max_model_len,
+            max_model_len=config.max_model_len,
             sampling=sampling,
             in_flight=rollout.in_flight,
             max_restarts=rollout.server.max_attempts,
@@ -85,40 +88,41 @@ def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingP
 def router_settings_of(config: Config) -> RouterSettings:
     server, running = config.rollout.server, config.rollout.max_num_seqs
     return RouterSettings(
-        max_in_flight=server.max_in_flight or running + -(-running // 4),  # so that a server always has a next one
+        max_in_flight=server.max_in_flight or running + -(-running // 4),  # so that requests always wait
         max_tries=server.max_tries,
         give_up_after=server.give_up_after,
         health_every=server.health_every,
-        seed=engine_settings_of(config).seed,
+        seed=config.rollout_seed,
     )
 
 
 def transport_of(config: Config, model: PreTrainedModel) -> WeightTransport:
-    """How weights get to servers, as rollout.checkpoint_engine.backend says."""
-    shown = by_handles(config, model)
-    if shown and not on_its_gpu_alone(config, model):
+    """How weights reach the servers (rollout.checkpoint_engine.backend)."""
+    ipc = uses_cuda_ipc(config, model)
+    if ipc and not shares_one_gpu(config, model):
         raise EngineError(
-            "rollout.checkpoint_engine.backend=ipc is for a server of one GPU that is the trainer's; leave it out here"
+            "rollout.checkpoint_engine.backend=ipc needs one server on one GPU, the trainer's; leave it out here"
         )
-    room = room_of(config, model)
-    remove_stale_folders(room)
-    weights = functools.partial(whole_weights, model)
-    first = functools.partial(write_whole, model, _bucket(config), _untied(config, model))
-    files = WeightFiles(WeightWriter(first, weights), room)
-    return CudaIpcWeights(weights, files) if shown else files
+    folder = weights_folder_of(config, model)
+    remove_stale_folders(folder)
+    weights = functools.partial(full_weights, model)
+    first = functools.partial(write_full_model, model, _bucket(config), _untied(config, model))
+    files = WeightFiles(WeightWriter(first, weights), folder)
+    return CudaIpcWeights(weights, files) if ipc else files
 
 
-def by_handles(config: Config, model: PreTrainedModel) -> bool:
-    """Whether a server opens the trainer's memory. Where it can, SGLang does; vLLM would have to be started so that
-    whoever reaches its port can run code in it, and that must be asked for."""
+def uses_cuda_ipc(config: Config, model: PreTrainedModel) -> bool:
+    """Whether a server reads the weights from the trainer's GPU memory. SGLang does so where possible. vLLM does so
+    only if asked to: it would have to be started in a way that lets any client of its port run code in it."""
     rollout = config.rollout
     able = rollout.server_kind == "sglang" and rollout.mode != "server" and not has_adapters(model)
     backend = rollout.checkpoint_engine.backend
-    return backend == "ipc" or (backend == "naive" and able and on_its_gpu_alone(config, model))
+    return backend == "ipc" or (backend == "naive" and able and shares_one_gpu(config, model))
 
 
-def room_of(config: Config, model: PreTrainedModel) -> Path:
-    """Where weights are left for servers: those of other machines see no memory of this one."""
+def weights_folder_of(config: Config, model: PreTrainedModel) -> Path:
+    """The folder through which servers get weights: on disk if a server is on another machine, else in shared
+    memory."""
     on_disk = config.run_dir / "weights"
     if any(urlsplit(url).hostname not in ("127.0.0.1", "::1", "localhost") for url in config.rollout.server_urls):
         on_disk.mkdir(parents=True, exist_ok=True)
@@ -127,19 +131,19 @@ def room_of(config: Config, model: PreTrainedModel) -> Path:
 
 
 def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
-    """One server per rollout.data_parallel_size, each on its own GPUs where there are any."""
+    """rollout.data_parallel_size servers, each on its own GPUs if there are any."""
     rollout = config.rollout
     places = places_of(config, model)
     plan = launch_of(config, model)
-    dialect = DIALECTS[rollout.server_kind]()
+    api = SERVER_APIS[rollout.server_kind]()
     return [
         LaunchedServer(
-            dialect,
-            lambda folder, port: dialect.command(replace(plan, folder=folder, port=port)),
+            api,
+            lambda folder, port: api.command(replace(plan, folder=folder, port=port)),
             config.run_dir / "servers" / f"{rollout.server_kind}-{number}.log",
             port_start=rollout.port_start,
             environment={
-                **dialect.environment(plan.by_handles),
+                **api.environment(plan.by_handles),
                 **({"CUDA_VISIBLE_DEVICES": visible(place)} if place else {}),
             },
             settings=client_settings_of(config, model),
@@ -154,34 +158,36 @@ def places_of(config: Config, model: PreTrainedModel) -> list[Place]:
 
 
 def own_gpus(model: PreTrainedModel) -> range:
-    """Which GPUs the trainer is on: each rank is on the one of its number."""
+    """The GPUs of the trainer: each rank is on the GPU of its number."""
     first = model.device.index or 0
-    return range(first, first + ranks_of(model).count) if model.device.type == "cuda" else range(0)
+    return range(first, first + ranks_of(model).world_size) if model.device.type == "cuda" else range(0)
 
 
 def shares_gpu(config: Config, model: PreTrainedModel) -> bool:
-    """Whether servers of our own are on the trainer's GPU."""
+    """Whether launched servers are on a GPU of the trainer."""
     mine = own_gpus(model)
     return any(gpu in mine for place in places_of(config, model) for gpu in place)
 
 
-def on_its_gpu_alone(config: Config, model: PreTrainedModel) -> bool:
-    """Whether there is one server, on the trainer's GPU and no other."""
+def shares_one_gpu(config: Config, model: PreTrainedModel) -> bool:
+    """Whether there is one server, on the trainer's only GPU."""
     mine = own_gpus(model)
     return len(mine) == 1 and places_of(config, model) == [tuple(mine)]
 
 
 def sleeps(config: Config, model: PreTrainedModel) -> bool:
-    """Whether they give its memory to the update; our own kind keeps it."""
+    """Whether servers free their GPU memory during the update. Rally's own server cannot."""
     able = config.rollout.server_kind != "rally"
-    return able and engine_settings_of(config).lend_memory and shares_gpu(config, model)
+    return able and lends_memory(config) and shares_gpu(config, model)
 
 
 def placement(gpus: int, mine: Collection[int], replicas: int, each: int) -> list[Place]:
-    """GPUs of each server: those that are not the trainer's, or, if they are too few, its own too."""
+    """The GPUs of each server: those that the trainer does not use or, if these are too few, any."""
     if gpus == 0:
         if each > 1:
-            raise EngineError(f"rollout.tensor_model_parallel_size={each} needs {each} GPUs and there are none")
+            raise EngineError(
+                f"rollout.tensor_model_parallel_size={each} needs {each} GPUs and there are none; set it to 1"
+            )
         return [()] * replicas
     needed = replicas * each
     if needed > gpus:
@@ -195,44 +201,43 @@ def placement(gpus: int, mine: Collection[int], replicas: int, each: int) -> lis
 
 
 def visible(place: Place) -> str:
-    """The GPUs as a child must be told: by the names they have on the machine, not by their places among ours."""
+    """CUDA_VISIBLE_DEVICES of a child process: the machine's names of the GPUs, not their indices in this process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ",".join(map(str, place) if names is None else (names.split(",")[gpu].strip() for gpu in place))
 
 
 def launch_of(config: Config, model: PreTrainedModel) -> Launch:
-    rollout, settings = config.rollout, engine_settings_of(config)
+    rollout = config.rollout
     return Launch(
         python=rollout.server.python or sys.executable,
         folder="",
         port=0,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        memory_share=settings.memory_share,
+        max_model_len=config.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        memory_share=rollout.gpu_memory_utilization,
         tensor_parallel=rollout.tensor_model_parallel_size,
         frontends=frontends(available_cores(), rollout.data_parallel_size),
         on_cpu=model.device.type == "cpu",
-        seed=settings.seed,
-        eager=settings.eager,
+        seed=config.rollout_seed,
+        eager=rollout.enforce_eager,
         log_level=rollout.log_level.lower() if rollout.log_level else None,
         raw_logprobs=rollout.temperature == 1,
         in_flight=rollout.in_flight,
         sleeps=sleeps(config, model),
-        by_handles=by_handles(config, model),
+        by_handles=uses_cuda_ipc(config, model),
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
 
 
 def frontends(cores: int, servers: int) -> int:
-    """Processes that answer HTTP for each server. One of vLLM's is busy for 2 ms with a request, in which the next
-    waits, and the GPU with it."""
+    """HTTP processes per server. One of vLLM's takes 2 ms per request, during which other requests and the GPU wait."""
     return max(1, min(MAX_FRONTENDS, cores // (CORES_PER_FRONTEND * servers)))
 
 
 def _own_extra(config: Config) -> dict[str, Any]:
-    """What a server of Rally's own needs beside the weights."""
+    """Further options of Rally's own server."""
     tokenizer = config.model.tokenizer_path or config.model.path
     return {"tokenizer": str(tokenizer)} if config.rollout.server_kind == "rally" else {}
 
@@ -244,7 +249,7 @@ def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings
         max_connections=server.max_connections,
         start_seconds=server.max_start_wait_time,
         vocabulary=model.config.get_text_config().vocab_size,
-        max_model_len=engine_settings_of(config).max_model_len,
+        max_model_len=config.max_model_len,
     )
 
 
@@ -256,17 +261,17 @@ def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
 
 def oracle_of(model: PreTrainedModel) -> Oracle:
     def forward(ids: Sequence[int]) -> Tensor:
-        with ranks_of(model).doing(ComputeLogits(ids)):
+        with ranks_of(model).broadcast(ComputeLogits(ids)):
             return logits_of(model, ids)
 
     vocabulary = model.config.get_text_config().vocab_size
     return Oracle(forward=forward, vocabulary=vocabulary, tolerance=tolerance_of(model.dtype))
 
 
-def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
-    """A folder that any server loads: adapters are merged into what they adapt. Untied, the output head is a weight of
-    its own, also where the policy's is its embedding."""
-    weights = whole_weights(model)
+def write_full_model(model: PreTrainedModel, bucket: str, untied: bool, folder: Path) -> None:
+    """Write a model folder that any server loads, with adapters merged. `untied`: write the output head as a separate
+    weight even if the policy ties it to its embedding."""
+    weights = full_weights(model)
     twin = plain_twin(model)
     if untied:
         twin.config.tie_word_embeddings = False
@@ -276,25 +281,26 @@ def write_whole(model: PreTrainedModel, bucket: str, untied: bool, folder: Path)
         twin.save_pretrained(folder, state_dict=weights, max_shard_size=bucket)
 
 
-def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    with ranks_of(model).doing(GatherWeights()):
+def full_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    with ranks_of(model).broadcast(GatherWeights()):
         return merged_weights(model) if has_adapters(model) else model_state(model)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Every step writes a model, and none of them needs a progress bar of transformers'."""
-    shown = logging.is_progress_bar_enabled()
+    """Hides the progress bars of transformers: every step writes a model."""
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
 def _untied(config: Config, model: PreTrainedModel) -> bool:
-    """On a CPU, vLLM keeps a packed copy of the output head, and forgets it in a reload where it is the embedding."""
+    """Works around vLLM on a CPU: it does not refresh its packed copy of a tied output head when weights are
+    reloaded."""
     return config.rollout.server_kind == "vllm" and model.device.type == "cpu"
 
 
@@ -306,7 +312,7 @@ def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngi
     if config.rollout.name != "embedded":
         if inputs.codec.patches is not None:
             raise RunError(
-                f"{config.model.path} sees images, and servers are given tokens alone; set "
+                f"{config.model.path} takes images, but servers are sent only tokens; set "
                 "actor_rollout_ref.rollout.name=embedded"
             )
         return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec))

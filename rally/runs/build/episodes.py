@@ -1,4 +1,4 @@
-"""From a Config to the parts of a run: here, and in the `*_parts` beside it, keys meet the settings of the rooms."""
+"""Builds what produces episodes from a Config: engine settings, agent loops, sampling, rewards and the rollout."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ from rally.types import SamplingParams
 
 def engine_settings_of(config: Config) -> EngineSettings:
     rollout = config.rollout
-    lengths = config.prompt_length + config.response_length
     return EngineSettings(
-        max_model_len=rollout.max_model_len or lengths,
+        max_model_len=config.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         page_size=rollout.page_size,
         memory_share=rollout.gpu_memory_utilization,
         in_flight=rollout.in_flight,
-        seed=config.trainer.seed if rollout.seed is None else rollout.seed,
+        seed=config.rollout_seed,
         backend=rollout.attention_backend,
         eager=rollout.enforce_eager,
         deterministic=rollout.deterministic,
-        lend_memory=rollout.free_cache_engine and rollout.enable_sleep_mode,
+        lend_memory=lends_memory(config),
     )
+
+
+def lends_memory(config: Config) -> bool:
+    """Whether the engine frees the memory of its KV cache during the update."""
+    return config.rollout.free_cache_engine and config.rollout.enable_sleep_mode
 
 
 def loop_settings_of(config: Config) -> LoopSettings:
@@ -62,7 +66,7 @@ def loop_settings_of(config: Config) -> LoopSettings:
 
 
 def loops_of(config: Config) -> dict[str, LoopSpec]:
-    """Loops by name: those of agent_loop_config_path, and the default one with its own options."""
+    """Agent loops by name: those of agent_loop_config_path, and the default one with its options."""
     path = config.rollout.agent.agent_loop_config_path
     loops = load_loop_config(path) if path else {}
     name = config.agent_loop_name
@@ -74,7 +78,8 @@ def loops_of(config: Config) -> dict[str, LoopSpec]:
 
 
 def _loop_options(config: Config, cls: type[AgentLoopBase]) -> dict[str, Any]:
-    """agent_loop_config for a loop class: its free keys always, the named ones where its __init__ takes them."""
+    """The options from agent_loop_config for a loop class: free keys always, named ones if its __init__ accepts
+    them."""
     section = config.rollout.agent_loop_config
     taken = inspect.signature(cls.__init__).parameters
     named = {name: getattr(section, name) for name in type(section).model_fields if name in taken}
@@ -96,7 +101,7 @@ def sampling_of(config: Config, codec: ChatCodec) -> SamplingParams:
 
 
 def validation_passes(config: Config, train: SamplingParams) -> list[ValidationPass]:
-    """Greedy alone by default; where val_kwargs sample, that pass is the main one and greedy runs beside it."""
+    """Greedy by default. If val_kwargs sample, that pass is the main one and a greedy pass is added."""
     kwargs = config.rollout.val_kwargs
     greedy = train.greedy()
     sample = kwargs.temperature > 0 if kwargs.do_sample is None else kwargs.do_sample
@@ -121,11 +126,11 @@ def reward_spec_of(config: Config) -> RewardSpec:
 
 
 def shaping_of(config: Config) -> Shaping:
-    """What is added to the score of the reward function: `reward_shaping` and DAPO's overlong buffer."""
-    given = config.reward_model.reward_kwargs
-    buffer = given.overlong_buffer_cfg
+    """The terms added to the score of the reward function: `reward_shaping` and DAPO's overlong buffer."""
+    reward_kwargs = config.reward_model.reward_kwargs
+    buffer = reward_kwargs.overlong_buffer_cfg
     overlong = Overlong(
-        longest=given.max_resp_len or config.response_length,
+        longest=reward_kwargs.max_resp_len or config.response_length,
         buffer=buffer.len,
         penalty_factor=buffer.penalty_factor,
         log=buffer.log,
@@ -142,29 +147,29 @@ def shaping_of(config: Config) -> Shaping:
     )
 
 
-def skipping(runner: Runner, config: Config) -> Runner:
-    """The runner, which skips what was sampled before where rollout.skip_rollout says so."""
+def with_rollout_cache(runner: Runner, config: Config) -> Runner:
+    """The runner, with a cache of sampled episodes if rollout.skip_rollout is set."""
     if not config.rollout.skip_rollout:
         return runner
-    return CachedRolloutRunner(**vars(runner), dump=dump_of(config))
+    return CachedRolloutRunner(**vars(runner), dump=rollout_cache_dir(config))
 
 
-def dump_of(config: Config) -> Path:
-    """Where the episodes of runs like this one are."""
+def rollout_cache_dir(config: Config) -> Path:
+    """The folder of cached episodes for runs with this configuration."""
     trainer, shape = config.trainer, f"GBS{config.data.train_batch_size}_N{config.rollout.n}"
     lengths = f"in{config.prompt_length}_out{config.response_length}"
     dump = Path(config.rollout.skip_dump_dir or Path(tempfile.gettempdir()) / "rollout_dump")
-    return dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}_{_speaker(config)}"
+    return dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}_{_sampling_hash(config)}"
 
 
-def _speaker(config: Config) -> str:
-    """Short for who spoke and how: ids of another tokenizer or template mean other words, and log-probs of another
-    temperature are other numbers."""
+def _sampling_hash(config: Config) -> str:
+    """A hash of everything else that changes tokens or their log-probabilities, such as tokenizer, template and
+    temperature."""
     model, rollout = config.model, config.rollout
     tokens = (model.path, model.tokenizer_path, model.spelled_tokens)
-    words = (tokens, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
-    how = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
-    return hashlib.sha256(repr((words, how)).encode()).hexdigest()[:8]
+    encoding = (tokens, model.custom_chat_template, dict(config.data.apply_chat_template_kwargs))
+    sampling = (rollout.temperature, rollout.top_p, rollout.top_k, config.tool_config_path, config.agent_loop_name)
+    return hashlib.sha256(repr((encoding, sampling)).encode()).hexdigest()[:8]
 
 
 def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runner:
@@ -191,10 +196,10 @@ def scorer_of(config: Config) -> Scorer:
 
 def rollout_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Rollout:
     return Rollout(
-        runner=skipping(runner_of(config, inputs, engine), config),
+        runner=with_rollout_cache(runner_of(config, inputs, engine), config),
         scorer=scorer_of(config),
         policy=failure_policy_of(config),
-        seed=engine_settings_of(config).seed,
+        seed=config.rollout_seed,
         shaping=shaping_of(config),
         step_timeout=config.rollout.step_timeout,
         in_batch=reward_spec_of(config).batch,

@@ -1,4 +1,7 @@
-"""What a run reads before any weight is loaded: tokenizer, tools, users, rows. All mistakes in them are found here."""
+"""Reads the inputs of a run before any weight is loaded: tokenizer, tools, simulated users, codec and rows.
+
+All errors in them are raised here.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from rally.types import RallyError
 
 
 class RunError(RallyError):
-    """A run that cannot begin or go on as asked."""
+    """A run that cannot start or resume as configured."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Where a run left its results, and its last validation."""
+    """The run folder, the number of steps and the metrics of the last validation."""
 
     folder: Path
     steps: int
@@ -43,7 +46,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before any weight is loaded: tokenizer, tools, users, rows; all mistakes in them show here."""
+    """The inputs of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     toolbox: ToolBox
@@ -67,9 +70,9 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:
             return None
-        found = fitting(tasks_of(config, files, validate=validate), codec, config, console)
-        check_rows(config, found, interactions, toolbox)
-        return found
+        task_set = fitting(tasks_of(config, files, validate=validate), codec, config, console)
+        check_rows(config, task_set, interactions, toolbox)
+        return task_set
 
     return RunInputs(
         tokenizer,
@@ -82,17 +85,17 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
 
 
 def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
-    asked = trainer.n_gpus_per_node
-    if asked != ranks.count:
+    gpus = trainer.n_gpus_per_node
+    if gpus != ranks.world_size:
         raise RunError(
-            f"trainer.n_gpus_per_node={asked} is for `rally train`, `rally sft` and rally.distributed, which start the "
+            f"trainer.n_gpus_per_node={gpus} needs `rally train`, `rally sft` or rally.distributed, which start the "
             "other processes; leave it out here"
         )
 
 
-def check_sight(model: str, patches: Patches | None, ranks: Ranks) -> None:
-    if ranks.count > 1 and patches is not None:
-        raise RunError(f"{model} sees images, which is for one GPU; set trainer.n_gpus_per_node=1")
+def check_images(model: str, patches: Patches | None, ranks: Ranks) -> None:
+    if ranks.world_size > 1 and patches is not None:
+        raise RunError(f"{model} takes images, which is supported on one GPU only; set trainer.n_gpus_per_node=1")
 
 
 def toolbox_of(config: Config) -> ToolBox:

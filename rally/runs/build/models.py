@@ -1,5 +1,4 @@
-"""From a Config to the critic and to the coefficient of the KL in the reward, going on from a checkpoint if there is
-one."""
+"""Loads the model, the tokenizer and the image processor of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ from rally.models.vision_io import freeze_tower, patches_for
 
 
 def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:
-    """The policy's module: from the configuration, or from a checkpoint at `path`, which may hold adapters alone."""
+    """The policy's module: as configured, or from a checkpoint at `path`, which may hold only adapters."""
     images = config.data.mm_processor_kwargs
-    found = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
+    model = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
     if config.actor.freeze_vision_tower:
-        freeze_tower(found)
-    ranks.spread(found)
-    return found
+        freeze_tower(model)
+    ranks.shard(model)
+    return model
 
 
 def patches_of(config: Config) -> Patches | None:
-    """How the policy cuts images; None if it is for text alone."""
+    """The image processor of the policy; None for a text-only model."""
     model = config.model
     return patches_at(model, str(model.path), config.data.mm_processor_kwargs)
 
 
 def patches_at(model: ModelConfig | SftModel, path: str, options: Mapping[str, Any]) -> Patches | None:
-    if path.endswith(".gguf"):  # reading one takes long, and none that transformers reads sees
+    if path.endswith(".gguf"):  # slow to read, and transformers supports no vision model in this format
         return None
     stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
     return patches_for(stored, path, options, model.trust_remote_code)
@@ -55,28 +54,28 @@ def trained_model(
     image_options: Mapping[str, Any] = MappingProxyType({}),
     ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """The module to train: `base`, with adapters if there are to be any, or what a checkpoint at `path` holds of it.
-    One that is to lie on several ranks is left in main memory: no device need hold all of it."""
+    """The module to train: `base`, with adapters if configured, or a checkpoint at `path`. A module that is to be
+    sharded stays in main memory, so that no device has to hold all of it."""
     device = pick_device(trainer.device)
     lora = lora_of(model, trainer.seed)
     if path:
         check_resumable(Path(path), lora)
-    found = load_model(
+    module = load_model(
         base if lora or not path else path,
-        device=device if ranks.count == 1 else torch.device("cpu"),
+        device=device if ranks.world_size == 1 else torch.device("cpu"),
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
     )
     if patches := patches_at(model, base, image_options):
-        set_patches(found, patches)
+        set_patches(module, patches)
     if lora:
-        add_adapters(found, lora, base, path)
-    return found
+        add_adapters(module, lora, base, path)
+    return module
 
 
 def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
-    """How the policy is adapted; None where all its weights are trained."""
+    """The LoRA settings; None if all weights are trained."""
     if not model.lora_rank and not model.lora_adapter_path:
         return None
     return LoraSettings(
@@ -105,7 +104,7 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
 
 @dataclass(frozen=True)
 class RunPlan(Message):
-    """What every rank builds the policy from."""
+    """The message from which every rank builds its policy."""
 
     config: Config | SftConfig
     checkpoint: Path | None

@@ -1,4 +1,4 @@
-"""From a Config to the policy, its reference and its critic, going on from a checkpoint where there is one."""
+"""Builds the policy, its reference, its critic and the KL controller from a Config or a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rally.train.value_model import load_value_model
 
 
 def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Critic | None:
-    """The critic, if the estimator asks for one."""
+    """The critic, if the advantage estimator needs one."""
     if not config.needs_critic:
         return None
     if checkpoint and not checkpoint.holds(FOLDER):
@@ -39,7 +39,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     device = pick_device(config.trainer.device)
     body = load_value_model(
         str(checkpoint.path / FOLDER if checkpoint else model.path),
-        device=device if ranks.count == 1 else torch.device("cpu"),
+        device=device if ranks.world_size == 1 else torch.device("cpu"),
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
@@ -47,7 +47,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     )
     if patches := patches_of(config):
         share_patches(body, patches, "critic.model.path")
-    ranks.spread(body)
+    ranks.shard(body)
     learner = Policy(
         body,
         optimizer_settings(config.critic.optim, config.critic.grad_clip, gradient_limits_of(config.trainer.guards)),
@@ -55,10 +55,10 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         gradient_checkpointing=config.critic.model.enable_gradient_checkpointing,
         offload=config.critic.fsdp_config.optimizer_offload,
     )
-    found = Critic(learner, critic_settings_of(config))
+    critic = Critic(learner, critic_settings_of(config))
     if checkpoint:
-        found.read(checkpoint.path)
-    return found
+        critic.read(checkpoint.path)
+    return critic
 
 
 def critic_settings_of(config: Config) -> CriticSettings:
@@ -79,19 +79,19 @@ def critic_settings_of(config: Config) -> CriticSettings:
 
 
 def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlController | None:
-    """The coefficient of the KL in the reward, if it is there."""
-    coefficient, given = reward_kl_coef(config), config.algorithm.kl_ctrl
+    """The controller of the KL in the reward; None if the reward has no KL."""
+    coefficient, keys = reward_kl_coef(config), config.algorithm.kl_ctrl
     if coefficient == 0:
         return None
-    adaptive = given.type == "adaptive"
-    control = KlController(coefficient=coefficient, target=given.target_kl if adaptive else None, horizon=given.horizon)
+    adaptive = keys.type == "adaptive"
+    control = KlController(coefficient=coefficient, target=keys.target_kl if adaptive else None, horizon=keys.horizon)
     if checkpoint:
         control.read(checkpoint.path)
     return control
 
 
 def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
-    """As configured, or as the checkpoint left it."""
+    """The policy as configured, or restored from a checkpoint."""
     policy = Policy(
         model_of(config, str(checkpoint.actor) if checkpoint else None, ranks),
         optimizer_settings_of(config),
@@ -105,7 +105,7 @@ def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
 
 
 def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
-    """The frozen starting policy, if a KL term asks for it; with LoRA the policy's own base."""
+    """The frozen initial policy, if a KL term needs it; with LoRA the policy's own base."""
     if update_settings_of(config).kl_coef == 0 and reward_kl_coef(config) == 0:
         return None
     offload = config.actor_rollout_ref.ref.fsdp_config.param_offload

@@ -1,4 +1,4 @@
-"""Where the metrics and episodes of a run go, from its configuration."""
+"""Builds the metric loggers, trackers and traces of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSetti
 from rally.track.export import TRACKERS
 from rally.track.export.delivery import sole_exporter
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import write_atomic
 
 
 def sinks_of(
@@ -24,8 +24,8 @@ def sinks_of(
     after: int,
     trace: TraceSettings | None = None,
 ) -> Sinks:
-    """What `trainer.logger` names, for a run that goes on after step `after`; -1 begins."""
-    # An evaluation has its folder inside the run's, and is another run to a tracker.
+    """The sinks that `trainer.logger` names, for a run that continues after step `after`; -1 for a new run."""
+    # The folder of an evaluation is inside the run's, but a tracker gets a separate run.
     inside = "" if folder.path == trainer.run_dir else f" {folder.path.name}"
     settings = ExportSettings(
         folder=str(folder.path),
@@ -39,15 +39,15 @@ def sinks_of(
 
 
 def extra_folders_of(trainer: TrainerConfig) -> dict[bool, RunFolder]:
-    """Where episodes go as well, by whether they are of the validation."""
+    """Further folders for episodes, by whether they are of a validation."""
     extra = {False: trainer.rollout_data_dir, True: trainer.validation_data_dir}
     return {validate: RunFolder(path).share() for validate, path in extra.items() if path}
 
 
 def set_evaluation_aside(folder: RunFolder) -> None:
-    """An earlier evaluation is another one: its numbers are not read with the next one's, and trackers keep both."""
+    """Move an earlier evaluation aside, so that its metrics do not mix with the next one's. Trackers keep both."""
     state = folder.path / "tracking"
-    with unread(folder):
+    with exporter_paused(folder):
         aside = folder.rewind(-1)
         if aside is None or not state.is_dir():
             return
@@ -56,32 +56,32 @@ def set_evaluation_aside(folder: RunFolder) -> None:
             os.replace(ledger, aside / state.name / ledger.name)
 
 
-def unread(folder: RunFolder) -> AbstractContextManager[None]:
-    """While the block lasts, no process that sends to trackers reads the folder; an earlier run's is waited for."""
+def exporter_paused(folder: RunFolder) -> AbstractContextManager[None]:
+    """A context in which no export process reads the folder. It waits for that of an earlier run."""
     state = folder.path / "tracking"
     return sole_exporter(state) if state.is_dir() else nullcontext()
 
 
 def trace_of(config: Config, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> TraceSettings | None:
-    """What `rollout.trace` asks for."""
+    """The settings of `rollout.trace`; None if there is no backend."""
     trace, trainer = config.rollout.trace, config.trainer
     if trace.backend is None:
         return None
-    most = trace.max_samples_per_step_per_worker
+    limit = trace.max_samples_per_step_per_worker
     return TraceSettings(
         backend=trace.backend,
         project=trace.project_name or trainer.project_name,
         experiment=trace.experiment_name or trainer.experiment_name,
         tokenizer=_tokenizer_file(folder, tokenizer) if trace.token2text else None,
-        max_samples=None if most is None else most * config.rollout.agent.num_workers,
+        max_samples=None if limit is None else limit * config.rollout.agent.num_workers,
     )
 
 
 def _tokenizer_file(folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer as one file, which another process reads without transformers."""
+    """Write the tokenizer as one file, which the export process reads without transformers."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
-        raise RallyError("rollout.trace.token2text needs a tokenizer that has a tokenizer.json; leave token2text out")
+        raise RallyError("rollout.trace.token2text needs a tokenizer with a tokenizer.json; leave token2text out")
     path = folder.path / "tracking" / "tokenizer.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, fast.to_str())

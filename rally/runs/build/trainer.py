@@ -1,4 +1,4 @@
-"""From a Config to a Trainer with all its parts, from scratch or from a checkpoint."""
+"""Builds the Trainer of a run from a Config, and finds and rewinds to the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rally.runs.build.episodes import rollout_of, sampling_of, validation_passes
 from rally.runs.build.inputs import RunError, RunInputs
 from rally.runs.build.models import RunPlan
 from rally.runs.build.policies import critic_of, kl_control_of, policy_of, reference_of
-from rally.runs.build.tracking import extra_folders_of, sinks_of, trace_of, unread
-from rally.runs.build.training import fit_settings, update_settings_of
+from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
+from rally.runs.build.training import trainer_settings_of, update_settings_of
 from rally.track import RunConsole, RunFolder
 from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
@@ -34,13 +34,13 @@ def trainer_of(
     console: RunConsole,
     ranks: Ranks = ALONE,
 ) -> Trainer:
-    """All the parts of a run; with 0 steps it only validates."""
+    """The trainer with all its components. With 0 steps it only validates."""
     train_tasks = inputs.train_tasks if steps else inputs.val_tasks
     assert train_tasks is not None
     sampler = sampler_of(config, train_tasks, steps)
     if checkpoint and (change := restore(sampler, checkpoint.sampler_state())):
         console.note(change)
-    ranks.begin(RunPlan(config, checkpoint.path if checkpoint else None, steps))
+    ranks.start(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
@@ -48,7 +48,7 @@ def trainer_of(
         engine.begin_at(checkpoint.counters().get("weight_version", 0))
     sampling = sampling_of(config, inputs.codec)
     return Trainer(
-        settings=fit_settings(config, steps),
+        settings=trainer_settings_of(config, steps),
         update=update_settings_of(config),
         policy=policy,
         tokenizer=inputs.tokenizer,
@@ -81,7 +81,7 @@ def trainer_of(
 
 
 def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint a run goes on from, as trainer.resume_mode says."""
+    """The checkpoint that a run resumes from (trainer.resume_mode)."""
     mode = trainer.resume_mode
     if mode == "auto":
         return store.latest()
@@ -102,16 +102,16 @@ def rewind(
     console: RunConsole,
     extra: Sequence[RunFolder] = (),
 ) -> None:
-    """Set aside what an earlier attempt wrote after the point this one begins at, so that no step is there twice."""
+    """Move records and checkpoints of later steps aside, so that no step is recorded twice."""
     step = checkpoint.step if checkpoint else -1
-    with unread(folder):
+    with exporter_paused(folder):
         aside = folder.rewind(step)
-    if checkpoint or aside:  # else what is in the other folders is not this run's
+    if checkpoint or aside:  # otherwise the contents of the other folders belong to other runs
         for other in extra:
             other.rewind(step)
     for place in store.supersede_after(step):
-        console.note(f"a checkpoint of a later step is now {place}")
+        console.note(f"moved the checkpoint of a later step to {place}")
     if checkpoint:
         console.note(f"resuming from {checkpoint.path}, step {checkpoint.step}")
     if aside:
-        console.note(f"what an earlier attempt wrote after that point is now in {aside}")
+        console.note(f"moved the records of later steps to {aside}")

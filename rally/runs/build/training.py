@@ -1,4 +1,4 @@
-"""From a Config to the settings of the update, the optimizer and the reference."""
+"""Builds the settings of the trainer, the update, the optimizer and the advantage estimator from a Config."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from rally.train.update import UpdateSettings
 
 
 def update_limits(config: Config) -> MicroBatchLimits:
-    """Of a pass with a gradient; the reference, where the loss asks it, sees the same micro-batches."""
+    """The micro-batch limits of the update. A reference in the loss runs on the same micro-batches, within its own
+    limits."""
     actor = config.actor
     own = limits_of(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz)
     return own.within(log_prob_limits(config, config.actor_rollout_ref.ref)) if actor.use_kl_loss else own
 
 
 def log_prob_limits(config: Config, keys: LogProbKeys) -> MicroBatchLimits:
-    """Of a pass that only asks for log-probabilities; what `keys` do not say is the actor's."""
+    """The micro-batch limits of a pass for log-probabilities only. Keys that are not set default to the actor's."""
     actor = config.actor
     dynamic = actor.use_dynamic_bsz if keys.log_prob_use_dynamic_bsz is None else keys.log_prob_use_dynamic_bsz
     return limits_of(
@@ -38,7 +39,7 @@ def log_prob_limits(config: Config, keys: LogProbKeys) -> MicroBatchLimits:
 
 
 def update_settings_of(config: Config) -> UpdateSettings:
-    actor, cut = config.actor, update_limits(config)
+    actor, limits = config.actor, update_limits(config)
     return UpdateSettings(
         mini_batch_groups=config.mini_batch_size,
         surrogate=surrogate_settings_of(config),
@@ -49,8 +50,8 @@ def update_settings_of(config: Config) -> UpdateSettings:
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
         epochs=actor.ppo_epochs,
-        max_tokens=cut.max_tokens,
-        max_rows=cut.max_rows,
+        max_tokens=limits.max_tokens,
+        max_rows=limits.max_rows,
         log_prob_limits=log_prob_limits(config, config.rollout),
         reference_limits=log_prob_limits(config, config.actor_rollout_ref.ref),
         temperature=config.rollout.temperature,
@@ -89,7 +90,8 @@ def credit_settings_of(config: Config) -> CreditSettings:
 
 
 def filter_settings_of(config: Config) -> FilterSettings | None:
-    """DAPO's dynamic sampling, if it is on. A generation batch is as large as what a step begins with."""
+    """DAPO's dynamic sampling, if it is enabled. A generation batch is the number of prompts that a step starts
+    with."""
     chosen = config.algorithm.filter_groups
     first = config.data.gen_batch_size or config.data.train_batch_size
     if not chosen.enable:
@@ -140,7 +142,7 @@ def gradient_limits_of(guards: GradientGuards) -> GradientLimits:
     return GradientLimits(factor=guards.grad_norm_factor, highest=guards.max_grad_norm)
 
 
-def watch_settings_of(config: Config) -> HealthSettings:
+def health_settings_of(config: Config) -> HealthSettings:
     guards = config.trainer.guards
     return HealthSettings(
         patience=guards.patience,
@@ -150,7 +152,7 @@ def watch_settings_of(config: Config) -> HealthSettings:
     )
 
 
-def fit_settings(config: Config, steps: int) -> TrainerSettings:
+def trainer_settings_of(config: Config, steps: int) -> TrainerSettings:
     trainer, data = config.trainer, config.data
     return TrainerSettings(
         total_steps=steps,
@@ -166,7 +168,7 @@ def fit_settings(config: Config, steps: int) -> TrainerSettings:
         val_batch_size=data.val_batch_size,
         max_prompt_length=data.max_prompt_length,
         mismatch_alarm=config.rollout.mismatch_alarm,
-        watch=watch_settings_of(config),
+        watch=health_settings_of(config),
         show_validation=trainer.log_val_generations,
     )
 

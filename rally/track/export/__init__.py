@@ -1,7 +1,7 @@
-"""A second process hands a run folder on to trackers (TensorBoard, MLflow, W&B, OpenTelemetry), beside the training.
+"""Export of a run folder to trackers (TensorBoard, MLflow, W&B, OpenTelemetry) by a second process.
 
-It reads what the run wrote, so the training process pays for none of it, nothing can be lost on the way, and a tracker
-that was away gets what it lacks when it is back.
+It reads what the run wrote, so training does not wait for it, nothing is lost, and a tracker that was unavailable gets
+what it missed.
 """
 
 from rally.track.export.process import Exporter

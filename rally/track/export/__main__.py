@@ -1,9 +1,9 @@
-"""The second process: hands a run folder on until its standard input ends, then sends the rest and says what is where.
+"""The export process: follows a run folder until standard input ends, then sends the rest and reports where it is.
 
     python -m rally.track.export '<ExportSettings as JSON>'
 
-One byte on standard input says that there is news, `e` that the run ended as it should; its end alone means that the
-run was killed. Each line on standard output is a JSON list of kind, name and text.
+A byte on standard input announces new records, `e` a successful end of the run; end of input alone means that the run
+was killed. Each line on standard output is a JSON list of kind, name and text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rally.track.export.delivery import (
     DeliveryLedger,
     Destination,
     EpisodeFiles,
-    MetricsTail,
+    MetricsLines,
     PositionedMetrics,
     StillSending,
     Stream,
@@ -34,21 +34,21 @@ from rally.track.export.traces import TraceBackend, Traces
 from rally.track.run_folder.folder import RunFolder
 
 Tell = Callable[[str, str, str], None]
-POLL_SECONDS = 5.0  # to try again what failed; news are told
+POLL_SECONDS = 5.0  # between retries; new records are announced
 ENDED = b"e"
 
 
 def main(text: str) -> None:
     settings = ExportSettings.from_json(text)
-    # What libraries print belongs into the log, and into no line that the other process reads.
+    # Output of libraries goes to the log, not to the channel that the training process reads.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def tell(kind: str, name: str, text: str) -> None:
         try:
             out.write(json.dumps([kind, name, text]) + "\n")
-        except BrokenPipeError:  # the run was killed: what it wrote is still handed on
-            print(kind, name, text, file=sys.stderr)  # noqa: T201 - this is a program, and nobody else listens
+        except BrokenPipeError:  # the run was killed; its records are still exported
+            print(kind, name, text, file=sys.stderr)  # noqa: T201 - a program writes to its log
 
     try:
         with sole_exporter(settings.state):
@@ -56,19 +56,19 @@ def main(text: str) -> None:
             for stream in streams:
                 stream.open()
             tell("ready", "", "")
-            os.nice(10)  # from here on training comes first
+            os.nice(10)  # training has priority
             follow(streams)
     except StillSending as problem:
         tell("refused", "", str(problem))
 
 
 def follow(streams: list[AnyStream]) -> None:
-    """Until standard input ends."""
-    heard, ok = b"-", False
-    while heard:
+    """Export until standard input ends."""
+    signals, ok = b"-", False
+    while signals:
         news, _, _ = select.select([0], [], [], POLL_SECONDS)
-        heard = os.read(0, 4096) if news else b"-"
-        ok = ok or ENDED in heard
+        signals = os.read(0, 4096) if news else b"-"
+        ok = ok or ENDED in signals
         for stream in streams:
             stream.pump()
     for stream in streams:
@@ -80,16 +80,16 @@ def build_streams(settings: ExportSettings, tell: Tell) -> Iterator[AnyStream]:
     folder = RunFolder(settings.folder)
     for name in settings.trackers:
         ledger = DeliveryLedger.read(settings.state / f"{name}.json")
-        yield Stream(name, MetricsTail(folder), ledger, partial(_tracker, name, place), tell)
+        yield Stream(name, MetricsLines(folder), ledger, partial(_tracker, name, place), tell)
     if settings.trace is not None:
-        # Last, because traces belong to the run of the metrics, which is then open.
+        # Last, because traces are linked to the run of the metrics, which must be open.
         ledger = DeliveryLedger.read(settings.state / f"traces-{settings.trace.backend}.json")
         connect = partial(_traces, settings.trace, settings, folder)
         yield Stream(f"{settings.trace.backend} traces", EpisodeFiles(folder), ledger, connect, tell)
 
 
 def _tracker(name: str, place: TrackerRun, ledger: DeliveryLedger) -> Destination[PositionedMetrics]:
-    """Each library is imported only where it is asked for."""
+    """Open a tracker. Its library is imported only here."""
     match name:
         case "tensorboard":
             from rally.track.export.tensorboard_tracker import EventFiles
@@ -106,7 +106,7 @@ def _tracker(name: str, place: TrackerRun, ledger: DeliveryLedger) -> Destinatio
 
 
 def _traces(trace: TraceSettings, settings: ExportSettings, folder: RunFolder, ledger: DeliveryLedger) -> Traces:
-    last = 2 * settings.after + 1  # the position of the last episodes that the run goes on from
+    last = 2 * settings.after + 1  # the position of the last episodes before the resume
     build = _mlflow_traces if trace.backend == "mlflow" else _otel_traces
     backend = build(trace, settings, ledger, last)
     return Traces(folder, backend, ledger.id.split()[0], trace.max_samples, _decoder(trace))
@@ -127,7 +127,7 @@ def _mlflow_traces(trace: TraceSettings, settings: ExportSettings, ledger: Deliv
 def _otel_traces(trace: TraceSettings, settings: ExportSettings, ledger: DeliveryLedger, last: int) -> TraceBackend:
     from rally.track.export.otel_traces import OtelTraces
 
-    # A collector forgets nothing, so what is sampled again gets ids of its own.
+    # A collector cannot delete, so episodes that are sampled again get new ids.
     own = ledger.id if ledger.continues(last) else secrets.token_hex(8)
     ledger.begin(own, min(ledger.through, last))
     return OtelTraces(trace.project, trace.experiment)

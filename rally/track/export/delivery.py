@@ -1,5 +1,8 @@
-"""Everything a source finds reaches its destination once and in order, or is told to be missing; a destination that
-fails is tried again, ever more seldom, and stops nobody."""
+"""Delivery of records to trackers: each once and in order, with retries, and a ledger of what was sent.
+
+A destination that fails is retried with growing pauses and never stops the others. Records that could not be sent are
+reported as missing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from rally.track.export.settings import without_password
 from rally.track.metrics.statistics import Metrics
 from rally.track.run_folder.folder import RunFolder
 from rally.types import RallyError
-from rally.util.jsonl import write_atomic
+from rally.util.atomic import write_atomic
+from rally.util.jsonl import StepLinesTail
 from rally.util.locks import LockFile
 
 LOCK_SECONDS = 60.0  # how long to wait for what an earlier attempt still has to send
@@ -42,10 +46,10 @@ def sole_exporter(state: Path, timeout: float = LOCK_SECONDS) -> Iterator[None]:
 
 @dataclass
 class DeliveryLedger:
-    """Kept in a file beside the run. Positions below or at `through` have arrived; `sending` may have."""
+    """What a tracker has received, stored in a file. Positions up to `through` have arrived; `sending` may have."""
 
     path: Path
-    id: str = ""  # what the tracker calls this run
+    id: str = ""  # the tracker's id of this run
     through: int = -1
     sending: int | None = None
 
@@ -54,7 +58,7 @@ class DeliveryLedger:
         return cls(path, **json.loads(path.read_text("utf-8"))) if path.exists() else cls(path)
 
     def continues(self, after: int) -> bool:
-        """Whether a run that goes on after position `after` can go on in the same place, with no point there twice."""
+        """Whether a run that resumes after position `after` can continue in the same tracker run without duplicates."""
         return bool(self.id) and self.sending is None and self.through <= after
 
     def begin(self, id: str, through: int = -1) -> None:
@@ -76,7 +80,7 @@ class DeliveryLedger:
 
 
 class PositionedMetrics(NamedTuple):
-    """Something of the folder and its position; `at` is the Unix time of its finding."""
+    """The metrics of one line and their position; `at` is the Unix time at which they were read."""
 
     position: int
     at: float
@@ -89,39 +93,33 @@ class EpisodeFile(NamedTuple):
     validate: bool
 
 
-class MetricsTail:
-    """The lines of metrics.jsonl, as they come."""
+class MetricsLines:
+    """Follows metrics.jsonl."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.metrics_path
-        self._read = 0
+        self._tail = StepLinesTail(folder.metrics_path, strict=True)
 
     def news(self, now: float) -> list[PositionedMetrics]:
-        """The lines finished since the last call; null is nan, as everywhere."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        rows = [json.loads(line) for line in whole.split(b"\n") if line]
-        self._read += len(whole) + len(newline)  # last, so that what could not be read is read again
+        """The lines finished since the last call. null is nan, as everywhere."""
         return [
-            PositionedMetrics(row.pop("step"), now, {k: math.nan if v is None else v for k, v in row.items()})
-            for row in rows
+            PositionedMetrics(
+                row["step"], now, {k: math.nan if v is None else v for k, v in row.items() if k != "step"}
+            )
+            for row in self._tail.read()
         ]
 
 
 class EpisodeFiles:
-    """The files of episodes/, as they come; each is whole when it is there."""
+    """Follows episodes/. A file that exists is complete."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._seen: set[int] = set()
 
     def news(self, now: float) -> list[EpisodeFile]:
-        """The files that came since the last call. `now` is not looked at: episodes know when they began."""
+        """The files that appeared since the last call. `now` is unused: episodes record their own times."""
         train = self._folder.episode_steps(False)
-        # Between the two listings both files of a step may come: its validation then waits for the next call.
+        # Both files of a step may appear between the two listings: its validation then waits for the next call.
         val = [step for step in self._folder.episode_steps(True) if step <= max(train, default=0)]
         files = [EpisodeFile(2 * s, s, False) for s in train] + [EpisodeFile(2 * s + 1, s, True) for s in val]
         new = sorted(file for file in files if file.position not in self._seen)
@@ -130,7 +128,7 @@ class EpisodeFiles:
 
 
 LONGEST_PAUSE = 60.0
-LAST_PAUSES = (0.0, 5.0, 20.0)  # a server that is being started again is waited for
+LAST_PAUSES = (0.0, 5.0, 20.0)  # wait for a server that is being restarted
 
 
 class Positioned(Protocol):
@@ -148,7 +146,7 @@ class EventSource(Protocol[T_co]):
 
 
 class Destination(Protocol[T_contra]):
-    """Where things go. `where` tells a person how to look at them."""
+    """A tracker. `where` tells the user how to open it."""
 
     @property
     def where(self) -> str: ...
@@ -160,52 +158,52 @@ class Destination(Protocol[T_contra]):
 
 @dataclass
 class Stream(Generic[T]):
-    """From one source to one destination. `tell(kind, name, text)` reaches the person at the console."""
+    """Delivers from one source to one destination. `report(kind, name, text)` reaches the user's console."""
 
     name: str
     source: EventSource[T]
     ledger: DeliveryLedger
-    connect: Callable[[DeliveryLedger], Destination[T]]  # readies the ledger: it may go on, or begin again
-    tell: Callable[[str, str, str], None]
+    connect: Callable[[DeliveryLedger], Destination[T]]  # prepares the ledger: continues or starts again
+    report: Callable[[str, str, str], None]
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     _destination: Destination[T] | None = None
     _waiting: deque[T] = field(default_factory=deque)
-    _has: int = -1  # the position through which it had all when it was opened
+    _received: int = -1  # all records up to this position had arrived when it was opened
     _failures: int = 0
     _retry_at: float = 0.0
 
     def open(self) -> None:
-        """Connect, or say why not; nothing is sent to a destination that never opened."""
+        """Connect, or report why not. Nothing is sent to a destination that was never opened."""
         try:
             self._destination = self.connect(self.ledger)
         except Exception as error:  # noqa: BLE001 - a tracker's library and its server may raise anything
-            told = f"{self.name} cannot be opened ({words(error)}); mend that, or leave {self.name} out"
-            self.tell("refused", self.name, told)
+            problem = f"{self.name} cannot be opened ({error_text(error)}); fix that, or leave {self.name} out"
+            self.report("refused", self.name, problem)
         else:
-            self._has = self.ledger.through
-            self.tell("opened", self.name, self._destination.where)
+            self._received = self.ledger.through
+            self.report("opened", self.name, self._destination.where)
 
     def pump(self, *, last: bool = False) -> None:
-        """Send what is new; after a failure, only when its pause is over or this is the last chance."""
+        """Send new records. After a failure, only when its pause is over or with `last`."""
         if self._destination is None:
             return
         now = self.clock()
         try:
-            self._waiting.extend(item for item in self.source.news(now) if item.position > self._has)
+            self._waiting.extend(item for item in self.source.news(now) if item.position > self._received)
             if now < self._retry_at and not last:
                 return
             while self._waiting:
                 self._send(self._destination, self._waiting[0])
                 self._waiting.popleft()
                 self._failures = 0
-        except Exception as error:  # noqa: BLE001 - as above: training goes on whatever a tracker does
+        except Exception as error:  # noqa: BLE001 - as above: training continues whatever a tracker does
             self._failures += 1
             self._retry_at = self.clock() + min(LONGEST_PAUSE, 2.0**self._failures)
-            self.tell("failed", self.name, words(error))
+            self.report("failed", self.name, error_text(error))
 
     def close(self, ok: bool) -> None:
-        """Send the rest, end the tracker's run as `ok` or not, and say what is where."""
+        """Send the rest, close the tracker's run as successful or not, and report where it is."""
         if self._destination is None:
             return
         for pause in LAST_PAUSES:
@@ -217,10 +215,10 @@ class Stream(Generic[T]):
         try:
             self._destination.close(ok)
         except Exception as error:  # noqa: BLE001 - as above
-            self.tell("unended", self.name, words(error))
+            self.report("unended", self.name, error_text(error))
         if missing:
-            self.tell("missing", self.name, str(missing))
-        self.tell("closed", self.name, self._destination.where)
+            self.report("missing", self.name, str(missing))
+        self.report("closed", self.name, self._destination.where)
 
     def _send(self, destination: Destination[T], item: T) -> None:
         self.ledger.will_send(item.position)
@@ -228,8 +226,8 @@ class Stream(Generic[T]):
         self.ledger.was_sent(item.position)
 
 
-def words(error: Exception) -> str:
-    """The first line of what a library said, with the kind of the error: its text alone may say nothing."""
+def error_text(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {without_password(first)[:300]}" if first else type(error).__name__
 

@@ -1,7 +1,7 @@
-"""An Episode becomes a tree of timed spans: the exchange, its turns, their tool calls; a pure function.
+"""Converts an Episode into a trace: a tree of timed spans for the episode, its turns and their tool calls.
 
-Together the spans hold what the Episode holds: messages, texts, token ids, mask, logprobs, calls, rewards, reasons.
-Values are JSON; texts stay as they are, whatever is in them.
+A pure function. Together the spans hold everything of the Episode: messages, texts, token ids, mask, log-probabilities,
+calls, rewards and stop reason. Values are JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AGENT, MODEL, TOOL, STEP = "AGENT", "LLM", "TOOL", "CHAIN"
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time. `start` and `end` are Unix seconds; `parent` is the place of a span before it."""
+    """A timed operation. `start` and `end` are Unix seconds; `parent` is the index of an earlier span."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """One episode. `tags` are what traces are searched by; `spans` begin with the root."""
+    """One episode as a trace. `tags` are searchable; `spans` begin with the root."""
 
     id: int  # 128 bits
     name: str
@@ -45,13 +45,13 @@ class Trace:
     spans: tuple[Span, ...]
 
     def span_id(self, place: int) -> int:
-        """64 bits, unlike those of other traces: some backends look spans up without their trace."""
+        """A 64-bit id, unique across traces, because some backends look spans up without their trace."""
         return _number(f"{self.id:032x}/{place}", 8)
 
 
 def trace_of(episode: Episode, *, run: str, sample: int, decode: Decode | None = None) -> Trace:
-    """The spans of an episode. `run` is part of its id and a tag; `sample` numbers the episodes of its group;
-    `decode` adds token ids as text."""
+    """The trace of an episode. `run` is part of its id and a tag. `sample` is its number within its group. `decode`
+    adds token ids as text."""
     began = episode.timings.get("started", 0.0)
     turns = list(_turns(episode, began, decode))
     end = max([began + episode.timings.get("total", 0.0), *(span.end for span in turns)])
@@ -78,7 +78,7 @@ def _number(text: str, size: int) -> int:
 
 
 def _root(episode: Episode, start: float, end: float, decode: Decode | None) -> Span:
-    said = [turn.text for turn in episode.turns if turn.role == "assistant"]
+    replies = [turn.text for turn in episode.turns if turn.role == "assistant"]
     segments = [
         {"prompt_ids": s.prompt_ids, "response_ids": s.response_ids, "response_mask": s.response_mask}
         | ({"prompt_text": decode(s.prompt_ids), "response_text": decode(s.response_ids)} if decode else {})
@@ -91,7 +91,7 @@ def _root(episode: Episode, start: float, end: float, decode: Decode | None) -> 
         end=end,
         inputs={"messages": _messages(episode.task.prompt)},
         outputs={
-            "text": said[-1] if said else "",
+            "text": replies[-1] if replies else "",
             "reward": _json(episode.reward),
             "reward_info": _json(episode.reward_info),
             "stop_reason": episode.stop_reason.value,
@@ -110,18 +110,18 @@ def _root(episode: Episode, start: float, end: float, decode: Decode | None) -> 
 
 
 def _turns(episode: Episode, began: float, decode: Decode | None) -> Iterator[Span]:
-    """Each turn, and after a turn the tool calls it waited for."""
-    heard: list[Json] = _messages(episode.task.prompt)
+    """Each turn, followed by its tool calls."""
+    messages: list[Json] = _messages(episode.task.prompt)
     place = 0
     for turn in episode.turns:
         place += 1
         start = began + turn.started
         attributes = _tokens(episode, turn, decode)
         if turn.role == "assistant":
-            yield _sampled(turn, start, heard, attributes)
-            heard = []
+            yield _sampled(turn, start, messages, attributes)
+            messages = []
             continue
-        heard.append({"role": turn.role, "content": turn.text})
+        messages.append({"role": turn.role, "content": turn.text})
         kind, name = (TOOL, "tools") if turn.role == "tool" else (STEP, "user")
         own = place
         yield Span(
@@ -138,15 +138,15 @@ def _turns(episode: Episode, began: float, decode: Decode | None) -> Iterator[Sp
             yield _called(result, start, own)
 
 
-def _sampled(turn: Turn, start: float, heard: list[Json], attributes: Json) -> Span:
-    """What the policy said, to what it heard since it last spoke."""
+def _sampled(turn: Turn, start: float, messages: list[Json], attributes: Json) -> Span:
+    """An assistant turn, with the messages since the previous one as its inputs."""
     return Span(
         name="generate",
         kind=MODEL,
         start=start,
         end=start + turn.seconds,
         parent=0,
-        inputs={"messages": heard},
+        inputs={"messages": messages},
         outputs={"role": "assistant", "content": turn.text, "tool_calls": [_call(c) for c in turn.tool_calls]},
         attributes=attributes
         | {
@@ -183,7 +183,7 @@ def _called(result: ToolResult, start: float, parent: int) -> Span:
 
 
 def _tokens(episode: Episode, turn: Turn, decode: Decode | None) -> Json:
-    """The tokens of a turn, as the policy and the trainer see them."""
+    """The tokens of a turn, with mask, log-probabilities and weight versions."""
     segment = episode.segments[turn.segment]
     owned = slice(turn.start, turn.end)
     ids = segment.response_ids[owned]
@@ -199,7 +199,7 @@ def _tokens(episode: Episode, turn: Turn, decode: Decode | None) -> Json:
 
 
 def _json(value: Any) -> Any:
-    """JSON as in the run folder, but that texts are texts: a lone surrogate, which has no UTF-8, can stand in JSON."""
+    """JSON as in the run folder, except that texts with lone surrogates stay texts."""
     return _with_texts(plain(value))
 
 

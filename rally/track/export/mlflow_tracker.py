@@ -1,4 +1,4 @@
-"""A trace is stored by MLflow as it is: spans with inputs, outputs and attributes, tags to search by."""
+"""Sends metrics and configuration as an MLflow run, and episodes as MLflow traces."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from rally.track.export.otel_traces import Attributes, as_json, as_plain_json, r
 from rally.track.export.settings import TrackerRun, flat, without_password
 
 REFUSED = "INVALID_PARAMETER_VALUE"
-MAX_METRICS = 1000  # of one request
+MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
 MAX_PARAM = 6000  # characters
 MAX_NAME = 250
-# Characters it has no use for; what a path could be written without, a slash before a slash or at either end, and the
-# parts `.` and `..`; and two dots at the beginning, whatever follows.
+# What MLflow rejects in names: other characters, empty path parts, the parts `.` and `..`, and two leading dots.
 _FORBIDDEN = re.compile(r"[^\w\-. :/]|^/|/(?=/|$)|^\.\.|(?<![^/])\.{1,2}(?![^/])", re.ASCII)
 _log = logging.getLogger(__name__)
 
@@ -41,36 +40,36 @@ def connect(folder: Path) -> MlflowClient:
 
 
 def experiment_of(client: MlflowClient, name: str, folder: Path) -> str:
-    """The experiment of this name, made where it is missing."""
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    """The id of the experiment of this name, which is created if it is missing."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     local = client.tracking_uri == _local(folder)
-    # A database says nothing about files, and MLflow would put them into whatever folder the command was run in.
+    # Without a location, MLflow would write artifacts into the working directory.
     return str(client.create_experiment(name, artifact_location=_files(folder) if local else None))
 
 
 def how_to_look(client: MlflowClient) -> str:
-    """The command that shows what is in the store, or where its server is."""
+    """The command that shows the store, or the URL of its server."""
     uri = without_password(client.tracking_uri)
     if uri.startswith(("http://", "https://")):
         return uri
-    whole = "" if find_spec("flask") else "  (its page needs the whole of MLflow: pip install mlflow)"
-    return f"mlflow ui --backend-store-uri {uri}{whole}"
+    hint = "" if find_spec("flask") else "  (the UI needs the full package: pip install mlflow)"
+    return f"mlflow ui --backend-store-uri {uri}{hint}"
 
 
 class MlflowRun:
-    """One run, named like the experiment of the configuration, in an experiment named like its project."""
+    """An MLflow run named after trainer.experiment_name, in an experiment named after trainer.project_name."""
 
     def __init__(self, place: TrackerRun, ledger: DeliveryLedger) -> None:
         self._client = connect(place.folder)
         experiment = experiment_of(self._client, place.project, place.folder)
-        if ledger.continues(place.after) and self._shown(ledger.id):
+        if ledger.continues(place.after) and self._is_active(ledger.id):
             self._client.update_run(ledger.id, status="RUNNING")
         else:
             id = str(self._client.create_run(experiment, run_name=place.name).info.run_id)
-            self._tell_config(id, place)  # a run that the ledger knows has it: who goes on there does not tell it again
-            if ledger.id and self._shown(ledger.id):
+            self._log_config(id, place)  # a continued run has it already
+            if ledger.id and self._is_active(ledger.id):
                 self._client.delete_run(ledger.id)
             ledger.begin(id)
         self._id = ledger.id
@@ -78,11 +77,11 @@ class MlflowRun:
 
     @property
     def where(self) -> str:
-        lacking = f", without {len(self._refused)} metrics that it refused (tracking/log.txt)" if self._refused else ""
+        lacking = f", without {len(self._refused)} metrics that it rejected (tracking/log.txt)" if self._refused else ""
         return how_to_look(self._client) + lacking
 
     def send(self, item: PositionedMetrics) -> None:
-        # The time is the one of the finding: a row that is sent again is the same row, which MLflow then has once.
+        # With the original time, a row that is sent again is stored once.
         points = [
             Metric(metric_name(name), value, int(item.at * 1000), item.position) for name, value in item.metrics.items()
         ]
@@ -90,11 +89,11 @@ class MlflowRun:
             self._add(points[first : first + MAX_METRICS])
 
     def _add(self, points: list[Metric]) -> None:
-        """All of them, or of a request that is refused every one that is not refused by itself."""
+        """Log all points. If MLflow rejects the request, bisect it and leave out only the points it rejects."""
         try:
             self._client.log_batch(self._id, metrics=points)
         except MlflowException as error:
-            if error.error_code != REFUSED or not self._shown(self._id):
+            if error.error_code != REFUSED or not self._is_active(self._id):
                 raise
             if len(points) > 1:
                 half = len(points) // 2
@@ -102,12 +101,12 @@ class MlflowRun:
                 self._add(points[half:])
             else:
                 self._refused.add(points[0].key)
-                _log.warning("MLflow refused %s: %s", points[0].key, error)
+                _log.warning("MLflow rejected %s: %s", points[0].key, error)
 
     def close(self, ok: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if ok else "KILLED")
 
-    def _shown(self, id: str) -> bool:
+    def _is_active(self, id: str) -> bool:
         try:
             return bool(self._client.get_run(id).info.lifecycle_stage == "active")
         except MlflowException as error:
@@ -115,15 +114,15 @@ class MlflowRun:
                 return False
             raise
 
-    def _tell_config(self, id: str, place: TrackerRun) -> None:
+    def _log_config(self, id: str, place: TrackerRun) -> None:
         params = [Param(metric_name(key), value[:MAX_PARAM]) for key, value in flat(place.config())]
         for first in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(id, params=params[first : first + MAX_PARAMS])
 
 
 def metric_name(name: str) -> str:
-    """The name with what MLflow refuses spelled out: `@` as `_at_`, other characters by their number. What is too long
-    is cut, and ends with a hash of the whole, so that two names stay two."""
+    """The name with characters that MLflow rejects replaced: `@` by `_at_`, others by their code point. A long name is
+    truncated and ends with a hash, so that names stay distinct."""
     spelled = _FORBIDDEN.sub(_spelled, name.replace("@", "_at_")) or "_"
     if len(spelled) <= MAX_NAME:
         return spelled
@@ -143,12 +142,12 @@ def _files(folder: Path) -> str:
     return (folder.absolute() / "mlflow_files").as_uri()
 
 
-MAX_TAG = 250  # the shortest limit of the stores
-PAGE = 100  # traces of one request
+MAX_TAG = 250  # the lowest limit among MLflow's stores
+PAGE = 100  # traces per request
 
 
 class MlflowTraces:
-    """Traces in an experiment named like the project; with `run`, they are also that run's."""
+    """Traces in an experiment named after the project; with `run`, linked to that run."""
 
     def __init__(self, folder: Path, project: str, experiment: str, run: str) -> None:
         self._client = connect(folder)
@@ -168,7 +167,7 @@ class MlflowTraces:
         self._link([_id(trace) for trace in traces])
 
     def take_up(self, run: str, after: int) -> None:
-        """Remove the traces of `run` later than the step it goes on after; link the others to the MLflow run of now."""
+        """Delete the traces of `run` after step `after`, and link the others to the current MLflow run."""
         steps = {trace.info.trace_id: int(trace.info.tags["step"]) for trace in self._stored(run)}
         for later in _pages([id for id, step in steps.items() if step > after]):
             self._traces.delete_traces(self._experiment, trace_ids=later)
@@ -178,15 +177,15 @@ class MlflowTraces:
     def _stored(self, run: str) -> Iterator[MlflowTrace]:
         page: str | None = None
         while True:
-            found = self._traces.search_traces(
+            traces = self._traces.search_traces(
                 experiment_ids=[self._experiment],
                 filter_string=f"tags.`rally.run` = '{run}'",
                 max_results=PAGE,
                 page_token=page,
                 include_spans=False,
             )
-            yield from found
-            page = found.token
+            yield from traces
+            page = traces.token
             if not page:
                 return
 
@@ -207,7 +206,7 @@ class MlflowTraces:
         values |= span.attributes
         written = {name: as_json(value) for name, value in values.items()}
         if span.parent is None:
-            # MLflow makes the columns of its table of these; the first turn has the same messages to the letter.
+            # MLflow shows these in its table; the first turn holds the exact messages.
             written |= {key: as_plain_json(values[key]) for key in (SpanAttributeKey.INPUTS, SpanAttributeKey.OUTPUTS)}
             tags = tag_texts({TraceTagKey.TRACE_NAME: trace.name, "experiment": self._name, **trace.tags}, MAX_TAG)
             written |= {f"{SpanAttributeKey.TRACE_TAG_PREFIX}{name}": as_json(text) for name, text in tags.items()}

@@ -1,4 +1,4 @@
-"""A trace is sent by OTLP over HTTP to wherever the usual OTEL_ variables say, or counted as not sent."""
+"""Sends traces by OTLP over HTTP, to the endpoint of the standard OTEL_ environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 def readable_spans(
     trace: Trace, attributes: Callable[[Trace, Span], Attributes], resource: Resource
 ) -> Iterator[ReadableSpan]:
-    """The spans of a trace, each with the attributes that a backend wants."""
+    """The spans of a trace as OpenTelemetry spans, with the backend's attributes."""
     for place, span in enumerate(trace.spans):
         parent = None if span.parent is None else _context(trace, span.parent)
         failed = None if span.error is None else visible(span.error)
@@ -45,19 +45,19 @@ def readable_spans(
 
 
 def as_json(value: Any) -> str:
-    """JSON that people can read, except where a lone surrogate has no UTF-8: there JSON's own escapes stand for it."""
+    """JSON without escapes, except for text with lone surrogates, which has no UTF-8."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _SURROGATE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def as_plain_json(value: Any) -> str:
-    """The same for readers that take texts out of JSON again: a lone surrogate is written out, as on the console."""
+    """The same for readers that parse the JSON again: lone surrogates are made visible, as on the console."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _SURROGATE.sub(lambda match: f"\\\\u{ord(match.group()):04x}", text)
 
 
 def tag_texts(tags: dict[str, str], most: int) -> dict[str, str]:
-    """Tags are looked for and shown in tables, so they hold nothing that acts and end at `most` characters."""
+    """Tags as visible text of at most `most` characters."""
     return {name: visible(text)[:most] for name, text in tags.items()}
 
 
@@ -87,7 +87,7 @@ class OtelTraces:
     def add(self, traces: Sequence[Trace]) -> None:
         spans = [span for trace in traces for span in readable_spans(trace, _attributes, self._resource)]
         if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise RallyError(f"the OpenTelemetry collector at {self.where} did not take the spans; is it running?")
+            raise RallyError(f"the OpenTelemetry collector at {self.where} did not accept the spans; is it running?")
 
     def close(self) -> None:
         self._exporter.shutdown()
@@ -101,5 +101,5 @@ def _attributes(trace: Trace, span: Span) -> Attributes:
 
 
 def _value(value: object) -> str | bool | int | float:
-    """Numbers as they are; texts and everything that OpenTelemetry's flat values cannot hold as JSON."""
+    """Numbers as they are, everything else as JSON."""
     return value if isinstance(value, (bool, int, float)) else as_json(value)

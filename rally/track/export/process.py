@@ -1,6 +1,7 @@
-"""The training process starts the second one, waits for it only at the beginning and the end, and passes on its words.
+"""The training process's side of the export: starts the export process and prints its messages.
 
-A tracker that cannot be opened stops the run before its first step. One that fails later is warned of once.
+It waits for the export process only at the start and the end. A tracker that cannot be opened stops the run before its
+first step; one that fails later causes one warning.
 """
 
 from __future__ import annotations
@@ -26,43 +27,45 @@ LOG = "log.txt"
 
 
 class Exporter:
-    """Hands the run folder on while the `with` block lasts."""
+    """Exports the run folder during a `with` block."""
 
     def __init__(self, settings: ExportSettings, console: RunConsole) -> None:
         self._settings = settings
         self._console = console
         self._log = settings.state / LOG
-        self._said = b""
-        self._gone = False
+        self._partial_line = b""
+        self._process_ended = False
 
     def __enter__(self) -> Exporter:
         """Start, and wait until every tracker is open."""
         self._start()
-        words = list(self._words(OPENING_SECONDS, until="ready"))
-        if refused := [text for kind, _, text in words if kind == "refused"]:
+        messages = list(self._messages(OPENING_SECONDS, until="ready"))
+        if refused := [text for kind, _, text in messages if kind == "refused"]:
             self._in.close()
             raise RallyError("; ".join(refused))
-        if not any(kind == "ready" for kind, _, _ in words):
-            self._process.kill()  # it may hang, and nothing was sent yet
+        if not any(kind == "ready" for kind, _, _ in messages):
+            self._process.kill()  # it may hang; nothing has been sent yet
             self._process.wait()
-            what = "their process ended" if self._gone else f"they did not answer within {OPENING_SECONDS:.0f} s"
-            raise RallyError(
-                f"the trackers cannot be opened: {what}, and {self._log} says more; mend that and try again"
+            what = (
+                "the export process ended"
+                if self._process_ended
+                else f"they did not answer within {OPENING_SECONDS:.0f} s"
             )
-        for word in words:
-            self._pass_on(*word)
+            raise RallyError(f"the trackers cannot be opened: {what}; see {self._log}, fix the problem and try again")
+        for message in messages:
+            self._report(*message)
         return self
 
     def _start(self) -> None:
         self._settings.state.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                # -P: a folder `wandb` or a file `mlflow.py` where the command is run is not the library
+                # -P: do not import a folder `wandb` or a file `mlflow.py` of the working directory
                 [sys.executable, "-P", "-m", "rally.track.export", self._settings.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is for the run; this one still has things to send
+                start_new_session=True,  # Ctrl-C must not end it: it still has records to send
                 env=_environment(),
             )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -70,57 +73,59 @@ class Exporter:
         os.set_blocking(self._in.fileno(), False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say that there is news. A full pipe says so already."""
+        """Announce new records. A full pipe has announced them already."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._in.fileno(), b"n")
-        for word in self._words(0.0):
-            self._pass_on(*word)
+        for message in self._messages(0.0):
+            self._report(*message)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Let the rest be sent. What cannot be sent in time goes on being sent when the run has ended."""
+        """Wait until the rest is sent. If that takes too long, the export process continues on its own."""
         with suppress(BlockingIOError, BrokenPipeError):
             if kind is None:
                 os.write(self._in.fileno(), b"e")
         self._in.close()
-        for word in self._words(CLOSING_SECONDS):
-            self._pass_on(*word)
-        if self._process.poll() is None and not self._gone:
-            self._console.note(f"trackers are still being sent to (process {self._process.pid}), which ends by itself")
+        for message in self._messages(CLOSING_SECONDS):
+            self._report(*message)
+        if self._process.poll() is None and not self._process_ended:
+            self._console.note(f"process {self._process.pid} is still sending to trackers and ends by itself")
 
-    def _pass_on(self, kind: str, name: str, text: str) -> None:
+    def _report(self, kind: str, name: str, text: str) -> None:
         match kind:
             case "closed":
                 self._console.note(f"{name}: {text}")
             case "missing":
-                told = f"{name} lacks the last {text} of this run; all of it is in {self._settings.folder}"
-                self._console.warn_once(f"missing {name}", told)
+                warning = f"{name} lacks the last {text} records of this run; all are in {self._settings.folder}"
+                self._console.warn_once(f"missing {name}", warning)
             case "unended":
-                self._console.warn_once(f"unended {name}", f"{name} has all it was sent, but failed to end ({text})")
+                self._console.warn_once(f"unended {name}", f"{name} has all records, but could not be closed ({text})")
             case "failed":
-                told = f"{name} failed ({text}); training goes on, {name} is tried again, and the run folder has all"
-                self._console.warn_once(f"failed {name}", told)
+                warning = (
+                    f"{name} failed ({text}) and is retried; training continues, and the run folder has all records"
+                )
+                self._console.warn_once(f"failed {name}", warning)
             case "gone":
-                told = f"nothing is sent to trackers any more, because their process ended; {self._log} says why"
-                self._console.warn_once("trackers", told)
+                warning = f"nothing more is sent to trackers, because the export process ended; see {self._log}"
+                self._console.warn_once("trackers", warning)
 
-    def _words(self, seconds: float, until: str | None = None) -> Iterator[tuple[str, str, str]]:
-        """What the process says within so many seconds, or until it has said `until`, or ends."""
+    def _messages(self, seconds: float, until: str | None = None) -> Iterator[tuple[str, str, str]]:
+        """The messages of the export process within `seconds`, until one of kind `until`, or until it ends."""
         ends = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
-            while not self._gone and selector.select(max(0.0, ends - time.monotonic())):
+            while not self._process_ended and selector.select(max(0.0, ends - time.monotonic())):
                 part = os.read(self._out.fileno(), 65536)
                 if not part:
                     yield from self._ended()
                     return
-                *lines, self._said = (self._said + part).split(b"\n")
-                said = [json.loads(line) for line in lines]
-                yield from ((kind, name, text) for kind, name, text in said)
-                if any(kind == until for kind, _, _ in said):
+                *lines, self._partial_line = (self._partial_line + part).split(b"\n")
+                received = [json.loads(line) for line in lines]
+                yield from ((kind, name, text) for kind, name, text in received)
+                if any(kind == until for kind, _, _ in received):
                     return
 
     def _ended(self) -> Iterator[tuple[str, str, str]]:
-        self._gone = True
+        self._process_ended = True
         if self._process.wait():
             yield "gone", "", ""
 

@@ -1,4 +1,4 @@
-"""What is handed on, and where to, is said in one value that survives the way to another process."""
+"""Settings of the export, which are passed to the export process as JSON, and the packages that trackers need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrackerRun:
 
 
 def without_password(text: str) -> str:
-    """The text with no user and password in its addresses: those of servers and databases may have them."""
+    """The text without user names and passwords in URLs."""
     return _USER.sub("//***@", text)
 
 
@@ -50,9 +50,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 TRACKERS = ("tensorboard", "mlflow", "wandb")
-"""The loggers that the second process feeds."""
+"""The loggers of the export process."""
 
-_PACKAGES = {  # what is imported, and the extra that brings it
+_PACKAGES = {  # the imported module, and the extra that installs it
     "tensorboard": ("tensorboard", "tensorboard"),
     "mlflow": ("mlflow", "mlflow"),
     "wandb": ("wandb", "wandb"),
@@ -62,7 +62,7 @@ _PACKAGES = {  # what is imported, and the extra that brings it
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """Episodes as traces. `tokenizer` is a tokenizer.json, given where token ids are also wanted as text."""
+    """Settings of traces. `tokenizer` is a tokenizer.json, for token ids as text."""
 
     backend: str
     project: str
@@ -73,7 +73,7 @@ class TraceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """A run folder and its trackers. The run goes on after step `after`; -1 is a run that begins."""
+    """A run folder and its trackers. The run continues after step `after`; -1 for a new run."""
 
     folder: str
     project: str
@@ -84,7 +84,7 @@ class ExportSettings:
 
     @property
     def state(self) -> Path:
-        """Where it is kept what each tracker already has."""
+        """The folder that records what each tracker has received."""
         return Path(self.folder) / "tracking"
 
     def to_json(self) -> str:
@@ -99,15 +99,15 @@ class ExportSettings:
 
 
 def require_packages(names: Iterable[str]) -> None:
-    """Say, before anything begins, what has to be installed."""
+    """Raise if a package has to be installed."""
     for name in names:
         package, extra = _PACKAGES[name]
-        if not _found(package):
+        if not _installed(package):
             raise RallyError(f"{name} needs the package {package}; run: pip install 'rally-rl[{extra}]'")
 
 
-def _found(package: str) -> bool:
-    """Whether a package can be imported; it is not, because that takes seconds that only the second process has."""
+def _installed(package: str) -> bool:
+    """Whether a package can be imported. It is not imported here, because that takes seconds."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # a parent of it is missing

@@ -1,4 +1,4 @@
-"""Metrics become TensorBoard event files: one scalar for each, and after a resume each step once."""
+"""Writes metrics as TensorBoard event files. After a resume, each step appears once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EventFiles:
             self._writer.add_event(Event(wall_time=item.at, step=item.position, summary=Summary(value=values)))
             self._writer.flush()
         except OSError:
-            # A writer that failed fails for ever, and its file may end in half a record.
+            # A failed writer does not recover, and its file may end in a partial record.
             with suppress(OSError):
                 self._writer.close()
             self._writer = self._begun_at(item.position)
@@ -45,9 +45,9 @@ class EventFiles:
         self._writer.close()
 
     def _begun_at(self, step: int) -> EventFileWriter:
-        """A new file, which goes on from a step."""
+        """A new event file that starts at a step."""
         writer = EventFileWriter(str(self._folder))
-        # A session that starts at a step tells readers to forget what earlier files say of that step and later ones.
+        # A session start makes readers discard this and later steps of earlier files.
         start = SessionLog(status=SessionLog.START)
         writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
         text = _text("config", f"```yaml\n{self._place.config_text()}```")
@@ -57,7 +57,7 @@ class EventFiles:
 
 
 def _folder_of(place: TrackerRun) -> Path:
-    """Several runs may name one TENSORBOARD_DIR, and each folder in it is one run to TensorBoard."""
+    """The folder of this run. Runs may share a TENSORBOARD_DIR, in which each folder is one run."""
     shared = os.environ.get("TENSORBOARD_DIR")
     return Path(shared) / place.project / place.name if shared else place.folder / "tensorboard"
 

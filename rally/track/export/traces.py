@@ -1,4 +1,4 @@
-"""The episodes of a file become traces in a backend, each once; how many were traced and left out is counted."""
+"""Sends the episodes of a run folder as traces to a backend, and counts those sent and left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampledEpisode(NamedTuple):
 
 
 def chosen(episodes: Sequence[Episode], most: int | None) -> Iterator[SampledEpisode]:
-    """The episodes of at most `most` groups, whole groups, drawn by a hash so that no part of the data is favoured."""
+    """The episodes of at most `most` groups, chosen by a hash so that no part of the data is favoured."""
     kept = _drawn({e.group for e in episodes}, most)
     count: Counter[str] = Counter()
     for episode in episodes:
@@ -37,11 +37,11 @@ def _drawn(groups: Iterable[str], most: int | None) -> set[str]:
     return set(ordered[:most])
 
 
-TOGETHER = 16  # traces of one request: episodes may be long
+TOGETHER = 16  # traces per request: episodes may be long
 
 
 class TraceBackend(Protocol):
-    """Takes whole traces. What it is given again, under the same ids, it has once."""
+    """Stores traces. A trace that is sent again under the same id is stored once."""
 
     @property
     def where(self) -> str: ...
@@ -53,7 +53,7 @@ class TraceBackend(Protocol):
 
 @dataclass
 class Traces:
-    """Reads the files of a run folder and hands their episodes on."""
+    """Reads the episode files of a run folder and sends them as traces."""
 
     folder: RunFolder
     backend: TraceBackend

@@ -1,7 +1,7 @@
-"""Metrics and the configuration become a run in W&B, offline where nobody is logged in; no step is there twice.
+"""Sends metrics and configuration as a W&B run, offline if no user is logged in. No step is sent twice.
 
-W&B takes steps in order only and drops earlier ones. So a run that goes on after a step it has already told of is told
-anew, from the first step, under a new id; the earlier telling stays as it is.
+W&B accepts steps only in order. So a run that resumes before a step that was already sent is sent again from its first
+step, under a new id; the earlier W&B run stays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rally.track.export.settings import TrackerRun
 
 
 class WandbRun:
-    """One run, named like the experiment of the configuration, in the project of the configuration."""
+    """A W&B run named after trainer.experiment_name, in the project trainer.project_name."""
 
     def __init__(self, place: TrackerRun, ledger: DeliveryLedger) -> None:
         continued = ledger.continues(place.after)
@@ -33,26 +33,26 @@ class WandbRun:
             dir=os.environ.get("WANDB_DIR") or str(place.folder),
             config=place.config(),
             mode=_mode(),
-            # What this process prints is of no use to anybody.
+            # Do not capture the output of this process.
             settings=wandb.Settings(console="off", silent=silent),
         )
         if not continued:
             ledger.begin(id)
-        self.where = self._how_to_sync() if self._run.offline else self._run.url or "nowhere, as WANDB_MODE says"
+        self.where = self._how_to_sync() if self._run.offline else self._run.url or "not stored (WANDB_MODE)"
 
     def send(self, item: PositionedMetrics) -> None:
-        # Without commit, W&B keeps a step back until the next one comes, and a kill would lose it.
+        # Without commit, W&B holds a step back until the next one, and a kill would lose it.
         self._run.log(item.metrics, step=item.position, commit=True)
 
     def close(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)
 
     def _how_to_sync(self) -> str:
-        """Each time that a run goes on offline it has one more folder, and all of them together are the run."""
+        """The command that uploads an offline run, which has one folder per resume."""
         folders = Path(self._run.dir).parent.parent.glob(f"offline-run-*-{self._run.id}")
         return shlex.join(["wandb", "sync", *map(str, sorted(folders))])
 
 
 def _mode() -> Literal["offline"] | None:
-    """None is W&B's own choice, by WANDB_MODE or because somebody is logged in; nobody can be asked for a key here."""
+    """None leaves the choice to W&B (WANDB_MODE or a stored login); this process cannot prompt for a key."""
     return None if os.environ.get("WANDB_MODE") or wandb.login(prompt=False) else "offline"

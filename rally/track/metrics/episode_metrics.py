@@ -1,6 +1,6 @@
-"""The metrics of a batch are a pure function of its episodes, under the names users of this field know.
+"""Metrics of the training episodes of a step, as a pure function of the episodes.
 
-A rate over nothing is left out, because a wrong number is worse than none. Validation has its own file.
+Names are those that are common in the field. A rate without a denominator is left out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SUMMED = ("branches", "rewritten", "tool_answers", "malformed_calls", "refused",
 
 
 def of_agent(episode: Episode) -> bool:
-    """Whether an agent behind the gateway held it, and wrote its prompts."""
+    """Whether an agent behind the gateway ran the episode and wrote its prompts."""
     return isinstance(episode.extra.get("agent"), dict)
 
 
 def agent_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """By episode: completions asked for, segments, tool calls in the answers. Over all: segments that branched off, and
-    those whose history was not ours; tool answers; calls that could not be read; requests that were refused, and that
-    wanted other sampling than the run's, and that nobody waited for to the end; agents that could not be ended."""
+    """Metrics of agents behind the gateway. Per episode: completions, segments and tool calls. Over all: branched
+    segments, segments with a foreign history, tool responses, unparsable calls, requests that were rejected, that asked
+    for other sampling parameters or that were abandoned, and agents that could not be stopped."""
     counts = [e.extra["agent"] for e in episodes if of_agent(e)]
     if not counts:
         return {}
@@ -46,9 +46,9 @@ VALIDATION = "val-core/"
 def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None = None) -> Metrics:
     """Rewards, lengths, turns, tools, stop reasons and times of the episodes of one step.
 
-    `response_length` counts every response token, observed ones too; its `clip_ratio` is the share of episodes cut by
-    the response budget, and an aborted one has no token at all. `prompt_length/clip_ratio` needs `max_prompt_length`.
-    Unscored episodes are counted apart.
+    `response_length` counts every response token, observed ones too; its `clip_ratio` is the share of episodes
+    truncated by the response budget; an aborted episode has no response token. `prompt_length/clip_ratio` needs
+    `max_prompt_length`. Unscored episodes are counted separately.
     """
     if not episodes:
         return {"episodes/count": 0.0}
@@ -86,8 +86,8 @@ def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -
 
 
 def _image_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """How many images the policy was shown and how many tokens they took, and how many of its tools' it was not: it is
-    for text alone, or they did not fit. Nothing where nobody has images."""
+    """Images in the context and their tokens, and tool images that were left out because the model takes only text or
+    they did not fit. Empty without images."""
     shown = [[span for segment in e.segments[-1:] for span in segment.images] for e in episodes]
     returned = [sum(len(result.response.image or ()) for result in e.tool_results) for e in episodes]
     if not any(shown) and not any(returned):
@@ -100,36 +100,36 @@ def _image_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def _interaction_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """What simulated users did and gave, over the episodes that had one."""
-    held = [e for e in episodes if isinstance(e.extra.get("interaction"), dict)]
-    if not held:
+    """Turns, scores and failures of simulated users, over the episodes that had one."""
+    with_user = [e for e in episodes if isinstance(e.extra.get("interaction"), dict)]
+    if not with_user:
         return {}
-    told = [e.extra["interaction"] for e in held]
-    users = [[turn for turn in e.turns if turn.role == "user"] for e in held]
+    interactions = [e.extra["interaction"] for e in with_user]
+    users = [[turn for turn in e.turns if turn.role == "user"] for e in with_user]
     turn_scores = [turn.reward for turns in users for turn in turns if turn.reward is not None]
-    scores = [one["score"] for one in told if one.get("score") is not None]
+    scores = [one["score"] for one in interactions if one.get("score") is not None]
     metrics = spread("interaction/turns", [len(turns) for turns in users])
     metrics |= spread("interaction/turn_score", turn_scores) | spread("interaction/score", scores)
-    return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in told)}
+    return metrics | {"interaction/failures": sum(len(one.get("failures", ())) for one in interactions)}
 
 
 def _slowest(episodes: Iterable[Episode]) -> Metrics:
-    """The episode that all others of the step waited for."""
+    """The slowest episode of the step."""
     timed = [e for e in episodes if "generate" in e.timings and e.segments]
     if not timed:
         return {}
     last = max(timed, key=lambda e: e.timings["generate"] + e.timings.get("tools", 0.0))
-    told = {
+    values = {
         "generate_sequences": last.timings["generate"],
         "tool_calls": last.timings.get("tools", 0.0),
         "prompt_length": len(last.segments[0].prompt_ids),
         "response_length": sum(len(s.response_ids) for s in last.segments),
     }
-    return {f"timing_s/agent_loop/slowest/{name}": value for name, value in told.items()}
+    return {f"timing_s/agent_loop/slowest/{name}": value for name, value in values.items()}
 
 
 def _engine_waits(episodes: Iterable[Episode]) -> Metrics:
-    """How long turns waited for the engine to begin, and for their first token, where the engine says so."""
+    """Queue time and time to first token of turns, if the engine reports them."""
     turns = [turn for episode in episodes for turn in episode.turns if turn.role == "assistant"]
     waits = percentiles("engine/queue_s", [turn.queued for turn in turns]) if any(t.queued for t in turns) else {}
     first = [turn.first_token for turn in turns if turn.first_token]
@@ -137,16 +137,16 @@ def _engine_waits(episodes: Iterable[Episode]) -> Metrics:
 
 
 def _prefix_cache(episodes: Iterable[Episode]) -> Metrics:
-    """The share of prompt tokens that need no computing. A turn's prompt is all of its segment before it."""
-    cached = given = 0
+    """The share of prompt tokens found in the prefix cache. A turn's prompt is all of its segment before it."""
+    cached = prompt_tokens = 0
     for episode in episodes:
         for turn in episode.turns:
             if turn.role == "assistant":
                 cached += turn.cached_tokens
-                given += len(episode.segments[turn.segment].prompt_ids) + turn.start
-    return {"prefix_cache/hit_rate": cached / given} if cached else {}
+                prompt_tokens += len(episode.segments[turn.segment].prompt_ids) + turn.start
+    return {"prefix_cache/hit_rate": cached / prompt_tokens} if cached else {}
 
 
 def validation_series(names: Iterable[str]) -> list[str]:
-    """The metric names that are validation success: the mean over prompts, for each data source and way to sample."""
+    """The names of validation success: the mean over prompts, per data source and sampling mode."""
     return sorted(name for name in names if name.startswith(VALIDATION) and "/mean@" in name)

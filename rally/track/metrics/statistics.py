@@ -1,4 +1,4 @@
-"""Sums are exact to the last bit whatever their order, and a statistic over nothing is left out."""
+"""Statistics of metrics. Sums do not depend on the order of their values; a statistic over nothing is left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, linear between the two nearest ranks."""
+    """A percentile of sorted values, interpolated linearly."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -27,6 +27,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def percentiles(name: str, values: Sequence[float]) -> Metrics:
-    """The middle and the slow end."""
+    """The median and the slow tail."""
     ordered = sorted(values)
     return {f"{name}/p{p}": percentile(ordered, p) for p in (50, 95)} if ordered else {}

@@ -1,7 +1,7 @@
-"""Every call that tools were asked for is counted, over all and by tool, as a pure function of the episodes.
+"""Metrics of tool calls, overall and per tool, and warnings about failing or slow tools.
 
-A tool's own numbers are of the calls that reached its name: a name the model made up, or a call that could not be read,
-is in the overall numbers alone. A call is redundant when its episode made the same one before.
+The numbers of a tool cover the calls with its name. Calls of unknown tools and malformed calls are only in the overall
+numbers. A call is redundant if its episode has made the same call before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rally.track.metrics.statistics import Metrics, percentiles, spread
 from rally.track.run_folder.episode_json import plain
 from rally.types import TOOL_TROUBLE, Episode, ToolCall, ToolResult, ToolStatus
 
-SLOW_SECONDS = 1.0  # an episode that waits less than this for its tools is not worth a word
+SLOW_SECONDS = 1.0  # no warning if an episode waits less for its tools
 FAILED_CALLS = 8  # fewer calls than this may all fail by chance
 
 
@@ -27,14 +27,14 @@ class CountedCall(NamedTuple):
 
 
 class ToolWarning(NamedTuple):
-    """A sentence about a tool; `key` is the same for what needs to be said only once."""
+    """A warning about a tool. Those with the same `key` are shown once."""
 
     key: str
     text: str
 
 
 def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
-    made = list(_made(episodes))
+    made = list(_counted(episodes))
     statuses = Counter(one.result.status for one in made)
     metrics = spread("tool_call_counts", [len(e.tool_results) for e in episodes])
     metrics |= {
@@ -55,60 +55,57 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 
 def tool_warnings(episodes: Sequence[Episode]) -> list[ToolWarning]:
-    """What a person should look at in the tools of a step."""
+    """The warnings about the tools of a step."""
     slow = slow_tool(episodes)
     return [*failing_tools(episodes), *([] if slow is None else [slow])]
 
 
 def failing_tools(episodes: Sequence[Episode]) -> list[ToolWarning]:
-    """The tools that answered none of their calls: the policy reads errors, and the run would go on without a word."""
-    told = []
-    for name, made in _by_tool(list(_made(episodes))).items():
+    """Tools all of whose calls failed: otherwise only the policy would see the errors."""
+    warnings = []
+    for name, made in _by_tool(list(_counted(episodes))).items():
         failed = [one.result for one in made if one.result.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
         if len(failed) == len(made) >= FAILED_CALLS:
             first = failed[0].response.text
             text = (
-                f"all {len(made)} calls of the tool {name!r} failed in one step, the first with {first!r}; if that is "
-                "not the policy's doing, correct the tool: `rally doctor` with the same words calls each tool once"
+                f"all {len(made)} calls of the tool {name!r} failed in one step, the first with {first!r}; if the "
+                "policy is not the cause, fix the tool: `rally doctor` with the same arguments calls each tool once"
             )
-            told.append(ToolWarning(f"failing tool {name}", text))
-    return told
+            warnings.append(ToolWarning(f"failing tool {name}", text))
+    return warnings
 
 
 def slow_tool(episodes: Sequence[Episode]) -> ToolWarning | None:
-    """The tool that the episodes spent most of their time on, and a sentence about it; None where the policy did."""
+    """A warning about the tool that episodes wait for most; None if they wait longer for the policy."""
     generating = sum(e.timings.get("generate", 0.0) for e in episodes)
     waiting = sum(e.timings.get("tools", 0.0) for e in episodes)
     if waiting <= generating or waiting < SLOW_SECONDS * len(episodes):
         return None
-    tools = _by_tool(list(_made(episodes)))
+    tools = _by_tool(list(_counted(episodes)))
     if not tools:
         return None
     name = max(tools, key=lambda tool: sum(one.result.seconds + one.result.queued for one in tools[tool]))
-    told = _of_one_tool(tools[name])
-    latency = f"latency p50 {told.get('latency_s/p50', 0):.2f} s, p95 {told.get('latency_s/p95', 0):.2f} s"
-    queue = f"in the queue p50 {told.get('queue_s/p50', 0):.2f} s, p95 {told.get('queue_s/p95', 0):.2f} s"
+    metrics = _of_one_tool(tools[name])
+    latency = f"latency p50 {metrics.get('latency_s/p50', 0):.2f} s, p95 {metrics.get('latency_s/p95', 0):.2f} s"
+    queue = f"in the queue p50 {metrics.get('queue_s/p50', 0):.2f} s, p95 {metrics.get('queue_s/p95', 0):.2f} s"
     return ToolWarning(
         f"slow tool {name}",
-        f"episodes wait longer for tools than for the policy, most of all for {name!r}: {told['calls']:.0f} calls, "
-        f"{latency}, {queue}, {told['timeouts']:.0f} timeouts; {_way_out([one.result for one in tools[name]])}",
+        f"episodes wait longer for tools than for the policy, most of all for {name!r}: {metrics['calls']:.0f} calls, "
+        f"{latency}, {queue}, {metrics['timeouts']:.0f} timeouts; {_advice([one.result for one in tools[name]])}",
     )
 
 
-def _way_out(results: Sequence[ToolResult]) -> str:
-    """What to do about a tool that episodes wait for: it is slow itself, or its calls are held back before it."""
+def _advice(results: Sequence[ToolResult]) -> str:
+    """What to do about a slow tool: the tool itself is slow, or its calls wait in the queue."""
     if sum(result.queued for result in results) > sum(result.seconds for result in results):
         return (
-            "its limits hold the calls back, so raise num_workers and rate_limit of its config (or of its limits), if "
-            "the tool bears more calls at a time"
+            "its limits hold the calls back: raise num_workers and rate_limit of its config (or of its limits), if the "
+            "tool can take more calls at a time"
         )
-    return (
-        "make it faster or give it a shorter timeout, or, where the same question has the same answer, set "
-        "limits.cache=true"
-    )
+    return "make it faster, give it a shorter timeout, or set limits.cache=true if equal calls have equal answers"
 
 
-def _made(episodes: Sequence[Episode]) -> Iterator[CountedCall]:
+def _counted(episodes: Sequence[Episode]) -> Iterator[CountedCall]:
     for episode in episodes:
         seen: set[str] = set()
         for result in episode.tool_results:

@@ -1,4 +1,4 @@
-"""The metrics of a validation are a pure function of its episodes: equal episodes give the very same numbers."""
+"""Metrics of a validation, as a pure function of its episodes: mean, best, worst and majority of k samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ RESAMPLES, SEED = 1000, 42
 Ints = NDArray[np.int64]
 
 
-# Most prompts have samples like those of another, and variables are often equal: thousands take seconds, not a minute.
+# Cached, because many prompts have equal samples: thousands take seconds instead of a minute.
 @lru_cache(maxsize=2**16)
 def statistics(values: tuple[float, ...], answers: tuple[int, ...] | None, k: int) -> Mapping[str, float]:
-    """Mean, deviation, and the best, the worst and the majority of n for n up to k, of the samples of one prompt."""
+    """Of the samples of one prompt: mean, standard deviation, and the best, worst and majority of n for n up to k."""
     values_S = np.array(values)
-    found = {f"mean@{k}": float(values_S.mean())}
+    result = {f"mean@{k}": float(values_S.mean())}
     if k == 1:
-        return found
-    found[f"std@{k}"] = float(values_S.std())
+        return result
+    result[f"std@{k}"] = float(values_S.std())
     for n in _sizes(k):
         places_nR = _draws(len(values_S), n)
         drawn_nR = values_S[places_nR]
@@ -36,9 +36,9 @@ def statistics(values: tuple[float, ...], answers: tuple[int, ...] | None, k: in
         if answers is not None:
             outcomes["maj"] = values_S[_majority(np.array(answers), places_nR)]
         for rule, outcome_R in outcomes.items():
-            found[f"{rule}@{n}/mean"] = float(outcome_R.mean())
-            found[f"{rule}@{n}/std"] = float(outcome_R.std())
-    return found
+            result[f"{rule}@{n}/mean"] = float(outcome_R.mean())
+            result[f"{rule}@{n}/std"] = float(outcome_R.std())
+    return result
 
 
 def _sizes(k: int) -> list[int]:
@@ -48,14 +48,14 @@ def _sizes(k: int) -> list[int]:
 
 @cache
 def _draws(size: int, n: int) -> Ints:
-    """`n` of `size` places, with replacement, once for each resample."""
-    # The legacy generator: other trainers use it, so equal samples give the numbers that users know from there.
+    """`n` of `size` indices, drawn with replacement, for each resample."""
+    # The legacy generator, as in other trainers, so that equal samples give equal numbers.
     return np.ascontiguousarray(np.random.RandomState(SEED).choice(size, (RESAMPLES, n)).T)
 
 
 def _majority(answers_S: Ints, places_nR: Ints) -> Ints:
-    """For each resample the place of the first drawn sample with the most frequent answer; of two, the one drawn first
-    counts."""
+    """For each resample, the index of the first drawn sample with the most frequent answer; ties go to the first
+    drawn."""
     drawn_nR, columns_R = answers_S[places_nR], np.arange(RESAMPLES)
     keys_nR = drawn_nR * RESAMPLES + columns_R  # one number for each answer in each resample
     votes = np.bincount(keys_nR.ravel(), minlength=len(answers_S) * RESAMPLES)
@@ -67,15 +67,15 @@ CORE_STATISTICS = ("mean", "best", "maj")
 
 
 def validation_metrics(episodes: Sequence[Episode], k: int, suffix: str = "") -> Metrics:
-    """`val-core/<data_source>/<var>/mean@k` and its relatives, averaged over prompts (groups), then over nothing else.
+    """`val-core/<data_source>/<var>/mean@k` and its relatives, averaged over prompts (groups).
 
     Variables are `reward` and every numeric entry of `reward_info`; the core one is `acc` where a data source has it,
-    else `reward`. A `suffix` such as "greedy" becomes a last path part, so that two ways to sample keep two names.
+    else `reward`. A `suffix` such as "greedy" is appended to the names, so that two sampling modes stay separate.
     """
     metrics: Metrics = {}
     for source, members in _by(episodes, lambda e: e.task.data_source).items():
         metrics |= _scores(source, [e for e in members if e.reward is not None], k)
-        metrics |= _conduct(f"val-aux/{source}", members)
+        metrics |= _behaviour(f"val-aux/{source}", members)
     if episodes:
         metrics["val-aux/unscored"] = sum(e.reward is None for e in episodes)
     metrics |= spread("val-aux/num_turns", [e.num_turns for e in episodes])
@@ -96,8 +96,8 @@ def _scores(source: str, episodes: Sequence[Episode], k: int) -> Metrics:
     return metrics
 
 
-def _conduct(prefix: str, episodes: Sequence[Episode]) -> Metrics:
-    """How the exchanges of one data source went: turns, tools and stop reasons."""
+def _behaviour(prefix: str, episodes: Sequence[Episode]) -> Metrics:
+    """Turns, tool use and stop reasons of one data source."""
     metrics = spread(f"{prefix}/num_turns", [e.num_turns for e in episodes])
     metrics[f"{prefix}/tool/call_rate"] = mean([bool(e.tool_results) for e in episodes])
     statuses = Counter(result.status for e in episodes for result in e.tool_results)
@@ -108,7 +108,7 @@ def _conduct(prefix: str, episodes: Sequence[Episode]) -> Metrics:
 
 
 class _Samples(NamedTuple):
-    """One variable of one prompt's samples, and for each the number of its answer where the reward names a `pred`."""
+    """One variable of one prompt's samples, and the number of each sample's answer if the reward reports a `pred`."""
 
     values: tuple[float, ...]
     answers: tuple[int, ...] | None
@@ -124,25 +124,24 @@ def _samples(prompts: Iterable[Sequence[Episode]], name: str) -> Iterator[_Sampl
 
 
 def _numbered(answers: Sequence[str]) -> tuple[int, ...]:
-    """Equal answers get equal numbers, counted as they appear."""
+    """Numbers for answers, in order of appearance; equal answers get equal numbers."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(answer, len(numbers)) for answer in answers)
 
 
 def _over_prompts(prompts: Iterable[_Samples], k: int) -> Metrics:
     """Each statistic, averaged over the prompts that have it."""
-
-    found: dict[str, list[float]] = defaultdict(list)
+    values_of: dict[str, list[float]] = defaultdict(list)
     for samples in prompts:
         for statistic, value in statistics(samples.values, samples.answers, k).items():
-            found[statistic].append(value)
-    return {statistic: mean(values) for statistic, values in found.items()}
+            values_of[statistic].append(value)
+    return {statistic: mean(values) for statistic, values in values_of.items()}
 
 
 def _numbers(episode: Episode) -> Mapping[str, float]:
     assert episode.reward is not None, "only scored episodes have numbers"
-    told = {k: v for k, v in episode.reward_info.items() if isinstance(v, (bool, int, float))}
-    info = {k: float(v) for k, v in told.items() if math.isfinite(v)}
+    numbers = {k: v for k, v in episode.reward_info.items() if isinstance(v, (bool, int, float))}
+    info = {k: float(v) for k, v in numbers.items() if math.isfinite(v)}
     return info | {"reward": episode.reward}
 
 

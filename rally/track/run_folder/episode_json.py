@@ -1,10 +1,9 @@
-"""An Episode written as JSON and read back is equal to the one written, and the JSON is always valid.
+"""Episodes as JSON. The JSON is always valid, and an episode that is read back equals the one written.
 
-Fields of the data model are written plainly. Open values (arguments, extra_info, metrics, ...) are plain JSON
-where JSON can hold them; what it cannot hold is a one-key object whose key starts with `$`:
-`$tuple`, `$float` (nan, inf), `$int` (too long for a JSON reader), `$str` (lone surrogates), `$dict` (keys that are
-not strings or start with `$`), `$image` (by its hash; its bytes are a file of their own) and `$repr`, which comes back
-as an `Opaque`.
+Fields of the data model are plain JSON. Open values (arguments, extra_info, metrics, ...) are plain JSON where
+possible. A value that JSON cannot hold is an object with one key that starts with `$`: `$tuple`, `$float` (nan, inf),
+`$int` (too long for a JSON reader), `$str` (lone surrogates), `$dict` (keys that are not strings or start with `$`),
+`$image` (by its hash; its bytes are in a separate file) and `$repr`, which comes back as an `Opaque`.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from rally.types import (
 
 Json = dict[str, Any]
 
-MAX_DEPTH = 64  # a model can write arguments nested deeper than the interpreter can walk, and a dict can hold itself
-MAX_INT_BITS = 10_000  # json refuses integers of more than 4300 digits
+MAX_DEPTH = 64  # arguments may be nested deeper than the recursion limit, and a dict can contain itself
+MAX_INT_BITS = 10_000  # Python parses no integer of more than 4300 digits
 MAX_REPR = 1_000  # the repr of an image or a tensor must not fill the disk
 
-_FIELD_AS_IT_IS = frozenset({int, bool, type(None)})  # no field of the data model holds an endless integer
+_FIELD_AS_IT_IS = frozenset({int, bool, type(None)})  # integers in fields of the data model are small
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # a lone one has no UTF-8
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """Stands for a value JSON cannot hold: its type and its repr, cut at `MAX_REPR` characters."""
+    """A value that JSON cannot hold: its type and its repr, truncated to `MAX_REPR` characters."""
 
     type: str
     text: str
@@ -51,7 +50,7 @@ class Opaque:
 
 def plain(value: Any, depth: int = 0) -> Any:
     """Any Python value as valid JSON; `restore` gives back an equal one."""
-    kind = type(value)  # the usual ones first, since an episode has about a hundred values
+    kind = type(value)  # common types first: an episode has about a hundred values
     if kind is str and value.isascii():
         return value
     if value is None or kind is bool or (kind is float and value - value == 0) or (kind is int and abs(value) < 2**63):
@@ -60,7 +59,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_unusual(value: Any, depth: int) -> Any:
-    """What is longer, stranger or only a subclass of what `plain` has let through."""
+    """Values that `plain` does not return unchanged: other types, subclasses and large numbers."""
     if isinstance(value, str):
         return _plain_str(value[:])
     if isinstance(value, float):
@@ -117,7 +116,7 @@ def image_from_json(value: Json, folder: Path = Path("images")) -> Image:
 
 
 def restore(value: Any) -> Any:
-    """The value `plain` was given."""
+    """The inverse of `plain`."""
     if isinstance(value, list):
         return [restore(v) for v in value]
     if not isinstance(value, dict):
@@ -141,7 +140,7 @@ def restore(value: Any) -> Any:
 
 
 def episodes_to_json(episodes: Iterable[Episode]) -> Iterator[Json]:
-    """`episode_to_json` of each. Neighbours of one group share their task, which is then walked once for all."""
+    """`episode_to_json` of each. Neighbouring episodes of a group share their task, which is converted once."""
     task: Task | None = None
     written: Json = {}
     for episode in episodes:
@@ -151,7 +150,7 @@ def episodes_to_json(episodes: Iterable[Episode]) -> Iterator[Json]:
 
 
 def episode_to_json(episode: Episode) -> Json:
-    """One JSON object with everything the episode holds."""
+    """The episode as a JSON object."""
     return _episode_to_json(episode, _task_to_json(episode.task))
 
 
@@ -166,7 +165,7 @@ def _episode_to_json(episode: Episode, task: Json) -> Json:
 
 
 def episode_from_json(value: Json) -> Episode:
-    """The episode `episode_to_json` was given."""
+    """The inverse of `episode_to_json`."""
     built = {
         "task": _task_from_json(value["task"]),
         "stop_reason": StopReason(value["stop_reason"]),
@@ -211,7 +210,7 @@ def _segment_to_json(segment: Segment) -> Json:
 
 
 def _numbers(values: Sequence[float]) -> Sequence[Any]:
-    # Tokens are nearly all of a file, so the common case hands the tuple to the encoder untouched.
+    # Most of a file is tokens, so the common case passes the tuple to the encoder unchanged.
     return values if all(map(math.isfinite, values)) else [plain(v) for v in values]
 
 

@@ -1,10 +1,12 @@
-"""Everything that happens in a run is written to its folder once, as it happens, and survives a kill at any moment.
+"""The run folder: writes and reads configuration, metrics, timeline, episodes, advantages and images of a run.
+
+Records are written as they happen and survive a kill at any moment.
 
     config.yaml  versions.json  metrics.jsonl  timeline.jsonl  episodes/train_000001.jsonl  episodes/val_000010.jsonl
     advantages/train_000001.jsonl  images/<hash>.png  rewound-1/
 
-Metrics and the timeline are appended line by line; every other file is written beside its name and renamed into place.
-When a step is written again (validation after a resume) the last writing counts.
+Metrics and the timeline are appended line by line; every other file is written atomically. If a step is written again
+(validation after a resume), the last version counts.
 """
 
 from __future__ import annotations
@@ -27,46 +29,47 @@ from rally.images.loading import FORMATS, loaded_images
 from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
-from rally.util.jsonl import StepLines, checked_lines, write_atomic
+from rally.util.atomic import write_atomic
+from rally.util.jsonl import StepLines, checked_lines
 from rally.util.locks import LockFile
 
-# What we chose ourselves among a few words, or count: a reader depends on it.
+# Fields that a reader depends on and that hold no free text; they are not redacted.
 _EPISODE = ("id", "group", "stop_reason", "segments")
 _TURN = ("role", "finish")
 _RESULT = ("status",)
 
 
-def hidden_lines(episodes: Iterable[Json]) -> Iterator[str]:
-    """Episodes as `episodes_to_json` gives them, one JSON object a line."""
+def redacted_lines(episodes: Iterable[Json]) -> Iterator[str]:
+    """Episodes from `episodes_to_json` as JSON lines, without known secrets."""
     for episode in episodes:
         [line] = checked_lines([episode])
-        if redact(line) != line or '"$str"' in line:  # the walk is slow, and nearly always there is nothing to hide
+        if redact(line) != line or '"$str"' in line:  # the recursive redaction is slow and rarely needed
             [line] = checked_lines([_episode(episode)])
         yield line
 
 
-def hidden_yaml(text: str) -> str:
-    """The same for a configuration, which nearly always comes without secrets."""
+def redacted_yaml(text: str) -> str:
+    """A configuration without known secrets."""
     if redact(text) == text:
         return text
     return yaml.safe_dump(redact_texts(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
 
 
 def _episode(value: Json) -> Json:
-    return _hidden(value, but=_EPISODE) | {"turns": [_turn(turn) for turn in value["turns"]]}
+    return _redacted(value, but=_EPISODE) | {"turns": [_turn(turn) for turn in value["turns"]]}
 
 
 def _turn(value: Json) -> Json:
-    results = [_hidden(result, but=_RESULT) for result in value["tool_results"]]
-    return _hidden(value, but=_TURN) | {"tool_results": results}
+    results = [_redacted(result, but=_RESULT) for result in value["tool_results"]]
+    return _redacted(value, but=_TURN) | {"tool_results": results}
 
 
-def _hidden(fields: Json, but: tuple[str, ...]) -> Json:
+def _redacted(fields: Json, but: tuple[str, ...]) -> Json:
     return {name: value if name in but else _texts(value) for name, value in fields.items()}
 
 
 def _texts(value: Any) -> Any:
-    """An open value as `plain` wrote it."""
+    """An open value, as `plain` encoded it, without known secrets."""
     match value:
         case str():
             return redact(value)
@@ -93,28 +96,26 @@ class ImageFolder:
         self.path = run / "images"
 
     def save(self, episodes: Iterable[Episode]) -> None:
-        """Write those that are not there yet. Each gets its name when all of it is on disk."""
+        """Write the images that do not exist yet, atomically."""
         for image in {image for episode in episodes for image in images_of(episode)}:
             place = self.path / f"{image.hash}.{image.format}"
             if not place.exists():
                 self.path.mkdir(exist_ok=True)
-                part = place.with_name(f".{place.name}.part")
-                part.write_bytes(image.read())
-                os.replace(part, place)
+                write_atomic(place, image.read())
 
     def find(self, name: str) -> Path | None:
-        """The file of the image with this hash; a name that is no hash has none, whatever it looks like."""
+        """The file of the image with this hash. A name that is not a hash never matches a file."""
         if not _NAME.fullmatch(name):
             return None
         return next((place for kind in FORMATS if (place := self.path / f"{name}.{kind}").is_file()), None)
 
     def hook(self, value: dict[str, Any]) -> Any:
-        """For `json.loads`: what stands for an image becomes the image, whose bytes are read when somebody looks."""
+        """An `object_hook` for `json.loads` that restores images. Their bytes are read on use."""
         return image_from_json(value, self.path) if "$image" in value else value
 
 
 def images_of(episode: Episode) -> Iterator[Image]:
-    """Every image that was shown, or was to be."""
+    """Every image of the prompt, the segments and the tool results."""
     yield from loaded_images(episode.task.prompt)
     for segment in episode.segments:
         yield from (span.image for span in segment.images)
@@ -138,7 +139,7 @@ class MetricsRow(NamedTuple):
 
 
 class PhaseRow(NamedTuple):
-    """A stretch of a step, in Unix seconds. A phase that another interrupted has a row for each of its parts."""
+    """A phase of a step, in Unix seconds. A phase that another interrupts has a row for each of its parts."""
 
     step: int
     phase: str
@@ -147,7 +148,7 @@ class PhaseRow(NamedTuple):
 
 
 class AdvantageSpan(NamedTuple):
-    """The response tokens [start, end) of a segment, all sampled, and the advantage that each of them was given."""
+    """The response tokens [start, end) of a segment, all sampled, and their advantage."""
 
     value: float
     start: int
@@ -172,7 +173,7 @@ class RunFolder:
         self._metrics, self._timeline = StepLines(self.metrics_path), StepLines(self.timeline_path)
 
     def create(self) -> RunFolder:
-        """Make the folder, or reopen it after a crash: a torn last line and half-written files are removed."""
+        """Create the folder, or reopen it after a crash: torn last lines and partial files are removed."""
         self.episodes_path.mkdir(parents=True, exist_ok=True)
         for part in (
             *self.path.glob(".*.part"),
@@ -184,19 +185,19 @@ class RunFolder:
         return self
 
     def share(self) -> RunFolder:
-        """Make the folder for episodes alone, where others may keep and write things too: all that is there stays."""
+        """Create the folder for episodes only. Other content, which may not be ours, is left alone."""
         self.episodes_path.mkdir(parents=True, exist_ok=True)
         return self
 
     def save_config(self, text: str) -> None:
-        write_atomic(self.config_path, hidden_yaml(text))
+        write_atomic(self.config_path, redacted_yaml(text))
 
     def save_versions(self) -> None:
-        """Which Python and packages ran."""
+        """Write the versions of Python and of the main packages."""
         write_atomic(self.versions_path, json.dumps(_versions(), indent=2) + "\n")
 
     def changed_versions(self) -> list[str]:
-        """What is not what it was when the run was made, such as `torch 2.12.0 -> 2.13.0`."""
+        """The versions that have changed since the run was made, such as `torch 2.12.0 -> 2.13.0`."""
         if not self.versions_path.exists():
             return []
         was, now = json.loads(self.versions_path.read_text(encoding="utf-8")), _versions()
@@ -204,7 +205,7 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. Lines of the same step are merged when read, the later value winning."""
-        assert "step" not in metrics, "the step is given apart"
+        assert "step" not in metrics, "the step is a separate argument"
         values = {name: float(value) for name, value in metrics.items()}
         line: dict[str, float | None] = {"step": step}
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -215,7 +216,7 @@ class RunFolder:
     def read_metrics(self) -> list[MetricsRow]:
         """One row per step, in order. A line still being written is left out; a running folder can be read."""
         if not self.path.is_dir():
-            raise RallyError(f"there is no run folder at {self.path}; give the folder that the run was started with")
+            raise RallyError(f"there is no run folder at {self.path}; name the folder of a run")
         steps: dict[int, dict[str, float]] = {}
         for row in self._metrics.rows():
             step = row.pop("step")
@@ -223,20 +224,20 @@ class RunFolder:
         return [MetricsRow(step, steps[step]) for step in sorted(steps)]
 
     def log_phase(self, step: int, phase: str, start: float, end: float) -> None:
-        """Say when a phase of a step began and ended, in Unix seconds."""
+        """Record the start and end of a phase of a step, in Unix seconds."""
         self._timeline.append({"step": step, "phase": phase, "start": start, "end": end})
 
     def read_timeline(self) -> list[PhaseRow]:
-        """Every phase in the order in which they ended; a running folder can be read."""
+        """Every phase, in the order in which they ended. The folder of a running run can be read."""
         return [PhaseRow(row["step"], row["phase"], row["start"], row["end"]) for row in self._timeline.rows()]
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
-        """All episodes of a step, one JSON object a line, without the secrets of the configuration."""
-        self.images.save(episodes)  # first: an episode never names an image that is not there
-        write_atomic(self._episode_file(step, validate), hidden_lines(episodes_to_json(episodes)))
+        """Write all episodes of a step as JSON lines, without known secrets."""
+        self.images.save(episodes)  # first, so that an episode never names a missing image
+        write_atomic(self._episode_file(step, validate), redacted_lines(episodes_to_json(episodes)))
 
     def read_episodes(self, step: int, validate: bool = False) -> list[Episode]:
-        """Exactly what `log_episodes` was given, known secrets aside."""
+        """The episodes that `log_episodes` wrote, equal except for known secrets."""
         path = self._episode_file(step, validate)
         if not path.exists():
             known = ", ".join(map(str, self.episode_steps(validate))) or "none"
@@ -251,13 +252,13 @@ class RunFolder:
         return sorted(_step_of(p) for p in self.episodes_path.glob(f"{kind}_*.jsonl"))
 
     def log_advantages(self, step: int, advantages: Advantages) -> None:
-        """What each sampled token of the episodes trained on was given; what is not finite is written as null."""
+        """Write the advantages of the trained episodes; non-finite values become null."""
         path = self._advantage_file(step)
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, checked_lines(_advantages_to_json(id, spans) for id, spans in advantages.items()))
 
     def read_advantages(self, step: int) -> dict[str, tuple[tuple[AdvantageSpan, ...], ...]]:
-        """By episode id, the spans of each segment; nothing where nothing was trained on, or not recorded."""
+        """The spans of each segment by episode id; empty if none were recorded."""
         path = self._advantage_file(step)
         if not path.exists():
             return {}
@@ -265,10 +266,10 @@ class RunFolder:
             return {row["id"]: _advantages_from_json(row["segments"]) for row in map(json.loads, file)}
 
     def rewind(self, step: int) -> Path | None:
-        """Set everything after `step` aside, so that a run resumed from there counts nothing twice.
+        """Move the records after `step` aside, so that a run that resumes there records nothing twice.
 
-        Returns the folder `rewound-<n>` that now holds it, or None when there was nothing later. The main metrics
-        file changes last: a kill in between leaves a copy too many aside and loses nothing.
+        Returns the folder `rewound-<n>` that holds them, or None if there were none. The metrics file changes last: a
+        kill in between leaves an extra copy and loses nothing.
         """
         own = (p for name in _SETS for p in self.path.glob(f"{name}/*.jsonl") if _OF_A_STEP.fullmatch(p.stem))
         files = [path for path in own if _step_of(path) > step]
@@ -317,7 +318,7 @@ def _advantages_from_json(segments: Sequence[Sequence[Any]]) -> tuple[tuple[Adva
 
 
 def _versions() -> dict[str, str]:
-    """Read from package metadata, so that nothing heavy is imported."""
+    """The versions from package metadata, without importing the packages."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     versions["rally"] = sys.modules["rally"].__version__
     return versions | {name: _version(name) for name in _PACKAGES}

@@ -1,7 +1,7 @@
-"""`rally merge`: adapters and their base, weights in several files, or shards of FSDP become one folder that
-transformers loads whole.
+"""`rally merge`: merges adapters into their base, weights in several files, or FSDP shards, into one model folder.
 
-The folder is written aside and read back before it gets its name: no weight may be missing in it.
+The folder is written under a temporary name and loaded with transformers before it gets its own: no weight may be
+missing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rally.types import RallyError
 
 NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 HF = "huggingface"
-"""The folder beside the shards that has the model's configuration and tokenizer."""
+"""The folder beside the shards with the model's configuration and tokenizer."""
 
 
 class ShardError(RallyError):
-    """Shards that do not make a whole."""
+    """FSDP shards that are missing or inconsistent."""
 
 
 def has_shards(folder: Path) -> bool:
@@ -41,23 +41,23 @@ def has_shards(folder: Path) -> bool:
 
 
 def joined_shards(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the model, whole."""
+    """Every tensor of the model, joined from all shards."""
     ranks = [_read(file) for file in shard_files(folder)]
     if odd := next((name for rank in ranks for name in rank.keys() ^ ranks[0].keys()), None):
-        raise ShardError(f"{odd} is in some shards of {folder} and not in others; copy those of one run")
+        raise ShardError(f"{odd} is in some shards of {folder} and not in others; copy all shards of one run")
     return {name: _joined(name, [rank[name] for rank in ranks]) for name in ranks[0]}
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The file of each rank, in order; all must be there."""
-    found = {int(match[2]): (file, int(match[1])) for file in folder.iterdir() if (match := NAME.fullmatch(file.name))}
-    worlds = {world for _, world in found.values()}
+    """The files of all ranks, in order. All must exist."""
+    files = {int(match[2]): (file, int(match[1])) for file in folder.iterdir() if (match := NAME.fullmatch(file.name))}
+    worlds = {world for _, world in files.values()}
     if len(worlds) != 1:
         raise ShardError(f"{folder} holds shards of runs on {sorted(worlds)} devices; keep those of one run")
     [world] = worlds
-    if lost := sorted(set(range(world)) - found.keys()):
+    if lost := sorted(set(range(world)) - files.keys()):
         raise ShardError(f"{folder} lacks the shard of rank {lost[0]} of {world}; copy all of them")
-    return [found[rank][0] for rank in range(world)]
+    return [files[rank][0] for rank in range(world)]
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -76,21 +76,21 @@ def _joined(name: str, pieces: Sequence[Any]) -> Tensor:
     if not isinstance(first, DTensor):
         whole: Tensor = first.clone()  # tied weights share memory in the file of a single device
         return whole
-    cut = [placement for placement in first.placements if isinstance(placement, Shard)]
-    if len(cut) > 1:
-        raise ShardError(f"{name} is cut along several dimensions; merge it with the program that wrote it")
-    # copies of the model lie along the other dimensions of the mesh: one of them is enough
+    sharded = [placement for placement in first.placements if isinstance(placement, Shard)]
+    if len(sharded) > 1:
+        raise ShardError(f"{name} is sharded along several dimensions; merge it with the program that wrote it")
+    # the other dimensions of the mesh hold replicas: one of them is enough
     along = [slice(None) if isinstance(placement, Shard) else slice(0, 1) for placement in first.placements]
     ranks = first.device_mesh.mesh[tuple(along)].flatten().tolist()
     own: list[Tensor] = [pieces[rank].to_local() for rank in ranks]
-    return torch.cat(own, dim=cut[0].dim) if cut else own[0].clone()
+    return torch.cat(own, dim=sharded[0].dim) if sharded else own[0].clone()
 
 
 PROCESSOR = "preprocessor_config.json"
 
 
 class MergeError(RallyError):
-    """Nothing to merge, or nothing that can be merged."""
+    """There is nothing to merge, or it cannot be merged."""
 
 
 class Merged(NamedTuple):
@@ -99,7 +99,7 @@ class Merged(NamedTuple):
 
 
 def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) -> Merged:
-    """Write the whole model of a checkpoint or model folder to `out`."""
+    """Merge a checkpoint or model folder into one model at `out`."""
     target = out or checkpoint / "merged"
     source = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
     _refuse(source, target)
@@ -115,13 +115,13 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
         else:
             what = f"{_merge_shards(source, work)} files merged into one"
         _check_whole(work)
-        if target.is_dir():  # the configuration and tokenizer that were beside the shards
+        if target.is_dir():  # it holds the configuration and tokenizer of the shards
             os.replace(work / WHOLE, target / WHOLE)
         else:
             work.rename(target)
-    except SafetensorError as problem:  # a file that is not whole, and what the disk refused
+    except SafetensorError as problem:  # a damaged file or a full disk
         raise MergeError(
-            f"{source} cannot be merged into {target} ({problem}); make room there, or copy a damaged file again"
+            f"{source} cannot be merged into {target} ({problem}); free disk space, or copy a damaged file again"
         ) from problem
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -132,23 +132,25 @@ def _refuse(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise MergeError(f"there is no folder {source}; name a checkpoint, such as checkpoints/global_step_20")
     if target.exists() and not _awaits_weights(source, target):
-        raise MergeError(f"{target} is already there; remove it, or choose another place with --out")
+        raise MergeError(f"{target} already exists; remove it, or choose another folder with --out")
     if is_adapter_folder(source) or (source / INDEX).is_file() or has_shards(source):
         return
     if (source / WHOLE).is_file():
-        raise MergeError(f"{source} is one whole model already, there is nothing to merge; load it as it is")
-    raise MergeError(f"{source} holds neither {CONFIG} nor {INDEX}; name a folder of adapters or of a model in shards")
+        raise MergeError(f"{source} is already a single model; load it as it is")
+    raise MergeError(
+        f"{source} holds neither {CONFIG} nor {INDEX}; name a folder with adapters or with a model in several files"
+    )
 
 
 def _awaits_weights(source: Path, target: Path) -> bool:
-    """Whether `target` is the folder beside shards that has everything of the model but its weights."""
+    """Whether `target` is the folder beside FSDP shards that has everything of the model but its weights."""
     return target.resolve() == (source / HF).resolve() and has_shards(source) and not (target / WHOLE).exists()
 
 
 def _merge_fsdp(source: Path, target: Path) -> int:
     described = source / HF
     if not (described / "config.json").is_file():
-        raise MergeError(f"{described / 'config.json'} is missing, so nobody knows the model; copy it there")
+        raise MergeError(f"{described / 'config.json'} is missing and describes the model; copy it there")
     dtype = getattr(torch, _stored_dtype(str(described)))
     weights = {name: value.to(dtype).contiguous() for name, value in joined_shards(source).items()}
     save_file(weights, target / WHOLE, metadata={"format": "pt"})
@@ -166,7 +168,7 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     try:
         model = load_model(path, dtype=_stored_dtype(path), option="--base")
     except LoadError as problem:
-        raise MergeError(f"the model under the adapters may have moved: {problem}") from problem
+        raise MergeError(f"the base model of the adapters cannot be loaded: {problem}") from problem
     add_adapters(model, LoraSettings(start=str(source)), path)
     plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
     tokenizer = source if (source / "tokenizer_config.json").is_file() else path
@@ -176,7 +178,7 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
 
 
 def _stored_dtype(path: str) -> str:
-    """The dtype of the base on disk: the merged weights are rounded once, to that."""
+    """The dtype of the base on disk, to which the merged weights are rounded once."""
     if path.endswith(".gguf"):
         return "float32"
     stored = load_model_config(path, option="--base").dtype
@@ -184,7 +186,7 @@ def _stored_dtype(path: str) -> str:
 
 
 def _merge_shards(source: Path, target: Path) -> int:
-    """All tensors into one file, everything else beside it; returns how many files there were."""
+    """Write all tensors into one file and copy all other files. Returns how many weight files there were."""
     places: dict[str, str] = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"]
     shards = sorted(set(places.values()))
     weights: dict[str, Tensor] = {}
@@ -203,10 +205,10 @@ def _merge_shards(source: Path, target: Path) -> int:
 
 
 def _check_whole(folder: Path) -> None:
-    """Weights that a file lacks would be random numbers after loading, and nobody would be told."""
+    """Load the merged folder: transformers would silently initialize missing weights at random."""
     kind = auto_class(AutoConfig.from_pretrained(folder))
     loaded: Any = kind.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    found = loaded[1]
-    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
+    info = loaded[1]
+    wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     if wrong:
-        raise MergeError(f"the merged model would not load as it was ({wrong[0]}); the folder was not written")
+        raise MergeError(f"the merged model does not load correctly ({wrong[0]}); no folder was written")

@@ -1,7 +1,7 @@
-"""What a checkpoint holds is copied at once and written later: training may go on meanwhile and changes none of it.
+"""Snapshots of training state: copied to main memory at once, written to disk later while training continues.
 
-A part of a checkpoint is a function that writes into the checkpoint's folder. It is made on the training thread, from
-then on owns all the memory it needs, and may be called on any other.
+A part of a checkpoint is a function that writes into the checkpoint's folder. It is made on the training thread, owns
+all the memory it needs from then on, and may be called on any thread.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
-from rally.models.parallel import model_state, ranks_of, whole
+from rally.models.parallel import full_tensor, model_state, ranks_of
 from rally.models.vision_io import processor_files
 from rally.util.threads import started
 
 THREADS = 8
 PIECE = 32 * 2**20
-"""Bytes that a thread takes at once."""
+"""Bytes that a thread copies at once."""
 
 
 def threads() -> ThreadPoolExecutor:
@@ -41,7 +41,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same on the CPU, each in memory of its own."""
+    """Copies on the CPU, each in its own memory."""
     made = [
         torch.empty(one.shape, dtype=one.dtype) if _by_pieces(one) else one.detach().to("cpu", copy=True)
         for one in tensors
@@ -55,10 +55,11 @@ def _by_pieces(tensor: Tensor) -> bool:
 
 
 def fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write the first of each pair over the second, which is on the CPU; both are contiguous and alike."""
+    """Copy the first tensor of each pair into the second, which is on the CPU. Both are contiguous, of one shape and
+    dtype."""
     with threads() as workers:
         for _ in workers.map(_copy, (piece for pair in pairs for piece in _pieces(*pair))):
-            pass  # whoever failed is heard of here
+            pass  # raises what a worker raised
 
 
 class _Piece(NamedTuple):
@@ -67,23 +68,23 @@ class _Piece(NamedTuple):
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[_Piece]:
-    given, taken = as_bytes(source), as_bytes(target)
-    for at in range(0, len(given), PIECE):
-        yield _Piece(given[at : at + PIECE], taken[at : at + PIECE])
+    source_bytes, target_bytes = as_bytes(source), as_bytes(target)
+    for at in range(0, len(source_bytes), PIECE):
+        yield _Piece(source_bytes[at : at + PIECE], target_bytes[at : at + PIECE])
 
 
 def _copy(piece: _Piece) -> None:
-    piece.target.numpy()[:] = staged(piece.source).numpy()  # torch would start further threads for it
+    piece.target.numpy()[:] = staged(piece.source).numpy()  # numpy, because torch would start further threads
 
 
 _of_thread = threading.local()
 
 
 def staged(piece: Tensor) -> Tensor:
-    """At most PIECE bytes in main memory, for this thread and until it stages the next."""
+    """At most PIECE bytes in main memory, valid for this thread until its next call."""
     if piece.device.type == "cpu":
         return piece
-    with torch.cuda.device(piece.device):  # a new thread is at the first GPU, and would begin to use it
+    with torch.cuda.device(piece.device):  # a new thread would use the first GPU
         if not hasattr(_of_thread, "pinned"):
             _of_thread.pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         pinned: Tensor = _of_thread.pinned
@@ -91,13 +92,13 @@ def staged(piece: Tensor) -> Tensor:
 
 
 def write_state(state: Any, path: Path) -> None:
-    """`state` must not change until this returns. What the disk refuses is an OSError, where torch would raise a
-    RuntimeError about positions in a file."""
-    handed = _Handed({tensor.untyped_storage().data_ptr() for tensor in tensors_in(state)})
+    """Write `state` as `torch.save` does, byte for byte. It must not change until this returns. A full disk raises
+    OSError, where torch would raise a RuntimeError about file positions."""
+    queue = _SaveQueue({tensor.untyped_storage().data_ptr() for tensor in tensors_in(state)})
     with path.open("wb") as file:
-        saving = started(lambda: handed.take(state), "rally-state")
+        saving = started(lambda: queue.save(state), "rally-state")
         try:
-            while (data := handed.given.get()) is not None:
+            while (data := queue.chunks.get()) is not None:
                 file.write(data)
         finally:
             wait([saving])
@@ -105,7 +106,7 @@ def write_state(state: Any, path: Path) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those of mappings, lists and tuples in it, but for those that are spread over ranks."""
+    """All tensors in nested mappings, lists and tuples, except those sharded over ranks."""
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -116,27 +117,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(inner)
 
 
-class _Handed:
-    """What torch.save takes for a file. Memory whose address is `lasting` outlives the saving and is written from where
-    it lies; torch reuses all other as soon as `write` returns, so that is copied. The last thing given is None."""
+class _SaveQueue:
+    """A file for `torch.save` that queues what is written. Memory at the addresses `lasting` outlives the saving and is
+    queued without a copy; torch reuses all other memory after `write`, so that is copied. The last chunk is None."""
 
     def __init__(self, lasting: set[int]) -> None:
         self._lasting = lasting
-        self.given: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
+        self.chunks: SimpleQueue[memoryview | bytes | None] = SimpleQueue()
 
-    def take(self, state: Any) -> None:
+    def save(self, state: Any) -> None:
         try:
             torch.save(state, cast(BinaryIO, self))
         finally:
-            self.given.put(None)
+            self.chunks.put(None)
 
     def write(self, data: memoryview) -> int:
         lasts = len(data) > 0 and np.frombuffer(data, np.uint8).ctypes.data in self._lasting
-        self.given.put(data if lasts else bytes(data))
+        self.chunks.put(data if lasts else bytes(data))
         return len(data)
 
     def flush(self) -> None:
-        """torch asks for it; the file is flushed by who writes it."""
+        """Required by torch; the thread that writes the file flushes it."""
 
 
 Part = Callable[[Path], None]
@@ -144,7 +145,7 @@ WHOLE = "huggingface"  # the folder of the merged model, inside that of its adap
 
 
 class Weights(NamedTuple):
-    """Of a model, or of its adapters; `merged`: of the model with these merged in, where both are wanted."""
+    """The weights of a model, or of its adapters; `merged`: also the model with the adapters merged in."""
 
     own: dict[str, Tensor]
     merged: dict[str, Tensor] | None
@@ -159,11 +160,11 @@ def copied_weights(model: PreTrainedModel, *, merged: bool) -> Weights:
 def model_part(
     folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, merged: bool = False
 ) -> Part:
-    """A Hugging Face folder with its tokenizer; of a model with adapters a PEFT folder, which with `merged` holds the
-    folder of the whole model as well."""
+    """A Hugging Face folder with the tokenizer. For a model with adapters it is a PEFT folder, which with `merged` also
+    holds a folder of the full model."""
     adapted = has_adapters(model)
     weights, both = copied_weights(model, merged=merged)
-    saver = model if ranks_of(model).count == 1 else plain_twin(model)
+    saver = model if ranks_of(model).world_size == 1 else plain_twin(model)
     files = {**_tokenizer_files(tokenizer), **processor_files(model)}
 
     def write(checkpoint: Path) -> None:
@@ -181,16 +182,16 @@ def model_part(
 
 
 def state_part(name: str, state: Mapping[str, Any]) -> Part:
-    """Tensors and plain values as one file of torch."""
+    """Tensors and plain values as one `torch.save` file."""
     mine = copied(dict(state))
     return lambda checkpoint: write_state(mine, checkpoint / name)
 
 
 def json_part(name: str, state: Mapping[str, Any]) -> Part:
-    """Plain values as text that gives back an equal state; ValueError or TypeError for what JSON would change."""
+    """Plain values as JSON. Raises ValueError or TypeError for values that JSON would change."""
     text = json.dumps(state)
     if json.loads(text) != state:
-        raise ValueError("it would come back changed")
+        raise ValueError("JSON would change it")
 
     def write(checkpoint: Path) -> None:
         (checkpoint / name).write_text(text, encoding="utf-8")
@@ -199,32 +200,33 @@ def json_part(name: str, state: Mapping[str, Any]) -> Part:
 
 
 def copied(value: Any) -> Any:
-    """The same on the CPU, in memory of its own. Tensors that are one stay one: tied weights are written once."""
-    found = {_identity(tensor): tensor for tensor in tensors_in(value)}
-    return _with(dict(zip(found, copies(list(found.values())), strict=True)), value)
+    """A copy on the CPU. Tied tensors stay tied, so they are written once."""
+    distinct = {_identity(tensor): tensor for tensor in tensors_in(value)}
+    return _with(dict(zip(distinct, copies(list(distinct.values())), strict=True)), value)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _with(made: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
-    """`value` with the copies in it; what is spread over ranks is put together now, by all of them in this order."""
+def _with(copies: Mapping[tuple[Any, ...], Tensor], value: Any) -> Any:
+    """`value` with its tensors replaced by the copies. Sharded tensors are gathered here; all ranks do so in this
+    order."""
     if isinstance(value, DTensor):
-        return whole(value)
+        return full_tensor(value)
     if isinstance(value, Tensor):
-        return made[_identity(value)]
+        return copies[_identity(value)]
     if isinstance(value, Mapping):
-        return {name: _with(made, inner) for name, inner in value.items()}
+        return {name: _with(copies, inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_with(made, inner) for inner in value)
+        return type(value)(_with(copies, inner) for inner in value)
     return value
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bytes]:
-    """A run's tokenizer does not change, takes a third of a second to write, and may not be written while another
-    thread encodes with it: so it is written once, on the training thread, and remembered."""
+    """The files of the run's tokenizer, saved once on the training thread: saving takes a third of a second and is not
+    safe while another thread encodes."""
     with tempfile.TemporaryDirectory() as place:
         tokenizer.save_pretrained(place)
         root = Path(place)

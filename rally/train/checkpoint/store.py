@@ -1,9 +1,9 @@
-"""Checkpoints: written aside, synced, renamed; a whole one can be resumed from, a torn one is ignored.
+"""The checkpoints of a run: written to a temporary folder, synced, then renamed, so that each is complete or ignored.
 
-`global_step_N/actor/` is a Hugging Face model folder with its tokenizer; beside it lie the optimizer, the schedule, the
-step, counters, what the sampler learned and what further parts write; random numbers follow from (seed, step) and need
-no state. `manifest.json` lists every file with its size and is written last. The state is copied at once; by default it
-is written beside the training thread.
+`global_step_N/actor/` is a Hugging Face model folder with its tokenizer. Beside it are the optimizer, the schedule, the
+step, counters, the sampler state and further parts; random numbers follow from (seed, step) and need no state.
+`manifest.json` lists every file with its size and is written last. The state is copied at once and by default written
+in the background.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rally.train.checkpoint.snapshot import Part, json_part, model_part, state_p
 from rally.train.messages import GatherState
 from rally.train.policy import Policy
 from rally.types import RallyError
+from rally.util.atomic import sync, write_atomic
 from rally.util.threads import BackgroundJobs, side_by_side
 
 _STEP = re.compile(r"global_step_(\d+)")
@@ -36,12 +37,12 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 class CheckpointError(RallyError):
-    """A checkpoint that was asked for and cannot be used."""
+    """A checkpoint that cannot be used or written."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     path: Path
     step: int
@@ -51,25 +52,25 @@ class Checkpoint:
         return self.path / "actor"
 
     def state(self) -> dict[str, Any]:
-        """What training goes on from, mapped: it is read when it is copied, and several processes hold it once. What is
-        to be kept of it must be copied."""
+        """The training state, memory-mapped: pages are read on use and shared between processes. Copy what is to be
+        kept."""
         state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
         assert isinstance(state, dict)
         return state
 
     def holds(self, folder: str) -> bool:
-        """Whether a folder is part of it; one that is there but not listed was about to be removed."""
-        return any(name.startswith(f"{folder}/") for name in _listed(self.path))
+        """Whether the manifest lists a folder. A folder on disk that is not listed was being removed."""
+        return any(name.startswith(f"{folder}/") for name in _manifest(self.path))
 
     def sampler_state(self) -> dict[str, Any]:
-        """What the sampler had learned; nothing, where it learns nothing."""
-        return self._plain(SAMPLER)
+        """The sampler's state; empty for a sampler without one."""
+        return self._read_json(SAMPLER)
 
     def counters(self) -> dict[str, Any]:
-        """What the run had counted up to here."""
-        return self._plain(COUNTERS)
+        """The run's counters at this step."""
+        return self._read_json(COUNTERS)
 
-    def _plain(self, name: str) -> dict[str, Any]:
+    def _read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         assert isinstance(state, dict)
@@ -92,7 +93,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self.keep_critics = keep_critics
-        self.merged = merged  # beside adapters also the whole model
+        self.merged = merged  # beside adapters, also write the merged model
         self.warn = warn
         self._background = BackgroundJobs("rally-checkpoint") if background else None
 
@@ -105,12 +106,12 @@ class CheckpointStore:
         *,
         more: Sequence[Part] = (),
     ) -> Path:
-        """Write the checkpoint of `step` with `more` parts; only when every byte is on disk does it get its name.
+        """Write the checkpoint of `step` with `more` parts. It gets its name once every byte is on disk.
 
-        In the background, everything has been copied when this returns, and the checkpoint before this one is whole.
+        In the background, everything has been copied when this returns, and the previous checkpoint is complete.
         """
         self.wait()
-        with policy.ranks.doing(GatherState(self.merged)):
+        with policy.ranks.broadcast(GatherState(self.merged)):
             own = policy_parts(policy, tokenizer, step, merged=self.merged)
         parts = [
             *own,
@@ -129,12 +130,12 @@ class CheckpointStore:
             self._background.check()
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written any more."""
+        """Wait for the checkpoint that is being written."""
         if self._background:
             self._background.wait()
 
     def _saved(self) -> list[Path]:
-        """What bears the name of a checkpoint, oldest first; a user's copy under another name is not ours to touch."""
+        """Folders with the exact name of a checkpoint, oldest first. Copies under other names are left alone."""
         return sorted((p for p in self.folder.glob("global_step_*") if _STEP.fullmatch(p.name)), key=_step_of)
 
     def _place(self, step: int) -> Path:
@@ -145,10 +146,10 @@ class CheckpointStore:
             self._write_parts(self._place(step), parts)
             self._point_at(step)
             self._drop_old(step)
-        except (OSError, SafetensorError) as problem:  # the latter says what the disk refused for the weights
+        except (OSError, SafetensorError) as problem:  # safetensors raises its own error for a full disk
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); make room or mend it, "
-                "then start the same command again"
+                f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}); free space or fix the "
+                "problem, then start the same command again"
             ) from problem
 
     def _write_parts(self, target: Path, parts: Sequence[Part]) -> None:
@@ -162,9 +163,9 @@ class CheckpointStore:
         work.rename(target)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; torn ones are passed over with a warning."""
+        """The newest complete checkpoint. Incomplete ones are skipped with a warning."""
         for torn in self.folder.glob(".writing_*"):
-            self.warn(f"{torn} is a checkpoint whose writing was cut off; it is ignored and removed")
+            self.warn(f"{torn} is a checkpoint whose writing was interrupted; it is removed")
             shutil.rmtree(torn)
         for old in self.folder.glob(".dropping_*"):
             shutil.rmtree(old)
@@ -172,11 +173,12 @@ class CheckpointStore:
             problem = damage(path)
             if problem is None:
                 return Checkpoint(path, _step_of(path))
-            self.warn(f"the checkpoint {path} is not whole ({problem}); it is ignored")
+            self.warn(f"the checkpoint {path} is incomplete ({problem}); it is ignored")
         return None
 
     def supersede_after(self, step: int) -> list[Path]:
-        """Rename whole checkpoints of later steps, so that no later `latest` finds them; returns their new places."""
+        """Rename complete checkpoints of later steps, so that `latest` no longer finds them. Returns their new
+        paths."""
         later = [p for p in self._saved() if _step_of(p) > step and damage(p) is None]
         places = []
         for path in later:
@@ -188,35 +190,35 @@ class CheckpointStore:
         return places
 
     def _point_at(self, step: int | None) -> None:
-        """Let the file that other programs read name the newest checkpoint; without one there is no such file."""
+        """Update the file that names the newest checkpoint for other programs; None removes it."""
         if step is None:
             (self.folder / LATEST).unlink(missing_ok=True)
         else:
-            _write_synced(self.folder / LATEST, str(step))
+            write_atomic(self.folder / LATEST, str(step), synced=True)
 
     def _drop_old(self, newest: int) -> None:
-        """Keep the last `keep` up to `newest`. A later one, torn or of a run that was set back, counts for nothing."""
+        """Keep the last `keep` up to step `newest`. Later ones, incomplete or of a rewound run, are not counted."""
         paths = self._saved()
-        whole = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
+        complete = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
         if self.keep is not None:
-            for old in whole[: -self.keep]:  # renamed first: a kill in between must not leave half of one
+            for old in complete[: -self.keep]:  # renamed first: a kill must not leave a partial one
                 shutil.rmtree(old.path.rename(old.path.with_name(f".dropping_{old.path.name}")))
-            whole = whole[-self.keep :]
+            complete = complete[-self.keep :]
         if self.keep_critics is not None:
-            for old in [one for one in whole if one.holds("critic")][: -self.keep_critics]:
-                _forget(old.path, "critic")
-            for old in [one for one in whole if not one.holds("critic")]:
-                shutil.rmtree(old.path / "critic", ignore_errors=True)  # also what a kill left of it
+            for old in [one for one in complete if one.holds("critic")][: -self.keep_critics]:
+                _unlist(old.path, "critic")
+            for old in [one for one in complete if not one.holds("critic")]:
+                shutil.rmtree(old.path / "critic", ignore_errors=True)  # including what a kill left behind
 
 
 def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, *, merged: bool) -> list[Part]:
-    """The policy's weights and all that training it goes on from."""
+    """The policy's weights and its training state."""
     model = model_part("actor", policy.model, tokenizer, merged=merged)
     return [model, state_part("trainer.pt", {"step": step, **policy.state()})]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint a user named; one sentence if it cannot be used."""
+    """The checkpoint at a path that the user named. Raises `CheckpointError` if it cannot be used."""
     if not _STEP.search(path.name):
         raise CheckpointError(f"{path} is not a checkpoint folder; its name must contain global_step_N")
     problem = damage(path)
@@ -228,7 +230,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        manifest = _listed(path)
+        manifest = _manifest(path)
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST}"
     for name, size in manifest.items():
@@ -240,54 +242,39 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def _listed(path: Path) -> dict[str, int]:
+def _manifest(path: Path) -> dict[str, int]:
     """The files of a checkpoint with their sizes."""
     listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     assert isinstance(listed, dict)
     return listed
 
 
-def _forget(path: Path, folder: str) -> None:
-    """Take a folder off the list of a whole checkpoint, which then is whole without it."""
-    kept = {name: size for name, size in _listed(path).items() if not name.startswith(f"{folder}/")}
-    _write_synced(path / MANIFEST, json.dumps(kept, indent=1))
+def _unlist(path: Path, folder: str) -> None:
+    """Remove a folder from the manifest, so that the checkpoint is complete without it."""
+    listed = {name: size for name, size in _manifest(path).items() if not name.startswith(f"{folder}/")}
+    write_atomic(path / MANIFEST, json.dumps(listed, indent=1), synced=True)
 
 
 def _sampler_part(state: Mapping[str, Any]) -> Part:
-    """A user's class may return anything, and resuming must be exact."""
+    """The state of a sampler, which may be a user's class, as JSON: resuming must be exact."""
     try:
         return json_part(SAMPLER, state)
     except (TypeError, ValueError) as error:
-        told = f"the sampler's state cannot be saved ({error})"
-        raise CheckpointError(f"{told}; return what JSON can hold: names as keys, lists, no NaN") from error
+        raise CheckpointError(
+            f"the sampler's state cannot be saved ({error}); return JSON values: text keys, lists, no NaN"
+        ) from error
 
 
 def _step_of(path: Path) -> int:
-    found = _STEP.search(path.name)
-    return int(found.group(1)) if found else -1
+    match = _STEP.search(path.name)
+    return int(match.group(1)) if match else -1
 
 
 def _seal(folder: Path) -> None:
-    """Sync every file, list them, sync the list."""
+    """Sync every file, then write the manifest and sync it."""
     paths = list(folder.rglob("*"))
     for path in paths:
-        _sync(path)
+        sync(path)
     manifest = {str(p.relative_to(folder)): p.stat().st_size for p in paths if p.is_file()}
-    _write_synced(folder / MANIFEST, json.dumps(manifest, indent=1))
-    _sync(folder)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
-    _sync(aside)
-    aside.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1), synced=True)
+    sync(folder)

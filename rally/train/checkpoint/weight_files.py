@@ -1,8 +1,7 @@
-"""A model folder for servers is written anew after every step: what changes are the weights, and these go into files of
-the same layout by many threads.
+"""Writes the model folder that rollout servers load after every step, with many threads.
 
-The first folder is written by transformers, which knows the names and shapes of the format. Only where it then holds
-the weights under their own names, bit for bit, does its layout serve for those that follow.
+transformers writes the first folder. If that folder holds the weights under their own names, bit for bit, its layout is
+reused and later folders are written directly; otherwise transformers writes them all.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BYTES_OF_LENGTH = 8  # before the header of a safetensors file
 
 
 class WeightLocation(NamedTuple):
-    """Where one weight lies in its file."""
+    """The byte range of one weight in its file."""
 
     weight: str
     start: int
@@ -31,7 +30,7 @@ class WeightLocation(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A safetensors file but for the weights themselves."""
+    """A safetensors file without its weights."""
 
     name: str
     head: bytes
@@ -39,34 +38,33 @@ class Shard(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A model folder but for the weights themselves."""
+    """A model folder without its weights."""
 
     shards: tuple[Shard, ...]
     others: Mapping[str, bytes]
 
 
 class WeightWriter:
-    """Writes the policy into a folder that is not there yet. `first` writes one by transformers, `weights` are those
-    that it holds."""
+    """Writes the policy into a new folder. `first` writes it with transformers; `weights` returns the weights in it."""
 
     def __init__(self, first: Callable[[Path], None], weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._first = first
         self._weights = weights
         self._layout: Layout | None = None
-        self._looked = False
+        self._checked = False
 
     def __call__(self, folder: Path) -> None:
         if self._layout is not None:
             write(self._layout, self._weights(), folder)
             return
         self._first(folder)
-        if not self._looked:
+        if not self._checked:
             self._layout = layout_of(folder, self._weights())
-            self._looked = True
+            self._checked = True
 
 
 def layout_of(folder: Path, weights: Mapping[str, Tensor]) -> Layout | None:
-    """The layout of a folder that holds just these weights; None if it holds anything else."""
+    """The layout of a folder that holds exactly these weights; None if it holds anything else."""
     shards = []
     for path in sorted(folder.glob("*.safetensors")):
         shard = _shard(path)
@@ -94,7 +92,7 @@ def _holds(whole: Tensor, place: WeightLocation, weights: Mapping[str, Tensor]) 
 
 
 def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """A folder of this layout with these weights."""
+    """Write a folder of this layout with these weights."""
     folder.mkdir(parents=True)
     with ExitStack() as opened, threads() as workers:
         pieces: list[WeightBytes] = []
@@ -105,13 +103,13 @@ def write(layout: Layout, weights: Mapping[str, Tensor], folder: Path) -> None:
             for place in shard.places:
                 pieces += _pieces(file.fileno(), place, as_bytes(weights[place.weight]))
         for _ in workers.map(_write_piece, pieces):
-            pass  # whoever failed is heard of here
+            pass  # raises what a worker raised
     for name, content in layout.others.items():
         (folder / name).write_bytes(content)
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of a weight, and where they go."""
+    """Bytes of a weight, and their position in the file."""
 
     file: int
     start: int
@@ -119,7 +117,7 @@ class WeightBytes(NamedTuple):
 
 
 def _pieces(file: int, place: WeightLocation, data: Tensor) -> list[WeightBytes]:
-    assert len(data) == place.end - place.start, f"{place.weight} has another size than before"
+    assert len(data) == place.end - place.start, f"the size of {place.weight} has changed"
     return [WeightBytes(file, place.start + at, data[at : at + PIECE]) for at in range(0, len(data), PIECE)]
 
 

@@ -1,7 +1,7 @@
-"""The logprobs that a deterministic rollout recorded, computed again to the last bit.
+"""Log-probabilities that equal those of a deterministic rollout bit for bit.
 
-Rollout and this forward run the same kernels, whose result for a token depends on its history alone, so on the same
-weights they agree exactly. The gradient comes from the ordinary forward.
+Rollout and this forward run the same batch-invariant kernels, so on the same weights they agree exactly. The gradient
+comes from the ordinary forward.
 
 Shapes: T packed tokens, B branches, L keys of the longest, M sampled tokens, U different ones, C hidden size.
 """
@@ -27,12 +27,12 @@ from rally.train.packing import PackedRows
 
 def exact_decoder(model: PreTrainedModel) -> FusedDecoder:
     if not fusable(model, invariant=True):
-        raise EngineError(f"deterministic training knows {', '.join(FAMILIES)} without adapters only; turn it off")
+        raise EngineError(f"deterministic training supports only {', '.join(FAMILIES)} without adapters; turn it off")
     return FusedDecoder(model, kernels_for(model.device), invariant=True)
 
 
 class _PackedReader:
-    """A packed batch as a pool whose pages are single tokens; a layer may write where the one before it did."""
+    """A packed batch as a KV cache with pages of one token. All layers share its memory."""
 
     def __init__(self, packed: PackedRows, decoder: FusedDecoder) -> None:
         device, tokens = packed.ids_T.device, len(packed.ids_T)
@@ -77,7 +77,7 @@ def exact_logprobs(decoder: FusedDecoder, packed: PackedRows, temperature: float
     hidden_TC = decoder(packed.ids_T, packed.positions_T, places_T, _PackedReader(packed, decoder))
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
     rows = chunk_rows(decoder.model.config.get_text_config().vocab_size, hidden_UC.device)
-    divisor = torch.full((1,), temperature, device=hidden_UC.device)  # a number would be multiplied by its inverse
+    divisor = torch.full((1,), temperature, device=hidden_UC.device)  # a number would be inverted
     parts = []
     for hidden, targets in zip(hidden_UC.split(rows), packed.targets_U.split(rows), strict=True):
         logp = torch.log_softmax(decoder.logits(hidden) / divisor, dim=-1)

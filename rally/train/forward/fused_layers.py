@@ -1,8 +1,8 @@
-"""The training forward of the families we know, with one kernel where the module has five: the same numbers, sooner.
+"""The training forward of packed rows: attention over the prefix tree, and fused layers for supported families.
 
-Linear layers are the module's own, those with a plain LoRA adapter as the three products of adapters.py. What lies
-between them (norms, rotations, gated activations) keeps its inputs alone for the backward pass. Anything else, and
-anything without a GPU, goes through the module's own forward, which says what this one must compute.
+Linear layers are the module's own; one with a plain LoRA adapter is three products (`rally.models.lora.linear`). Norms,
+rotary embeddings and gated activations are fused kernels that save only their inputs for the backward pass. Other
+families, and machines without a GPU, use the module's own forward, which is the specification of the fused one.
 
 Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head size.
 """
@@ -38,16 +38,16 @@ from rally.models.parallel import ranks_of
 from rally.models.vision import SeenImages, image_features
 from rally.train.packing import PackedImages, PackedRows, placed
 
-# the kernel always took fewer key/value heads than query heads; since torch 2.12 it wants to be told
+# since torch 2.12 the kernel needs this flag for fewer key/value heads than query heads
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 class PackedAttention:
-    """The queries of a branch are the last of its keys; nothing is padded.
+    """Attention over a packed batch without padding. The queries of a branch are the last of its keys.
 
-    In half precision on a GPU all branches are one call, elsewhere those of one shape are.
+    In half precision on a GPU all branches are one kernel call; elsewhere there is one call per branch shape.
     """
 
     def __init__(self, packed: PackedRows) -> None:
@@ -93,7 +93,7 @@ class PackedAttention:
         return x_TKD if self.source_S is None else _History.apply(x_TKD, self.source_S)  # type: ignore[no-any-return]
 
     def _mask(self, t: int, length: int, window: int | None, like: Tensor) -> Tensor | None:
-        """None: plainly causal. Otherwise what to add to the scores, the same in all layers."""
+        """The mask to add to the scores, the same in all layers; None: plainly causal."""
         narrow = window if window is not None and window < length else None
         if t == length and narrow is None:
             return None
@@ -105,7 +105,7 @@ class PackedAttention:
 
 
 def fits_one_call(q_THD: Tensor) -> bool:
-    """What torch's variable-length flash attention takes."""
+    """Whether torch's variable-length flash attention supports these tensors."""
     return (
         q_THD.is_cuda
         and q_THD.dtype in (torch.bfloat16, torch.float16)
@@ -120,8 +120,8 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 class _History(torch.autograd.Function):
-    """Keys or values of every branch's whole history. The gradient of a token that many branches see is summed in
-    float32: in bf16, what the last of them adds would be rounded away."""
+    """Gathers the keys or values of every branch's whole history. The gradient of a token that many branches attend to
+    is summed in float32, because bf16 would round small terms away."""
 
     @staticmethod
     def forward(ctx: Any, x_TKD: Tensor, source_S: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class _History(torch.autograd.Function):
 
 
 class Ops(NamedTuple):
-    """Signatures and meanings are those of `rally.models.kernels.autograd`."""
+    """The operations of a layer; signatures are those of `rally.models.kernels.autograd`."""
 
     rms_norm: Callable[..., Tensor]
     add_and_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -151,14 +151,14 @@ class Ops(NamedTuple):
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Last hidden states [T, C] of the packed tokens."""
     attention = PackedAttention(packed)
-    if _gains(model):
+    if _can_fuse(model):
         return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
     positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
-    return packed_hidden(model, packed.ids_T, positions, attention, _seen(model, packed.images))
+    return packed_hidden(model, packed.ids_T, positions, attention, _image_inputs(model, packed.images))
 
 
-def _seen(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:
-    """The features of all images by one run of the tower; what stands several times gets several gradients."""
+def _image_inputs(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:
+    """The features of all distinct images from one run of the vision tower, placed at their tokens."""
     if images is None:
         return None
     return SeenImages(images.at_V, image_features(model, images.images).rows(images.feature_V))
@@ -170,10 +170,10 @@ def compiled_ops() -> Ops:
     return Ops(autograd.rms_norm, autograd.add_and_norm, autograd.gated, autograd.rotate)
 
 
-def _gains(model: PreTrainedModel) -> bool:
+def _can_fuse(model: PreTrainedModel) -> bool:
     size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
-    whole = ranks_of(model).count == 1  # else a layer's weights are there only while the layer itself is called
-    return whole and has_triton() and fits_one_call(size) and known(model)
+    unsharded = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
+    return unsharded and has_triton() and fits_one_call(size) and known(model)
 
 
 def fused_hidden(

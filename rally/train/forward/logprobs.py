@@ -1,4 +1,4 @@
-"""The training forward: log-probabilities of sampled tokens, never holding all logits at once.
+"""Log-probabilities and entropies of sampled tokens, without ever holding all logits in memory.
 
 It runs the same module, attention registration and output head as the embedded engine, so rollout and training see the
 same policy.
@@ -31,7 +31,7 @@ def token_logprobs(
     model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    return ranks_of(model).within(model, _token_logprobs, packed, temperature, entropy_gradient)
+    return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient)
 
 
 def _token_logprobs(
@@ -51,7 +51,8 @@ def _token_logprobs(
 def _any_head(
     model: PreTrainedModel, hidden_UC: Tensor, targets_U: Tensor, temperature: float, rows: int, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same through autograd, for heads that are more than one matrix; it says what `HeadLogprobs` must compute."""
+    """The same through autograd, for output heads that are more than one matrix. It is the specification of
+    `HeadLogprobs`."""
     parts = [
         checkpoint(_chunk, model, hidden, targets, temperature, entropy_gradient, use_reentrant=False)
         for hidden, targets in zip(hidden_UC.split(rows), targets_U.split(rows), strict=True)

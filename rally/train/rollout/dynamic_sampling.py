@@ -1,9 +1,8 @@
-"""Dynamic sampling: a step trains on the first groups, in the order of their prompts, that differ within themselves.
+"""Dynamic sampling: a step trains on the first groups, in the order of their prompts, whose rewards are not all equal.
 
-A group whose episodes are all equal teaches nothing. As soon as that is known, another prompt begins in the same
-rollout; nobody waits for a whole further batch. Every group that began is waited for, and the order of the prompts
-decides, not who was quick. So neither short episodes nor fast tools are favoured, and which prompts begin depends on
-how groups end but never on when.
+A group with equal rewards has no gradient. As soon as one ends, another prompt starts in the same rollout. Every group
+that was started is awaited, and groups are chosen by the order of their prompts, not by when they end. So neither short
+episodes nor fast tools are favoured, and the batch does not depend on timing.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ REWARD_NAMES = ("reward", "seq_reward", "seq_final_reward")
 
 
 class MetricError(RallyError):
-    """The metric that groups are judged by is not there."""
+    """The rewards lack the metric that groups are filtered by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSettings:
-    """`metric` must differ within a group. A step begins with `first` prompts and never tries more than `most`."""
+    """`metric` must differ within a group. A step starts with `first` prompts and uses at most `most`."""
 
     metric: str
     first: int
@@ -33,8 +32,8 @@ class FilterSettings:
 
 @dataclass
 class LiveGroups:
-    """One step's groups as they end. `wanted` live ones fill it; there are `places` prompts in a fixed order, and
-    `jobs_at` gives the episodes of so many of them from one on."""
+    """The groups of one step. `wanted` live ones fill it. There are `places` prompts in a fixed order;
+    `jobs_at(first, count)` returns the jobs of `count` of them."""
 
     settings: FilterSettings
     wanted: int
@@ -43,7 +42,7 @@ class LiveGroups:
     policy: FailurePolicy
     begun: int = 0
     live: dict[str, bool] = field(default_factory=dict)
-    _running: dict[str, int] = field(default_factory=dict)  # by group: episodes that have not ended
+    _running: dict[str, int] = field(default_factory=dict)  # episodes that still run, by group
     _ended: dict[str, list[Episode]] = field(default_factory=dict)
     _episodes: int = 0
     _failures: int = 0
@@ -53,16 +52,16 @@ class LiveGroups:
         return self._begin(min(self.settings.first, self._most))
 
     def after(self, episodes: Sequence[Episode]) -> list[Job]:
-        """Another prompt begins for each group that has ended in vain, while more are wanted than can still come."""
+        """Record ended episodes. Returns jobs of further prompts if the running groups can no longer fill the step."""
         for episode in episodes:
             self._note(episode)
         possible = sum(self.live.values()) + len(self._running)
         if self._hopeless or self._failures > self.policy.max_failed_share * self._episodes:
-            return []  # the run is about to stop; more episodes would not change that
+            return []  # the run is about to stop with an error
         return self._begin(min(self.wanted - possible, self._most - self.begun))
 
     def chosen(self, result: RolloutResult) -> RolloutResult:
-        """The first live groups stay; the others, all equal or more than wanted, are set aside."""
+        """Keep the first live groups. Groups with equal rewards and surplus groups are filtered."""
         groups = list(dict.fromkeys(e.group for e in result.episodes))
         kept = set([g for g in groups if self.live[g]][: self.wanted])
         return replace(
@@ -73,18 +72,18 @@ class LiveGroups:
         )
 
     @property
-    def words(self) -> str:
-        """What is said when the step falls short."""
+    def shortage(self) -> str:
+        """The warning for a step with too few live groups."""
         settings, have = self.settings, self.wanted - self.missing
         why = "every row has been tried" if self._most == self.places else "max_num_gen_batches allows no more"
         return (
-            f"of {self.begun} groups only {have} differ in {settings.metric} ({self.wanted} wanted, {why}); it trains "
-            "on these; groups/missing counts on"
+            f"of {self.begun} groups only {have} differ in {settings.metric} ({self.wanted} wanted, {why}); the "
+            "step trains on these; groups/missing counts the rest"
         )
 
     @property
     def missing(self) -> int:
-        """How many groups the step is short of."""
+        """How many live groups the step lacks."""
         return max(0, self.wanted - sum(self.live.values()))
 
     @property
@@ -125,7 +124,7 @@ class LiveGroups:
 
 
 def metric_of(episode: Episode, metric: str) -> float:
-    """The number by which a group is judged; an episode that failed and counts as 0 has 0."""
+    """The metric of an episode by which its group is filtered. A failed episode that counts as 0 has 0."""
     if episode.reward is None:
         return 0.0
     info = episode.reward_info
@@ -134,9 +133,9 @@ def metric_of(episode: Episode, metric: str) -> float:
     score = info.get("score", episode.reward)
     value = info.get(metric, score if metric in ("score", "acc") else None)
     if not isinstance(value, (bool, int, float)):
-        known = ", ".join(key for key, given in info.items() if isinstance(given, (bool, int, float)))
+        known = ", ".join(key for key, number in info.items() if isinstance(number, (bool, int, float)))
         raise MetricError(
-            f"algorithm.filter_groups.metric={metric} is no number that the reward of episode {episode.id} came with; "
-            f"use reward, or one of what it came with: {known or 'nothing'}"
+            f"algorithm.filter_groups.metric={metric} is not a number in the reward of episode {episode.id}; "
+            f"use reward, or one of its numbers: {known or 'none'}"
         )
     return float(value)

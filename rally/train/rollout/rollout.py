@@ -1,7 +1,8 @@
-"""One rollout: prompts become scored episodes, and failure never biases a group.
+"""One rollout: samples and scores the episodes of a step, and applies the failure policy to those that failed.
 
-An episode is scored as soon as it ends, while others still run. What failed follows its policy (`retry` was tried by
-then, `drop_group`, `zero`, `raise`) and is counted; past the budget the run stops with the reason.
+An episode is scored as soon as it ends, while others still run. A failed episode never biases its group: it is retried,
+its group is dropped, it counts as 0, or the run stops. All failures are counted; more than the allowed share stops the
+run with the reason.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ OnError = Literal["retry", "drop_group", "zero", "raise"]
 
 
 class RolloutError(RallyError):
-    """Too much went wrong in a rollout to go on."""
+    """More episodes failed than the failure policy allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePolicy:
-    """What becomes of an episode that failed, and how many may."""
+    """What happens to a failed episode, and the share of episodes that may fail."""
 
     loop: OnError = "retry"
     reward: OnError = "drop_group"
@@ -37,9 +38,9 @@ class FailurePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
-    """`episodes` are whole groups, all scored. For the record: `failed` were dropped or zeroed, and `set_aside` did not
-    fail but went with a group that was dropped. `filtered` are whole scored groups that are not trained on, and
-    `baselines` the greedy episodes that the others were compared with."""
+    """The episodes of a rollout. `episodes` are complete, scored groups. `failed` were dropped or count as 0.
+    `set_aside` succeeded, but their group was dropped. `filtered` are complete groups that are not trained on.
+    `baselines` are the greedy episodes that the others are compared with."""
 
     episodes: list[Episode]
     failed: list[Episode] = field(default_factory=list)
@@ -51,7 +52,7 @@ class RolloutResult:
 
     @property
     def scored(self) -> list[Episode]:
-        """What was sampled in whole groups: it tells how the policy does on their prompts, trained on or not."""
+        """The episodes of all complete groups, trained on or not."""
         return self.episodes + self.filtered
 
     @property
@@ -76,28 +77,28 @@ class RolloutResult:
 
 
 class Refill(Protocol):
-    """Watches groups end, and lets others begin in their place."""
+    """Starts further groups as others end."""
 
     def after(self, episodes: Sequence[Episode]) -> list[Job]:
-        """Episodes have ended, scored if they could be; what begins now."""
+        """Record episodes that have ended, scored if possible. Returns the jobs to start now."""
         ...
 
     def chosen(self, result: RolloutResult) -> RolloutResult:
-        """The finished rollout, with the groups to train on apart from those to set aside."""
+        """The finished rollout, with the groups that are not trained on moved to `filtered`."""
         ...
 
 
 @dataclass(kw_only=True)
 class Rollout:
-    """Runs loops and scorer over jobs."""
+    """Runs agent loops and the scorer over jobs."""
 
     runner: Runner
     scorer: Scorer
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     seed: int = 0
     shaping: Shaping = field(default_factory=Shaping)
-    step_timeout: float | None = None  # seconds until training episodes that still run are ended with what they have
-    in_batch: bool = False  # the reward function takes all episodes at once, so they are scored when the last has ended
+    step_timeout: float | None = None  # seconds after which running training episodes end with what they have
+    in_batch: bool = False  # score all episodes together, after the last has ended
 
     def jobs(
         self,
@@ -110,9 +111,9 @@ class Rollout:
         baseline: bool = False,
         suffix: str = "",
     ) -> list[Job]:
-        """`n` jobs per task, and a greedy one if it has a baseline; `first` is the place of the first task. Seeds
-        depend on (seed, step, place, sample) alone; validation keeps its own over steps. `suffix` is that of a further
-        validation pass: its episodes and groups have names of their own."""
+        """`n` jobs per task, and a greedy one if `baseline`. `first` is the place of the first task. Seeds depend only
+        on (seed, step, place, sample); those of validation are the same in every step. `suffix` distinguishes the
+        episode and group names of a further validation pass."""
         kind = "v" if validate else "t"
         apart = f"-{suffix}" if suffix else ""
         return [
@@ -165,7 +166,7 @@ class Rollout:
         timeout: float | None,
         timed: Timed,
     ) -> list[Episode]:
-        """What is scored together is known together, so what replaces it begins together."""
+        """Run jobs and score them together; repeat with the jobs that `refill` adds."""
         episodes: list[Episode] = []
         began = time.perf_counter()
         while jobs:
@@ -198,7 +199,7 @@ class Rollout:
 
 
 def with_score(episode: Episode, score: Score) -> Episode:
-    """The episode with its reward, or with the reason why it has none."""
+    """The episode with its reward, or with the error of the reward function."""
     timings = {**episode.timings, "score": score.seconds}
     if score.reward is None:
         return replace(episode, timings=timings, extra={**episode.extra, "reward_error": score.error})
@@ -211,11 +212,13 @@ def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
     failed = [e for e in episodes if e.reward is None]
     for episode in failed:
         if policy_for(episode, policy) == "raise":
-            raise RolloutError(f"episode {episode.id} failed and the policy is to stop: {_reason(episode)}")
+            raise RolloutError(
+                f"episode {episode.id} failed, and the failure policy is to stop the run: {_reason(episode)}"
+            )
     if len(failed) > policy.max_failed_share * len(episodes):
         raise RolloutError(
             f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
-            f"{policy.max_failed_share} allows; the first said: {_reason(failed[0])}"
+            f"{policy.max_failed_share} allows; the first failure: {_reason(failed[0])}"
         )
     zeroed = {e.id for e in failed if counts_zero(e, policy)}
     dropped = {e.group for e in failed if e.id not in zeroed}
@@ -233,7 +236,7 @@ class _Compared(NamedTuple):
 
 
 def _with_baselines(episodes: Sequence[Episode]) -> _Compared:
-    """Greedy episodes apart; what they earned is recorded with those that are compared with them."""
+    """Separate the greedy episodes, and record their rewards in the others of their groups."""
     baselines = [e for e in episodes if e.baseline]
     earned = {e.group: {GREEDY: e.reward} for e in baselines}
     sampled = [replace(e, reward_info=e.reward_info | earned.get(e.group, {})) for e in episodes if not e.baseline]
@@ -250,7 +253,7 @@ def policy_for(episode: Episode, policy: FailurePolicy) -> OnError:
 
 
 def _reason(episode: Episode) -> str:
-    return str(episode.error or episode.extra.get("reward_error") or "no reason was given")
+    return str(episode.error or episode.extra.get("reward_error") or "no reason was recorded")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""`rollout.skip_rollout`: training episodes that were sampled once are not sampled again, for work on what follows.
+"""`rollout.skip_rollout`: a cache of sampled training episodes, for work on rewards and updates without sampling again.
 
-Each is kept under `rollout.skip_dump_dir` as it ended, before it is scored, in a folder for everything that decides its
-tokens. A later run with the same prompts, numbers, lengths and model takes them from there; what is not there is
-sampled and kept. The recorded log-probs are then those of other weights: the run says so when it begins,
-`episodes/skipped` counts them, and `actor/rollout_mismatch_kl` tells how far off they are.
+Episodes are stored unscored under `rollout.skip_dump_dir`, in a folder per configuration of everything that determines
+their tokens. A later run with the same prompts, counts, lengths and model reads them from there and samples only what
+is missing. The recorded log-probabilities are then those of other weights: the run warns about it at its start,
+`episodes/skipped` counts such episodes, and `actor/rollout_mismatch_kl` measures the difference.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from rally.track.run_folder.episode_json import episode_from_json, episode_to_js
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import Episode, SamplingParams
 
-Kept = dict[str, Episode]
+CachedEpisodes = dict[str, Episode]
 
 
 @dataclass(kw_only=True)
 class CachedRolloutRunner(Runner):
-    """Holds an exchange only if it was not held before."""
+    """Runs an episode only if the cache does not have it."""
 
     dump: Path
-    _steps: dict[int, Kept] = field(default_factory=dict)
+    _steps: dict[int, CachedEpisodes] = field(default_factory=dict)
 
     async def episode(self, job: Job, sampling: SamplingParams, ends_at: float | None) -> Episode:
         if job.validate:
             return await super().episode(job, sampling, ends_at)
-        kept = self._kept(job.step)
-        known = kept.get(job.episode_id)
+        cached = self._cached(job.step)
+        known = cached.get(job.episode_id)
         if known is not None and (known.task.prompt, known.seed) == (job.task.prompt, job.seed):
             return replace(known, task=job.task, extra={**known.extra, "rollout_skipped": True})
         episode = await super().episode(job, sampling, ends_at)
         if episode.error is None:
-            kept[job.episode_id] = episode
+            cached[job.episode_id] = episode
             ImageFolder(self.dump).save([episode])
             with self._file(job.step).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(episode_to_json(episode)) + "\n")
         return episode
 
-    def _kept(self, step: int) -> Kept:
+    def _cached(self, step: int) -> CachedEpisodes:
         if step not in self._steps:
             self.dump.mkdir(parents=True, exist_ok=True)
             images = ImageFolder(self.dump).hook
@@ -56,7 +56,7 @@ class CachedRolloutRunner(Runner):
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """The lines that were written to their end; one that a killed run left torn is cut off the file."""
+    """The complete lines. A torn last line, which a killed run left, is removed from the file."""
     if not file.is_file():
         return []
     text = file.read_text(encoding="utf-8")

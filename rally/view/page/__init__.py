@@ -1,4 +1,4 @@
-"""The page is written by us, shipped with the package and complete: it loads nothing but its own files."""
+"""The files of the viewer's page, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ MIME = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "j
 
 
 def page_files() -> dict[str, str]:
-    """All files of the page by name. Whoever serves them looks a name up here and never on the disk."""
+    """All files of the page by name. The server looks names up here, never on the disk."""
     found = (entry for entry in files(__name__).iterdir() if entry.name.rpartition(".")[2] in MIME)
     return {entry.name: entry.read_text(encoding="utf-8") for entry in found}

@@ -70,7 +70,7 @@ def test_merged_weights_are_rounded_to_the_dtype_of_the_base(
 
 def test_a_base_that_has_moved_is_named_by_hand(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
     moved = base.rename(tmp_path / "moved")
-    with pytest.raises(MergeError, match=r"may have moved: .* or a .gguf file as --base"):
+    with pytest.raises(MergeError, match=r"the adapters cannot be loaded: .* or a .gguf file as --base"):
         merge(adapted[0])
     folder = merge(adapted[0], base=str(moved)).folder
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(folder)), adapted[1], atol=1e-5)
@@ -92,13 +92,13 @@ def test_what_cannot_be_merged_is_told(adapted: tuple[Path, torch.Tensor], base:
     (tmp_path / "empty").mkdir()
     for path, words in (
         (tmp_path / "nowhere", "there is no folder"),
-        (base, "is one whole model already"),
+        (base, "is already a single model"),
         (tmp_path / "empty", "holds neither adapter_config.json nor model.safetensors.index.json"),
     ):
         with pytest.raises(MergeError, match=words):
             merge(path)
     (tmp_path / "there").mkdir()
-    with pytest.raises(MergeError, match="is already there; remove it, or choose another place with --out"):
+    with pytest.raises(MergeError, match="already exists; remove it, or choose another folder with --out"):
         merge(adapted[0], tmp_path / "there")
 
 
@@ -115,7 +115,7 @@ def test_shards_that_lack_something_give_no_folder(tmp_path: Path, missing: str)
         lost = sorted(stored["weight_map"].values())[0]
         kept = {name: file for name, file in stored["weight_map"].items() if file != lost}
         index.write_text(json.dumps({"weight_map": kept}))
-        words = "would not load as it was"
+        words = "does not load correctly"
     with pytest.raises(MergeError, match=words):
         merge(shards, tmp_path / "one")
     assert not (tmp_path / "one").exists() and not list(tmp_path.glob(".writing_*"))
@@ -126,7 +126,7 @@ def test_what_safetensors_refuses_is_told_in_a_sentence(tmp_path: Path, problem:
     shards = tmp_path / "shards"
     make_model().save_pretrained(shards, max_shard_size="100KB")
     if problem == "a full disk":
-        words, room = "cannot be merged.*File too large.*make room", 100_000
+        words, room = "cannot be merged.*File too large.*free disk space", 100_000
     else:
         words, room = "cannot be merged.*copy a damaged file again", 2**40
         sorted(shards.glob("*.safetensors"))[0].write_bytes(b"cut")

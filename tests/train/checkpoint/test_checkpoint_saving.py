@@ -118,7 +118,7 @@ def test_a_run_whose_checkpoint_fails_stops_with_a_sentence(
             train(run_config(home, tmp_path, "trainer.total_training_steps=9", no_rows), Paper().console)
     paper = Paper()
     train(run_config(home, tmp_path, "trainer.total_training_steps=2", no_rows), paper.console)
-    assert "global_step_1, step 1" in paper.text and "whose writing was cut off" in paper.text
+    assert "global_step_1, step 1" in paper.text and "whose writing was interrupted" in paper.text
 
 
 def test_what_a_resumed_run_counts_goes_on(home: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_checkpoint_whose_writing_was_cut_off_is_never_used(
     (store.folder / "global_step_2").rename(store.folder / ".writing_global_step_2_123")
     found = store.latest()
     assert found is not None and found.step == 1
-    assert len(warnings) == 1 and "cut off" in warnings[0]
+    assert len(warnings) == 1 and "interrupted" in warnings[0]
     assert not list(store.folder.glob(".writing_*"))
 
 

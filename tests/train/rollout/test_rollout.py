@@ -166,7 +166,7 @@ def test_zero_cannot_train_on_an_episode_without_tokens() -> None:
     ],
 )
 def test_raise_stops_with_the_reason(policy: FailurePolicy, failed: Callable[[str, str], Episode], words: str) -> None:
-    with pytest.raises(RolloutError, match=f"episode a1 failed and the policy is to stop: {words}"):
+    with pytest.raises(RolloutError, match=f"episode a1 failed, and the failure policy is to stop the run: {words}"):
         settle([good("a0", "a"), failed("a1", "a")], policy)
 
 
@@ -181,7 +181,7 @@ def test_past_the_budget_the_run_stops_and_says_what_the_first_failure_said() ->
     assert len(kept.episodes) == 8, "exactly the share is still allowed"
     with pytest.raises(RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_failed_share=0.19") as stop:
         settle(episodes, FailurePolicy(max_failed_share=0.19))
-    assert "the first said: KeyError: 'x'" in str(stop.value)
+    assert "the first failure: KeyError: 'x'" in str(stop.value)
 
 
 def test_the_budget_holds_for_zeroed_episodes_too() -> None:

@@ -10,7 +10,7 @@ from vision_cases import picture
 
 from rally.images.loading import read_image
 from rally.loops import Job, Runner
-from rally.runs.build.episodes import dump_of
+from rally.runs.build.episodes import rollout_cache_dir
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
@@ -32,7 +32,7 @@ def run(home: Path, folder: Path, dump: Path, *more: str) -> list[Episode]:
     )
     paper = Paper()
     train(config, paper.console)
-    assert "whatever weights sampled them" in paper.text
+    assert "which other weights may have sampled" in paper.text
     return list(RunFolder(folder).read_episodes(1))
 
 
@@ -59,7 +59,7 @@ def test_a_second_run_takes_what_the_first_sampled(home: Path, tmp_path: Path) -
 
 def test_what_another_model_or_other_prompts_sampled_is_not_taken(home: Path, tmp_path: Path) -> None:
     places = {
-        dump_of(run_config(home, tmp_path, f"{R}.skip_rollout=true", word))
+        rollout_cache_dir(run_config(home, tmp_path, f"{R}.skip_rollout=true", word))
         for word in (f"{R}.n=4", f"{R}.temperature=0.7", f"actor_rollout_ref.model.path={tmp_path}")
     }
     assert len(places) == 3

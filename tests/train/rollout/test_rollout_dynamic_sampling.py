@@ -117,10 +117,10 @@ def test_a_step_that_falls_short_says_why() -> None:
     bounded = live_groups(100, wanted=4, first=4, most=8)
     played(bounded, ["dead"] * 99 + ["live"], random.Random(0))
     assert bounded.missing == 4
-    assert "of 8 groups only 0 differ in reward (4 wanted, max_num_gen_batches allows no more)" in bounded.words
+    assert "of 8 groups only 0 differ in reward (4 wanted, max_num_gen_batches allows no more)" in bounded.shortage
     exhausted = live_groups(5, wanted=4, first=4)
     played(exhausted, ["live", "dead", "dead", "dead", "dead"], random.Random(0))
-    assert exhausted.missing == 3 and "every row has been tried" in exhausted.words
+    assert exhausted.missing == 3 and "every row has been tried" in exhausted.shortage
 
 
 @pytest.mark.parametrize("policy", [FailurePolicy(max_failed_share=0.1), FailurePolicy(loop="raise")])
@@ -156,7 +156,7 @@ def test_the_metrics_a_group_may_be_judged_by() -> None:
     assert found == [0.75, 0.75, 0.75, 1.0, 1.0, 0.5], "acc is the score where the function reports none"
     assert metric_of(replace(one, reward_info={}), "acc") == 0.75
     assert metric_of(replace(one, reward_info={"score": 1.0, "acc": True}), "acc") == 1.0
-    with pytest.raises(MetricError, match=r"metric=em is no number .* one of what it came with: score, f1"):
+    with pytest.raises(MetricError, match=r"metric=em is not a number .* one of its numbers: score, f1"):
         metric_of(one, "em")
 
 

@@ -1,4 +1,4 @@
-"""Fixtures every test may use: the shared folder of real data and tokenizers, found by RALLY_SHARED."""
+"""Fixtures for all tests. The folder of shared data and tokenizers is found by RALLY_SHARED."""
 
 import os
 from pathlib import Path

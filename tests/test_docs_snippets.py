@@ -1,7 +1,7 @@
-"""The documentation is true: its Python runs and prints what it shows, its links lead somewhere, its keys exist.
+"""The documentation is true: its Python runs and prints the output shown, its links resolve, its keys exist.
 
-A page's ```python blocks run in order in one process, in an empty folder, on the CPU and offline. Each ```output block
-is what they print, in the same order. `design.md` is the plan for what is to come, so its names may not exist yet.
+The ```python blocks of a page run in order in one process, in an empty folder, on the CPU and offline. The ```output
+blocks are their output, in the same order. `design.md` also has plans, so its names need not exist yet.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""Without a network a name of the hub is answered at once, by what lies on the disk or in one sentence; a slow hub is
-waited for."""
+"""Without a network a hub name resolves at once, from the disk or with one error sentence; a slow hub is waited for."""
 
 import logging
 import socket

@@ -1,8 +1,8 @@
-"""Rewards reach the tokens that earned them: each way to share credit gives the numbers one works out by hand.
+"""Credit assignment: every estimator gives each token the value computed by hand.
 
-Two episodes of one group. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the whole 1. The
-second has turns of 1, 1 and 2 tokens; its second turn earned 1, the whole 0. What was observed between turns is in
-neither: only sampled tokens are counted.
+Two episodes of one group. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the episode 1. The
+second has turns of 1, 1 and 2 tokens; its second turn earned 1, the episode 0. Observed tokens between turns are not
+counted.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Policy losses are the numbers one works out by hand, and a token weighs the same however its batch is cut."""
+"""Policy losses equal values computed by hand, and a token's weight does not depend on the split into micro-batches."""
 
 import math
 

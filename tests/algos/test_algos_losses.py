@@ -1,4 +1,4 @@
-"""Every objective has the value and the gradient that one works out by hand."""
+"""Every policy loss has the value and the gradient computed by hand."""
 
 import math
 from typing import Any

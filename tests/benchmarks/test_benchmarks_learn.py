@@ -1,4 +1,4 @@
-"""The table of what learns holds every method that a configuration accepts, each once."""
+"""The table of `benchmarks.learn` lists every method that the configuration accepts, each once."""
 
 from pathlib import Path
 

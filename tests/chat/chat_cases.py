@@ -1,4 +1,5 @@
-"""Tools, and conversations for Hypothesis: text with every edge, parallel and broken calls, hostile tool answers."""
+"""Tools and Hypothesis strategies for conversations: edge-case text, parallel and broken calls, hostile tool
+responses."""
 
 import unicodedata
 from typing import Any

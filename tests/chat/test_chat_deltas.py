@@ -1,4 +1,4 @@
-"""A conversation grown turn by turn is the template's own rendering of it; the heart of the project's claims."""
+"""A conversation that grows turn by turn has the ids of the template's own rendering of it."""
 
 import re
 from typing import Any

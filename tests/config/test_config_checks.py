@@ -1,4 +1,4 @@
-"""Keys that mean the same agree, keys that exclude each other are told, and what follows from them is right."""
+"""Checks of configurations: aliases agree, keys that exclude each other are errors, derived values are right."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""A critic and a KL coefficient that adapts are configured where they act, and told where they would not."""
+"""Keys of the critic and of the adaptive KL coefficient are accepted where they have an effect, and errors
+elsewhere."""
 
 import pytest
 from test_config_checks import load, told

@@ -1,4 +1,4 @@
-"""Configuration snippets as the documents of this field print them load, or say what is not built yet."""
+"""Configuration snippets from public documentation load, or the error names the unsupported keys."""
 
 from pathlib import Path
 

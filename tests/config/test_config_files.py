@@ -1,4 +1,4 @@
-"""A YAML may build on another, knows its own folder, and says how to get what it needs."""
+"""A configuration file can extend another, knows its own folder, and names the commands that make its inputs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every key of this field is known; each one works, is fixed with a reason, or is refused as not built."""
+"""Every known key works, is fixed with a reason, or is rejected as unsupported."""
 
 import string
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Files, overrides and bases become one configuration; what cannot be read is told with its place."""
+"""Files, overrides and base files are merged into one configuration; errors name file and position."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What several GPUs change of a configuration."""
+"""Effects of several GPUs on a configuration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Keys of rollout servers: what fits together loads, and what would have no effect is said in one sentence."""
+"""Keys of rollout servers: valid combinations load, and a key without effect is one error sentence."""
 
 from pathlib import Path
 

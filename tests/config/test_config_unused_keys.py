@@ -1,4 +1,4 @@
-"""A value that nothing would read is told by its key; the ecosystem's defaults, written out, always pass."""
+"""A value that nothing reads is an error that names its key; verl's defaults, written out, always pass."""
 
 import pytest
 

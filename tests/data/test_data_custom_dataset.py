@@ -1,4 +1,4 @@
-"""Rows of a user's class are rows like any others, also where the class was written for verl."""
+"""Rows of a user's dataset class, also one written for verl, are treated like rows from files."""
 
 from pathlib import Path
 from typing import Any

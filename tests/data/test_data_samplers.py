@@ -1,4 +1,4 @@
-"""The batches of a run depend on (seed, step) alone, and every epoch visits every row once."""
+"""The batches of a run depend only on (seed, step), and every epoch visits every row once."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Rows become Tasks, the same from every format, and bad rows are named by file, row and field."""
+"""Rows become the same Tasks from every file format; errors name file, row and field."""
 
 import copy
 import json

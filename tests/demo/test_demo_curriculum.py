@@ -1,4 +1,5 @@
-"""A course teaches until the gate is passed, gives the same start for the same seed, and never overwrites a run."""
+"""The demo curriculum trains until the gate is passed, gives the same model for the same seed, and never overwrites a
+run."""
 
 import random
 from pathlib import Path

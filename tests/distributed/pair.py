@@ -1,5 +1,4 @@
-"""Updates that one process makes alone and two make together. As a program, the second of the two:
-python pair.py MEETING."""
+"""Updates by one process and by two processes. As a program it is the second of the two: python pair.py MEETING."""
 
 import sys
 from dataclasses import dataclass

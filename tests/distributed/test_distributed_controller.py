@@ -1,4 +1,4 @@
-"""Whatever rank 0 is doing when another rank is lost, it ends in words and in time."""
+"""If a rank is lost, rank 0 ends in time with a clear error, whatever it is doing."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A whole run over two processes: it goes on from what one wrote, one goes on from what it wrote, and it dies well."""
+"""A whole run on two processes resumes a run of one process, can be resumed by one, and fails cleanly."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What rank 0 orders arrives as it was, and every row is some rank's, once."""
+"""Messages of rank 0 arrive unchanged, and every row is assigned to exactly one rank."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two ranks make the update that one makes: the same weights, the same numbers told, the same state kept."""
+"""Two ranks make the update of one: same weights, same metrics, same saved state."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The doctor finds what would go wrong in a run, each for its own reason, and always looks at everything else too."""
+"""`rally doctor` finds each problem of a run, and one failed check does not stop the others."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A user and password in a server's address go with every request, and into no sentence."""
+"""User and password of a server's address are sent with every request, and appear in no message."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The engine's logprobs equal a full forward, whatever the cache, the chunks and the weights do."""
+"""The engine's log-probabilities equal those of a full forward, with caching, chunked prefill and weight updates."""
 
 import random
 

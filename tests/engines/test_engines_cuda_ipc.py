@@ -1,5 +1,5 @@
-"""Weights by handles: a server that takes them needs no files, and one that does not is given those, in words. What a
-handle is on a GPU is replaced here by the tensor itself."""
+"""Weights by CUDA IPC: a server that accepts handles needs no files, and one that does not gets files and a warning.
+The tensor itself stands in for the GPU handle here."""
 
 import logging
 import pickle

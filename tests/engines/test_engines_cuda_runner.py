@@ -1,4 +1,4 @@
-"""The fast runner says what the plain one says: on a CPU by the kernels' specifications, on a GPU by the kernels."""
+"""The CUDA runner equals the plain runner: with reference kernels on a CPU, with the real kernels on a GPU."""
 
 import random
 from pathlib import Path

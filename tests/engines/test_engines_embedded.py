@@ -1,4 +1,4 @@
-"""The threaded engine says what the plain core says, to the right caller, whatever the others do meanwhile."""
+"""The threaded engine returns the results of the plain core, each to its caller, under concurrent requests."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""In deterministic mode on a CPU what is computed together does not depend on who was quick."""
+"""In deterministic mode on a CPU, the composition of a batch does not depend on timing."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Attention that the fast kernels do not know is refused by name before the first step, and plain torch does it."""
+"""Attention that the CUDA kernels do not support is rejected by name before the first step, and runs in plain torch."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What is evicted was used longest ago, is held by nobody, and costs no search through all that is kept."""
+"""The radix cache evicts the least recently used unreferenced pages, without a search through the whole index."""
 
 import itertools
 

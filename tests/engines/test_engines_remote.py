@@ -1,4 +1,4 @@
-"""The engine over servers: weights reach them all, a canary hears it when they do not, and the dead are replaced."""
+"""The engine over servers: all receive new weights, a canary detects one that did not, dead servers are replaced."""
 
 import asyncio
 import os

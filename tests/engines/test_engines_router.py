@@ -1,5 +1,5 @@
-"""The router over servers that fail in every way they may: what the caller gets, what the other servers are asked, and
-what is counted."""
+"""The router over servers with every kind of failure: results of the caller, requests to the other servers,
+counters."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

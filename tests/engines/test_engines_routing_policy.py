@@ -1,5 +1,4 @@
-"""Where requests go, decided without an event loop: every promise of the board, and random histories that try to break
-them."""
+"""The routing policy without an event loop: each of its guarantees, and random histories that try to break them."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
-"""Servers that are given weights, put to sleep, killed and lost while requests run: the loops notice none of it but the
-end, and that at once."""
+"""Servers that load weights, sleep, are killed and lost while requests run. Agent loops see only the final failure, and
+see it at once."""
 
 import asyncio
 import os

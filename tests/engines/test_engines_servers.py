@@ -1,4 +1,4 @@
-"""Every way in which a server can fail has one outcome, and what it answers is used only when it is whole."""
+"""Every failure of a server has one defined outcome, and only complete responses are used."""
 
 import asyncio
 import gc

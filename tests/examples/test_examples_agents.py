@@ -1,4 +1,4 @@
-"""The search agent and the code agent: they are taught what the real tools say, and reward makes them better."""
+"""The search agent and the code agent are fine-tuned on output of the real tools, and GRPO improves them."""
 
 import importlib
 import random

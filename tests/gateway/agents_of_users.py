@@ -1,5 +1,5 @@
-"""Agents as users write them: with OpenAI's SDK, with LangGraph, over plain HTTP. Each answers calls of `calculator`
-with what `calculate` of the loop tests would say."""
+"""Agents as users write them: with OpenAI's SDK, with LangGraph, over plain HTTP. They answer calls of `calculator`
+with `calculate` of the loop tests."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Agents written with other people's packages give the very episodes that the tool loop gives."""
+"""Agents written with other packages give exactly the episodes of the tool loop."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""Many agents at once, each in its own episode: what one asks for is never another's."""
+"""Many agents at once: each request belongs to its own episode."""
 
 import asyncio
 import re

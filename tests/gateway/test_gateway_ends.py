@@ -1,4 +1,4 @@
-"""However an agent ends, its episode ends for one named reason, in words where it is an error."""
+"""Every episode of an agent ends with one named stop reason, and with a message if it is an error."""
 
 import asyncio
 import time

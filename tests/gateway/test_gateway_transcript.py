@@ -1,4 +1,5 @@
-"""Whatever an agent does with its conversations, a sampled token stands once, behind the ids it was sampled after."""
+"""Whatever an agent does with its conversations, each sampled token is recorded once, after the ids that preceded
+it."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's or SGLang's protocol over a small real model, and fails in every way it is told to.
+"""A server with vLLM's or SGLang's protocol over a small real model, which fails on request in every way.
 
 In a test: `async with FakeServer("vllm") as server`. Alone, without a model: python fake_server.py vllm PORT
 """

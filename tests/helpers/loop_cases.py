@@ -1,4 +1,5 @@
-"""What the loop tests share: an engine that says prepared words and writes everything down, and one way to run it."""
+"""Helpers of the loop tests: an engine that returns scripted replies and records all requests, and a function to run
+it."""
 
 import asyncio
 import itertools

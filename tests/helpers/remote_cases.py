@@ -1,4 +1,4 @@
-"""What tests of engines over servers share: settings, an oracle over a module, and a rule for logits."""
+"""Helpers for tests of engines over servers: settings, an oracle over a module, and a rule for logits."""
 
 from __future__ import annotations
 

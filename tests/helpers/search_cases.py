@@ -1,4 +1,4 @@
-"""A small corpus, a real server process over it, and a tiny encoder, for whoever tests search."""
+"""A small corpus, a real server process over it, and a tiny encoder, for tests of search."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A tiny model that knows one tool call by heart, and `rally serve engine` over it as a process of its own."""
+"""A tiny model that has memorised one tool call, and a `rally serve engine` process that serves it."""
 
 import os
 import socket

@@ -1,5 +1,4 @@
-"""Small real models for tests, of every family the engine has fused layers for, fp32 on CPU; and the full forward as
-the spec."""
+"""Small real models of every family with fused layers, fp32 on CPU, and the full forward as the reference."""
 
 import torch
 from transformers import (

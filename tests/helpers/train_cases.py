@@ -1,4 +1,4 @@
-"""What the tests of this room train on: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
+"""Helpers of the training tests: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
 
 import io
 import itertools

@@ -1,5 +1,5 @@
-"""Tiny models that see, of every family we know, fp32 on CPU; their processor, tokenizer and template; pictures; and
-the module's own multimodal forward as the spec."""
+"""Tiny vision-language models of every supported family, fp32 on CPU: with processor, tokenizer, template, images, and
+the module's own multimodal forward as the reference."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""Whatever names or holds an image becomes one that can be decoded, or a sentence says what to do."""
+"""Every notation of an image loads as a decodable image, or gives an error that says what to do."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""The GSM8K user against hand-written episodes: what it says, when it stops, and what it remembers."""
+"""The simulated GSM8K user against hand-written episodes: its replies, when it stops, and its state."""
 
 from typing import Any
 

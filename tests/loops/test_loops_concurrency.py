@@ -1,4 +1,4 @@
-"""Hundreds of episodes run at once: waiting for a tool costs the others nothing."""
+"""Hundreds of episodes run at once: one that waits for a tool does not delay the others."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What the policy sampled is the truth: never encoded again, masked 1 exactly, and what the next turn begins with."""
+"""Sampled ids are never encoded again, have mask 1, and are the prefix of the next turn's prompt."""
 
 import asyncio
 import itertools

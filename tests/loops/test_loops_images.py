@@ -1,4 +1,4 @@
-"""Images of the row and of tools reach the engine at their places, in every turn; what cannot be shown is told."""
+"""Images of rows and tools reach the engine at their positions in every turn; one that cannot be shown is reported."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A row's simulated user answers every turn without a tool call, and is always told that it is over."""
+"""A row's simulated user answers every turn without a tool call, and is always finalized."""
 
 import asyncio
 from typing import Any

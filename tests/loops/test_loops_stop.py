@@ -1,4 +1,4 @@
-"""Every episode ends for one named reason, and everything that was cut, refused or late is written down."""
+"""Every episode ends with one named stop reason; truncations, rejections and time-outs are recorded."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""An agent loop of one's own: found by name, path or file, made with its options, and told in words what is wrong."""
+"""User-defined agent loops: found by name, path or file, built with their options, with clear errors."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chunked head computes what autograd computes on whole logits, for every head that it is used for."""
+"""The chunked output head equals autograd on whole logits, in each of its uses."""
 
 import pytest
 import torch

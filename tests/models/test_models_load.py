@@ -1,4 +1,4 @@
-"""Loading: folders, GGUF files and hub names; the tokenizer file is the truth; mistakes are one sentence."""
+"""Loading from folders, GGUF files and hub names; the tokenizer follows its file; mistakes are one error sentence."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""With LoRA only the adapters move; the engine samples from them, the reference is the base, files load anywhere."""
+"""LoRA trains only the adapters: the engine samples from them, the reference is the base model, PEFT loads the
+files."""
 
 import json
 import shutil

@@ -1,5 +1,4 @@
-"""A layer with a plain adapter is computed as PEFT computes it, and by the engine as by the trainer; others are left to
-PEFT."""
+"""The fused layer with a plain adapter equals PEFT's, in engine and trainer; PEFT computes all other adapters."""
 
 import copy
 from collections.abc import Callable

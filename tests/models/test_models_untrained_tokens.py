@@ -1,4 +1,4 @@
-"""A model that never learned the tokens of its chat format is told of before a run, and they can be spelled out."""
+"""Tokens of the chat format that a model never learned are reported before a run, and can be spelled out."""
 
 import json
 from pathlib import Path

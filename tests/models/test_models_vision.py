@@ -1,4 +1,4 @@
-"""The engine shows images to the module exactly as the module's own forward does, cut, cached or computed again."""
+"""The engine's results on images equal the module's own forward: chunked, cached or computed again."""
 
 import itertools
 

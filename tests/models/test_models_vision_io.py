@@ -1,5 +1,5 @@
-"""A model that sees is loaded whole, adapted where asked, trains with its tower frozen or not, and is saved so that it
-can see again."""
+"""A vision-language model loads whole, takes adapters where configured, trains with or without a frozen vision tower,
+and is saved so that its images work after loading."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every shipped recipe made small: its own YAML, with a tiny random model and a handful of its own rows."""
+"""Every shipped recipe at a small scale: its own YAML, with a tiny random model and a few of its own rows."""
 
 from pathlib import Path
 

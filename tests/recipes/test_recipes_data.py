@@ -1,4 +1,4 @@
-"""Rows of the search, code and triage recipes: splits never mix, answers are right, prompts can be changed."""
+"""Rows of the search, code and triage recipes: splits are disjoint, answers are right, prompts can be changed."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""A recorded episode can be rendered, scored and sampled again, and what departs is named."""
+"""A recorded episode can be rendered, scored and sampled again, and differences are named."""
 
 import json
 import random

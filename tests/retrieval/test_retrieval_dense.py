@@ -1,4 +1,4 @@
-"""Vectors are what the encoder's makers meant: prefix, pooling and length by family or by its own files."""
+"""Dense vectors follow the encoder's conventions for prefix, pooling and length, by its family or its own files."""
 
 import json
 from pathlib import Path

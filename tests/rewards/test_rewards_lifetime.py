@@ -1,4 +1,4 @@
-"""No worker outlives its use: not close(), not the death of the parent; and a worker that is shot is replaced."""
+"""Reward workers end on close() and on the death of the parent, and a killed worker is replaced."""
 
 from __future__ import annotations
 

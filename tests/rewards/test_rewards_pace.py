@@ -1,4 +1,4 @@
-"""Calls of a judge are spaced out, and nobody loses its score by that."""
+"""Calls of a judge are paced, and waiting costs no score."""
 
 import asyncio
 import time

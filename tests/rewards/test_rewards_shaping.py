@@ -1,4 +1,4 @@
-"""Each component of a shaped reward is what its definition says, told by name, and on the turn that earned it."""
+"""Each component of a shaped reward follows its definition, is reported by name, and belongs to the right turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a reward function does in its worker, the answer is a Score, and the neighbours get theirs."""
+"""Whatever a reward function does in its worker, the result is a Score, and other episodes get theirs."""
 
 from __future__ import annotations
 

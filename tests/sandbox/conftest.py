@@ -1,4 +1,4 @@
-"""One warm sandbox for the tests of a worker, and the rule for machines without bubblewrap."""
+"""One warm sandbox per test worker, and the skip rule for machines without bubblewrap."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Nothing a program does reaches the host, outlives its run or keeps the sandbox from answering the next one."""
+"""No program reaches the host, outlives its run or keeps the sandbox from running the next one."""
 
 import asyncio
 import os

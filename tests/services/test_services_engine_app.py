@@ -1,4 +1,5 @@
-"""Who may ask, how many may, and what is said when the engine is broken: in process, where a step can be held up."""
+"""The engine's HTTP app in process, where a step can be held up: authorization, admission, errors of a broken
+engine."""
 
 import asyncio
 import threading

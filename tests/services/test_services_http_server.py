@@ -1,4 +1,4 @@
-"""Who may ask a server, and what is said when it cannot start."""
+"""Authorization of HTTP servers, and the errors of one that cannot start."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Search-R1's protocol, field for field, from a real process, to many clients at once; and what it refuses."""
+"""Search-R1's protocol, field for field, from a real process with many clients, and the requests that it rejects."""
 
 import asyncio
 import threading

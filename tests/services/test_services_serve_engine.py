@@ -1,4 +1,4 @@
-"""Who starts `rally serve engine` with a mistake reads of its own options, and of no key of a training run."""
+"""Errors of `rally serve engine` name its own options, never a key of a training run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Weights of a served engine are replaced whole or not at all, and what it samples then is the new policy's."""
+"""Weights of a served engine are replaced completely or not at all, and later samples are from the new policy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning learns assistant tokens alone, lowers the loss, and resumes as training does."""
+"""Supervised fine-tuning trains only on assistant tokens, lowers the loss, and resumes like training."""
 
 import json
 import random

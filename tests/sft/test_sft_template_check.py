@@ -1,4 +1,4 @@
-"""The checker passes exactly the conversations that an episode could have been, and shows where others part ways."""
+"""The check accepts exactly the conversations that an episode could produce, and shows where others differ."""
 
 from collections.abc import Callable
 from dataclasses import replace

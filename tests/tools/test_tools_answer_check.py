@@ -1,4 +1,4 @@
-"""A tool that only computes and holds nothing is answered in place; one that does more keeps its task and deadline."""
+"""A tool that only computes and holds no resources runs in place; any other has its task and deadline."""
 
 import asyncio
 from typing import Any

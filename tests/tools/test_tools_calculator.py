@@ -1,4 +1,4 @@
-"""The calculator is exact, forgiving about notation, and cannot be made to hang, crash or run code."""
+"""The calculator is exact, accepts common notations, and cannot be made to hang, crash or run code."""
 
 import operator
 import time

@@ -1,4 +1,4 @@
-"""Each tool keeps to the limits of its YAML entry; what is refused, cached, cut off or left over is counted."""
+"""Each tool keeps the limits of its YAML entry; rejected, cached, truncated and abandoned calls are counted."""
 
 import asyncio
 import os

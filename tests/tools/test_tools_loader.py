@@ -1,4 +1,4 @@
-"""Tool YAML in every shape users write it, and one sentence for every mistake in it."""
+"""Tool YAML in every form that users write, and one error sentence for every mistake."""
 
 import sys
 from collections.abc import Iterator

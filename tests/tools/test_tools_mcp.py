@@ -1,4 +1,4 @@
-"""Tools of MCP servers: told whole, answered by name whatever the server does, and nothing left behind."""
+"""Tools of MCP servers: complete schemas, a named status for every failure of the server, no process left behind."""
 
 import asyncio
 import base64

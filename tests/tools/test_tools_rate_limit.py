@@ -1,4 +1,5 @@
-"""A gate keeps to its rate, its number and its queue, hands every slot on, and finds out what a tool bears."""
+"""A tool's gate keeps its rate, concurrency and queue limits, passes every slot on, and adapts to the tool's
+capacity."""
 
 import asyncio
 import heapq

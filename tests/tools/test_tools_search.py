@@ -1,4 +1,4 @@
-"""The search tool tells passages as Search-R1 does, outlives its server, and keeps to limits that are its own."""
+"""The search tool formats passages as Search-R1 does, survives a restart of its server, and has its own limits."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Every call is answered, in order and in time, whatever the tool does; every instance is opened once and released."""
+"""Every call returns in order and in time, whatever the tool does; every instance is created and released once."""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""The curve page stands alone, shows the values of the run and is safe to open; the summary says the same in words."""
+"""The curve page is self-contained, shows the values of the run and is safe to open; the summary has the same
+values."""
 
 import importlib.util
 import io

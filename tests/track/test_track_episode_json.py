@@ -1,4 +1,4 @@
-"""An episode written and read back is the same episode, and what is written is JSON any reader can read."""
+"""An episode is read back as it was written, as JSON that any reader accepts."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Metrics are what a person gets with pencil and paper from the same episodes."""
+"""Metrics equal values computed by hand from the same episodes."""
 
 import pytest
 from track_episodes import make_episode

@@ -1,4 +1,4 @@
-"""What is handed on to trackers: everything, once, in order, whatever fails on the way."""
+"""Export to trackers: everything is sent once, in order, whatever fails."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Real TensorBoard, MLflow and OTLP: what they stored, read back by their own readers, is what the run wrote."""
+"""Real TensorBoard, MLflow and OTLP: their own readers return what the run wrote."""
 
 import json
 import math

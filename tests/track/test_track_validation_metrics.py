@@ -1,4 +1,4 @@
-"""Validation metrics are what a plain loop over the definition gives, and the same at every call."""
+"""Validation metrics equal a plain loop over the definition, and are the same at every call."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Real W&B, offline: what it stored is what the run wrote."""
+"""Real W&B, offline: it stores what the run wrote."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Episodes for the tests of this room: one worked by hand, and a Hypothesis strategy for any."""
+"""Episodes for the tests of `rally.track`: one written by hand, and a Hypothesis strategy for any."""
 
 from typing import Any
 

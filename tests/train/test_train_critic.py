@@ -1,5 +1,5 @@
-"""The critic reads the policy's histories and learns at decisions alone; PPO runs, resumes to the last bit, and keeps
-what it was told to keep."""
+"""The critic reads the policy's histories and is trained only at sampled tokens; PPO runs, resumes bit for bit, and
+deletes old critics as configured."""
 
 import random
 import shutil

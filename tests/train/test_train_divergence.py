@@ -1,4 +1,4 @@
-"""A gradient over the limits changes no weight, and the batch it came from can be read back."""
+"""A gradient over the limits changes no weight, and its batch can be read back."""
 
 import json
 import math

@@ -1,7 +1,8 @@
-"""Fault drills in training: whatever a tool does, the step finishes, nothing is lost or zeroed, the counts are right.
+"""Fault drills in training: whatever a tool does, the step ends, no episode is lost or zeroed, and the counts are
+right.
 
-Real runs, from a configuration to metrics and episodes on disk; only what the policy says is prepared, so that every
-episode makes the calls that the drill is about.
+Real runs, from a configuration to metrics and episodes on disk. Only the policy's replies are scripted, so that every
+episode makes the calls of the drill.
 """
 
 import asyncio

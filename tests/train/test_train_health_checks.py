@@ -1,4 +1,4 @@
-"""Slow failures are told in words once they last, and healthy runs are left in peace."""
+"""Persistent slow failures give a warning, and healthy runs give none."""
 
 from pathlib import Path
 from typing import Any

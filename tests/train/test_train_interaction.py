@@ -1,7 +1,7 @@
-"""An agent that may try again learns from a simulated user: a whole run from rows and a YAML file.
+"""An agent with several tries learns from a simulated user: a whole run from rows and a YAML file.
 
-The task is to name one digit. A small model is taught the form of an answer and of a second try, with digits by chance;
-the GSM8K user says whether one is right, and the reward is that of the last answer.
+The task is to name one digit. A small model is fine-tuned on the form of an answer and of a second try, with random
+digits. The GSM8K user says whether an answer is right, and the reward is that of the last answer.
 """
 
 import random

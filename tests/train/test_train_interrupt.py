@@ -1,4 +1,4 @@
-"""Ctrl-C once: the step ends, is saved, and the printed command goes on from it. Twice: it stops at once."""
+"""The first Ctrl-C ends and saves the step and prints the command that continues. The second stops at once."""
 
 import gc
 import multiprocessing

@@ -1,6 +1,6 @@
-"""Training raises the reward, for every seed; with the rewards shuffled among the episodes of each group it does not.
+"""Training raises the reward for every seed; with rewards shuffled within each group it does not.
 
-A small model is taught once to call the calculator and then spoiled, so that it guesses in two cases of three.
+A small model is fine-tuned to call the calculator, then deliberately degraded so that it guesses in two cases of three.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""In bf16 small updates add up, memory stays where the engine reads it, and a checkpoint forgets nothing."""
+"""With bf16 weights, small updates accumulate in float32 masters, parameters keep their memory, and resuming is
+exact."""
 
 from pathlib import Path
 

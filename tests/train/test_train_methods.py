@@ -1,4 +1,5 @@
-"""Every method trains on exactly the sampled tokens: packed or padded, cut or whole, whatever was observed between."""
+"""Every method trains on exactly the sampled tokens: packed or padded, split or whole, with any observed tokens
+between."""
 
 import random
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""What a tool or a user said between two turns never enters a loss: worked out by hand, and by autograd.
+"""Observed tokens between two turns never enter a loss: checked against values computed by hand, and by autograd.
 
-Advantages and losses here go the way of a training step, from episodes with observed tokens in the middle.
+Advantages and losses are computed as in a training step, from episodes with observed tokens in the middle.
 """
 
 import itertools

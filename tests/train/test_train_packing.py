@@ -1,4 +1,4 @@
-"""What rows have in common is computed once, and nothing that is learned from them changes by it."""
+"""Shared prefixes of rows are computed once, and the gradients do not change."""
 
 import random
 from dataclasses import replace

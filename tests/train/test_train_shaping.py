@@ -1,4 +1,4 @@
-"""Configuration keys of rewards become the settings of a rollout, and batch scoring and shaping happen in it."""
+"""Reward keys of the configuration become settings of the rollout, which does batch scoring and shaping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole small run: what it writes, how it goes on, and what it says when it cannot."""
+"""A whole small run: its files, how it resumes, and its errors."""
 
 import json
 import shutil

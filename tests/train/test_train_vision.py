@@ -1,4 +1,4 @@
-"""What is trained on images is what the module's own multimodal forward says: values, gradients, and nothing twice."""
+"""Training on images equals the module's own multimodal forward, values and gradients, and computes nothing twice."""
 
 import copy
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A whole run with images: it trains on what it sampled from, says what it showed, and episodes can be replayed."""
+"""A whole run with images: it trains on the images it sampled from, records them, and its episodes can be replayed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One small run on disk and one browser, made once for all tests of this room."""
+"""One small run on disk and one browser, made once for all viewer tests."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what a person sees, points at, types and clicks, while a run trains and from a file."""
+"""The viewer in a real Chromium: reading, hovering, typing and clicking, during a run and from an exported file."""
 
 import json
 import os

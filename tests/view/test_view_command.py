@@ -1,4 +1,4 @@
-"""`rally view` as it is typed: what it writes, and the sentence for each mistake."""
+"""The command `rally view`: the files it writes, and one error sentence for each mistake."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The index says what the files say, whatever happened to them since it was made."""
+"""The index agrees with the files, whatever happened to them since it was built."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The page shows what the policy was shown as images and nothing else, from the server and from one file."""
+"""The viewer shows exactly the images that the policy saw, from the server and from an exported file."""
 
 import json
 import urllib.error

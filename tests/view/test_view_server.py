@@ -1,4 +1,4 @@
-"""Who may ask the viewer, for what, and what the browser is told it may do."""
+"""Requests to the viewer: which are allowed, what they return, and the content policy for the browser."""
 
 import json
 import shutil

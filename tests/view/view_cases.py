@@ -1,4 +1,4 @@
-"""A small run on disk that looks like a real one, a viewer over it, and texts that would act if they could."""
+"""A realistic small run on disk, a viewer over it, and texts that try to inject markup."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What the kernel tests share: where a kernel can run, and what counts as the same result."""
+"""Helpers of the kernel tests: where a kernel can run, and which results count as equal."""
 
 import os
 from collections.abc import Callable

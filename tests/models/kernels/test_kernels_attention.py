@@ -1,7 +1,7 @@
-"""The paged attention kernels compute what their specification says, and the specification is a dense softmax.
+"""The paged attention kernels equal their reference, and the reference equals a dense softmax.
 
-Tests of kernels run on a CUDA device where there is one; `test_kernels_in_the_interpreter` runs the same tests on the
-CPU, in a process of its own because triton decides at import how it runs kernels.
+Kernel tests run on a CUDA device if there is one. `test_kernels_interpreter.py` runs the same tests on the CPU, in its
+own process because triton decides at import how it runs kernels.
 
 Shapes: B requests, t tokens of one request, H query heads, K key/value heads, G = H / K, D head size, L history.
 """

@@ -1,4 +1,4 @@
-"""The gradients of the fused parts are those that autograd finds for their specification."""
+"""The gradients of the fused kernels equal those of autograd on their references."""
 
 from collections.abc import Callable, Sequence
 

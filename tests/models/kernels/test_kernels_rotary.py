@@ -1,3 +1,5 @@
+"""The rotary embedding kernel, which also writes keys and values to their slots, equals its reference."""
+
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,3 +1,5 @@
+"""The sampling kernel and the filters equal their reference, and the reference equals the engine's sampler."""
+
 from typing import NamedTuple
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The shards of a run on several devices, as verl leaves them, become one model that transformers loads."""
+"""The FSDP shards that verl saves become one model that transformers loads."""
 
 import multiprocessing
 from pathlib import Path

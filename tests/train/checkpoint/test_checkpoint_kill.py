@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of a step, start the same command again: it goes on from its checkpoint to the same end."""
+"""After kill -9 in the middle of a step, the same command resumes from its checkpoint and ends with the same result."""
 
 import json
 import os

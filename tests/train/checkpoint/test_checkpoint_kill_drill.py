@@ -1,4 +1,4 @@
-"""The kill drill, small: three kills of a short deterministic run, one of them during a save, change nothing."""
+"""A short kill drill: three kills of a deterministic run, one of them during a save, change no result."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Adapters and shards become one folder that loads whole; what cannot be merged is told in one sentence."""
+"""Adapters and shards are merged into one folder that loads; what cannot be merged is one error sentence."""
 
 import json
 from pathlib import Path

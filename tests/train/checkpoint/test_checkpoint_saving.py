@@ -1,4 +1,4 @@
-"""A checkpoint written beside training holds the moment it was asked for; its failure stops the run."""
+"""A checkpoint written in the background holds the state at the time of the call; its failure stops the run."""
 
 import json
 import shutil

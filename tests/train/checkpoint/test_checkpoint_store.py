@@ -1,4 +1,4 @@
-"""A checkpoint brings everything back, loads anywhere, and a torn one is passed over with a word."""
+"""A checkpoint restores everything and loads anywhere; an incomplete one is skipped with a warning."""
 
 import json
 import os

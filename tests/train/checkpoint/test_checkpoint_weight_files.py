@@ -1,4 +1,4 @@
-"""Folders of weights for servers are, byte for byte, those that transformers would write, and never half of one."""
+"""Weight folders for servers equal, byte for byte, those of transformers, and are never incomplete."""
 
 import os
 from pathlib import Path

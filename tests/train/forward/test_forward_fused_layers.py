@@ -1,4 +1,4 @@
-"""The fused training forward computes what the module computes, for every family, with adapters and checkpointing."""
+"""The fused training forward equals the module's, for every family, with adapters and gradient checkpointing."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""What is trained is what an ordinary forward says: packed, cut, chunked or checkpointed, the gradient is the same."""
+"""Log-probabilities and gradients equal an ordinary forward's: packed, split, chunked or checkpointed."""
 
 import copy
 import random

@@ -1,4 +1,5 @@
-"""A failure never biases a group: it follows its policy and is counted; past the budget the run stops."""
+"""A failed episode never biases its group: the failure policy decides, it is counted, and past the budget the run
+stops."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Episodes that were sampled once are not sampled again, and are scored and trained on as before."""
+"""Cached episodes are not sampled again, and are scored and trained on as before."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A step trains on the first live groups in the order of their prompts, and when an episode ends changes nothing."""
+"""A step trains on the first groups with signal in the order of their prompts, whatever order the episodes end in."""
 
 import asyncio
 import json

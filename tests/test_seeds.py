@@ -27,7 +27,7 @@ R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of the user's own, with packages in it."""
+    """A user's working folder with packages."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

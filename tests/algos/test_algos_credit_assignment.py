@@ -49,7 +49,7 @@ def test_turns_against_all_turns_of_their_group() -> None:
 
 
 def test_turns_against_turns_of_the_same_number() -> None:
-    # First turns: 1 and 0.5. Second: 1 and 1. A third turn nobody else has.
+    # First turns: 1 and 0.5. Second: 1 and 1. The third turn has no peer.
     assert found(turn_rewards="turn_baseline") == [0.25, 0.25, 0, -0.25, 0, 0, 0]
 
 

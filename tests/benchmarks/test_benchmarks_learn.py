@@ -13,7 +13,7 @@ from rally.demo.demo import DemoResult
 
 @pytest.fixture
 def demo(tmp_path: Path) -> DemoModels:
-    """The files that a configuration looks for; nothing reads them here."""
+    """The files that a configuration names; the tests never read them."""
     models = DemoModels(tmp_path)
     models.start.mkdir()
     models.data.mkdir()

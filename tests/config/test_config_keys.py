@@ -116,7 +116,7 @@ def test_every_key_of_the_field_is_known(section: str) -> None:
 
 
 def free_of_extras() -> list[str]:
-    """Known keys whose misspelling cannot pass as a key that is handed on to a user's class or function."""
+    """Known keys outside mappings whose contents are passed on to a user's class or function."""
     return [key for key in KNOWN if not key.startswith((f"{R}.agent_loop_config.", "reward_model.reward_kwargs."))]
 
 
@@ -132,7 +132,7 @@ def misspellings(draw: st.DrawFn) -> tuple[str, str]:
         "replace": key[:at] + letter + key[at + 1 :],
         "swap": key[:at] + key[at : at + 2][::-1] + key[at + 2 :],
     }[kind]
-    # A dot that is lost or moved makes another path, not another spelling.
+    # A lost or moved dot gives another path, not a misspelling.
     assume(wrong.count(".") == key.count(".") and all(wrong.split(".")) and "." not in key[at : at + 2])
     assume(wrong not in KNOWN)
     return key, wrong

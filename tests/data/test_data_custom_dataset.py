@@ -55,7 +55,7 @@ class Framed(RLHFDataset):
         self.dataframe = Frame(self.dataframe)
 
 class Frame:
-    # as pandas has it: iloc gives a row, [] a column
+    # like pandas: iloc gives a row, [] a column
     def __init__(self, rows):
         self.iloc = [type("Series", (dict,), {"to_dict": dict.copy})(row) for row in rows]
 

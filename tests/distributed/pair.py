@@ -37,7 +37,7 @@ class Case:
     family: str = "qwen2"
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
-    few: bool = False  # one row alone
+    few: bool = False  # only one row
     lora: bool = False
     reshard: bool = True
 
@@ -114,7 +114,7 @@ class Taught(NamedTuple):
 
 
 def taught(dtype: torch.dtype, ranks: Ranks = ALONE) -> Taught:
-    """A critic that judges and learns."""
+    """A critic that computes values and is trained."""
     body = with_value_head(calm_model().base_model.to(dtype))
     ranks.spread(body)
     learner = Policy(body, OptimizerSettings(lr=1e-3), STEPS)

@@ -24,7 +24,7 @@ PLAN = RunPlan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.devi
 
 @pytest.fixture
 def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
-    """Its other rank says something and ends after a moment, before it has joined."""
+    """A controller whose other rank prints a line and exits before it has joined."""
 
     def start(self: Controller, number: int) -> ServerProcess:
         words = "import time; time.sleep(0.3); print('no room', flush=True); raise SystemExit(3)"
@@ -37,7 +37,7 @@ def captain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 
 def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that what is set here is taken back
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")  # so that the value set here is removed afterwards
     monkeypatch.setattr(process_group.torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(process_group, "init_device_mesh", lambda device, shape: None)
     for name in ("init_process_group", "new_group"):
@@ -47,7 +47,7 @@ def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tm
 
 
 class Joined:
-    """A group that notes what it is told and when it is left."""
+    """A process group that records its messages and when it is left."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
@@ -64,7 +64,7 @@ class Joined:
 
 @pytest.mark.parametrize(("device", "left"), [("cpu", ["left"]), ("cuda", [])])
 def test_nobody_leaves_a_group_of_gpus_alone(tmp_path: Path, device: str, left: list[str]) -> None:
-    """NCCL waits, in the leaving, for those that are gone."""
+    """On leaving a group, NCCL waits for ranks that are gone."""
     well, broken = Joined(), Joined()
     for joined in (well, broken):
         with (

@@ -56,7 +56,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """The second rank is killed in the midst of the update of step 3; who that was, and when."""
+    """Kills the second rank during the update of step 3; its process ids and the time of the kill."""
     seen: dict[int, float] = {}
     real = Controller.doing
 

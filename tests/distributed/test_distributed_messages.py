@@ -36,7 +36,7 @@ TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
 
 class Rank(Alone):
-    """One of several, none of which is asked anything."""
+    """One of several ranks; only its number and count are used."""
 
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count  # type: ignore[misc]

@@ -39,7 +39,7 @@ def config_file(home: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def find(home: Path, tmp_path: Path) -> Iterator[Any]:
-    """What one check says about the small run with some keys changed."""
+    """The findings of one check about the small run with some keys changed."""
     cases: list[DoctorCase] = []
 
     def look(name: str, *overrides: str, wishes: DoctorOptions | None = None) -> list[Finding]:

@@ -67,7 +67,7 @@ async def test_every_server_follows_the_trainer(tmp_path: Path) -> None:
                 assert engine.weight_version == 5
                 told = await engine.publish()
                 assert told["engine/canary_difference"] < 1e-4 and told["engine/servers"] == 2
-        assert len(list(tmp_path.glob("*/[0-9]*"))) == 1  # old weights do not pile up
+        assert len(list(tmp_path.glob("*/[0-9]*"))) == 1  # old weights are deleted
         await engine.close()
         assert not list(tmp_path.iterdir())
 
@@ -122,7 +122,7 @@ async def test_a_server_that_does_not_take_the_weights_is_left_out(tmp_path: Pat
         fakes[0].refuses_weights, fakes[1].refuses_weights = False, True
         with engine.updating():
             change(model)
-        assert (await engine.publish())["engine/servers"] == 1  # and it may come back
+        assert (await engine.publish())["engine/servers"] == 1  # and it can return
         fakes[0].refuses_weights = True
         with engine.updating():
             change(model)
@@ -138,7 +138,7 @@ async def test_a_server_that_refuses_the_weights_is_left_out_and_a_busy_one_is_a
         engine = engine_over([ServerReplica(fake.url, Vllm()) for fake in fakes], model, tmp_path)
         await engine.start()
         fakes[0].orders.extend([503, 429])
-        fakes[0].faults.append("503")  # its canary
+        fakes[0].faults.append("503")  # for its canary
         fakes[1].orders.append(400)
         with engine.updating():
             change(model)
@@ -178,7 +178,7 @@ async def test_a_server_of_our_own_that_is_killed_is_started_again_with_the_new_
     os.killpg(server.process.pid, signal.SIGKILL)
     again = await engine.generate([1, 2, 3], PARAMS)
     assert again.ids == first.ids
-    assert [Path(folder).name for folder in folders] == ["0", "1"]  # it starts from the weights of the moment
+    assert [Path(folder).name for folder in folders] == ["0", "1"]  # it starts from the current weights
     assert [span.version for span in again.spans] == [1]
     assert engine.restarts == 1
     pid = server.process.pid
@@ -232,7 +232,7 @@ async def test_stopping_ends_all_that_a_server_started(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = reserve_port(None)
-    second = reserve_port(first.number)  # as another run would: the first server has not opened its port yet
+    second = reserve_port(first.number)  # as another run would, before the first server has opened its port
     assert second.number > first.number
     first.lock.release()
     again = reserve_port(first.number)
@@ -286,7 +286,7 @@ def test_two_runs_may_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = list(tmp_path.iterdir())
     monkeypatch.setattr(Path, "glob", lambda self, pattern: found)
     sweep(tmp_path)
-    sweep(tmp_path)  # what the other one found is gone
+    sweep(tmp_path)  # the entries that the other one found are gone
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ QUICK = RouterSettings(health_every=0.02, health_timeout=0.02, first_pause=0.05,
 
 @dataclass
 class Fake:
-    """A server that does as it is told: `answers` is called for each request and may fail or wait."""
+    """A scripted server: `answers` is called for each request and may fail or wait."""
 
     name: str
     answers: Callable[[], Awaitable[None]] | None = None
@@ -92,7 +92,7 @@ async def test_waiting_for_a_place_counts_as_queueing() -> None:
     made = router(Fake("only", held), settings=RouterSettings(max_in_flight=1))
     tasks = [asyncio.create_task(made.generate([1], PARAMS)) for _ in range(2)]
     await begun.wait()
-    await asyncio.sleep(0.05)  # at least; the second request has no place meanwhile
+    await asyncio.sleep(0.05)  # at least; the second request has no slot meanwhile
     release.set()
     _, second = await asyncio.gather(*tasks)
     assert 0.049 <= second.queued_seconds <= second.seconds

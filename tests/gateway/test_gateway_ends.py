@@ -130,7 +130,7 @@ def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
 
     async def cancelled() -> CallEnd:
         thread = AgentThread()
-        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is at work
+        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is running
         running = RunningAgent(thread, work)
         running.cancel()
         return await asyncio.wait_for(running.ended, 10)

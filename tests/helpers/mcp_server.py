@@ -145,7 +145,7 @@ def serve_stdio() -> None:
         if "STRICT" in os.environ and "server/discover" in line:
             sys.exit("expected initialize")
         threading.Thread(target=handle, args=(line,), daemon=True).start()
-    while "STUBBORN" in os.environ:  # a server that does not end when its stdin does
+    while "STUBBORN" in os.environ:  # does not exit when its stdin closes
         time.sleep(1)
 
 

@@ -35,7 +35,7 @@ def change(model: PreTrainedModel) -> None:
 
 
 def ruled(ids: Sequence[int]) -> torch.Tensor:
-    """What a fake server without a model does, as logits."""
+    """The rule of a fake server without a model, as logits."""
     probability = math.exp(RULE_LOGPROB)
     logits_TV = torch.full((len(ids), VOCABULARY), math.log((1 - probability) / (VOCABULARY - 1)))
     logits_TV[range(len(ids)), [rule(token) for token in ids]] = RULE_LOGPROB

@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`rally serve retrieval` as a process of its own, which can be killed and started again at the same port."""
+    """A `rally serve retrieval` process that can be killed and restarted at the same port."""
 
     def __init__(self, index: Path) -> None:
         self._index = index

@@ -29,7 +29,7 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
     images = [read_image(source, tmp_path) for source in sources]
     assert set(images) == {images[0]} and images[0].read() == data == images[1].read()
     assert (images[0].format, images[0].width, images[0].height) == ("png", 24, 16)
-    assert images[1].data is None  # a file stays where it is until somebody looks
+    assert images[1].data is None  # a file is read only when it is needed
     same = read_image(PILImage.open(io.BytesIO(data)))
     assert decoded(same).tobytes() == decoded(images[0]).tobytes()
     assert read_image(same) is same
@@ -59,7 +59,7 @@ def test_every_way_to_give_an_image_gives_the_same_one(tmp_path: Path) -> None:
 )
 def test_what_is_no_image_is_refused_in_a_sentence(source: Any, sentence: str, tmp_path: Path) -> None:
     with (tmp_path / "huge.png").open("wb") as file:
-        file.truncate(MOST_BYTES + 1)  # which takes no room on the disk
+        file.truncate(MOST_BYTES + 1)  # a sparse file takes no disk space
     with pytest.raises(ImageError) as raised:
         read_image(source, tmp_path)
     assert sentence in str(raised.value) and isinstance(raised.value, RallyError)

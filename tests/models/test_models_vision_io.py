@@ -65,7 +65,7 @@ def learn(policy: Policy, steps: int = 1) -> float:
 
 def test_a_model_learns_what_only_the_image_tells() -> None:
     policy = Policy(make_vision_model(), OptimizerSettings(lr=5e-3), 20)
-    assert learn(policy, 20) < 0.1  # the two questions are the same but for their images
+    assert learn(policy, 20) < 0.1  # the two questions differ only in their images
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,8 +73,8 @@ def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
     config = config_of(saved(tmp_path / "model", family), "data.mm_processor_kwargs.max_pixels=576")
     model = build.model_of(config)
     codec = build.codec_of(config, build.tokenizer_of(config), build.toolbox_of(config))
-    assert codec.patches is sight_of(model)  # what is counted is what is seen
-    assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels was heard
+    assert codec.patches is sight_of(model)  # tokens are counted with the model's own processor
+    assert codec.prompt(ASKED).images[0].rows == 3  # not 6: max_pixels has an effect
     store = CheckpointStore(tmp_path / "checkpoints", warn=print)
     folder = store.save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
     again = config_of(folder / "actor")

@@ -91,7 +91,7 @@ def passing(rows, total, label):  # type: ignore[no-untyped-def]
 
 
 def write_home(home: Path) -> Path:
-    """All that the recipes read, few rows of each, where their YAML look for it."""
+    """All inputs of the recipes, with few rows each, at the paths in their YAML."""
     write_tiny_model(home / "models" / "tiny")
     for model in MODELS:
         (home / model).mkdir(parents=True)

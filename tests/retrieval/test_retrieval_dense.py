@@ -22,7 +22,7 @@ QUERIES = ["capital of france.", "the tallest mountain", "rock"]
 
 
 def by_hand(model: str | Path, text: str, pooling: str) -> np.ndarray[Any, Any]:
-    """The specification: one text, no batch, no padding."""
+    """The reference: one text, no batch, no padding."""
     ids = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
     with torch.no_grad():
         hidden_TH = AutoModel.from_pretrained(model)(**ids).last_hidden_state[0]

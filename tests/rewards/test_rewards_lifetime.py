@@ -28,7 +28,7 @@ PID = """
 
 
 def is_running(pid: int) -> bool:
-    """A zombie is not, for nobody may come to collect it, unless it has other threads: they may hold its pipes open."""
+    """Whether the process runs. A zombie counts only if it has other threads, which may hold its pipes open."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1

@@ -77,7 +77,7 @@ def test_the_engine_leaves_room_for_the_largest_image_and_for_features(monkeypat
     assert step_bytes(model.config, settings, 4) > step_bytes(model.config, settings, 4, make_patches())
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 3 * KEPT_BYTES)
     assert plan_memory(model, settings).pages > 0
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2 * KEPT_BYTES)  # of which the engine may have half
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 2 * KEPT_BYTES)  # the engine may use half of it
     with pytest.raises(memory_plan.EngineError, match="does not fit into the 0 tokens of KV"):
         plan_memory(model, settings)
 

@@ -17,7 +17,7 @@ R = "actor_rollout_ref.rollout"
 
 
 def odd(home: Path, folder: Path, **fields: object) -> str:
-    """A file whose one row is not as it should be."""
+    """A file with one invalid row."""
     write_rows([load_tasks(home / "test.parquet")[0].row | fields], folder / "odd.jsonl")
     return f"data.train_files={folder}/odd.jsonl"
 

@@ -38,7 +38,7 @@ R = "actor_rollout_ref.rollout"
 
 @contextmanager
 def elsewhere(*fakes: FakeServer) -> Iterator[None]:
-    """The servers in a thread of their own, as if they were another program."""
+    """The servers in their own thread, as if they were another program."""
     ready, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:

@@ -20,7 +20,7 @@ SECRET = "rally-hostile-secret"
 
 @dataclass(frozen=True)
 class Host:
-    """What must not be found, reached or changed."""
+    """Files, ports and processes of the host that a program must not find, reach or change."""
 
     folder: Path
     server: socket.socket
@@ -66,7 +66,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 
 def processes() -> dict[int, str]:
-    """All of this machine with their command lines, as far as they can be seen."""
+    """All visible processes of this machine with their command lines."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -88,7 +88,7 @@ def below(pid: int) -> set[int]:
 
 
 async def until_empty(root: int, expected: int) -> set[int]:
-    """The processes of the jail: a killed namespace is gone in a moment, not at once."""
+    """The processes left in the jail. Waits for them, since a killed namespace takes a moment to go."""
     deadline = time.monotonic() + 10
     while len(remaining := below(root)) > expected and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
@@ -147,7 +147,7 @@ async def test_every_hostile_program_is_contained(host: Host) -> None:
 
 @pytest.mark.slow
 async def test_what_programs_use_stays_under_the_caps(host: Host) -> None:
-    """The caps are the sandbox's own, whatever the program measures: checked by the peak of the whole tree."""
+    """The caps hold for the peak of the whole process tree, whatever the program measures itself."""
     hogs = [p for p in PROGRAMS if p.name in ("memory of many processes", "shared anonymous memory", "growing list")]
     async with Sandbox(SandboxSettings(limits=replace(LIMITS, memory_mb=128), max_concurrent=1)) as sandbox:
         for hog in hogs:

@@ -20,7 +20,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 def answered_in_place(opened: ToolSession, asked: ToolCall) -> ToolResult:
-    """The answer of a session that never gives the event loop up: there is none here to give up."""
+    """The result of a session that never suspends: there is no event loop here."""
     running = opened.run([asked])
     with pytest.raises(StopIteration) as ended:
         running.send(None)

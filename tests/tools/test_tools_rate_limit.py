@@ -57,7 +57,7 @@ async def test_a_full_queue_refuses_at_once_and_an_open_gate_never() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=25), st.integers(1, 4))
 def test_whoever_gives_up_the_number_holds_and_all_others_get_in(plan: list[tuple[int, bool]], most: int) -> None:
-    """Calls that stay for some turns of the event loop; some are cancelled at a random moment."""
+    """Calls hold a slot for some turns of the event loop; some are cancelled at a random moment."""
 
     async def run() -> None:
         gate = RateLimiter(CallLimits(max_concurrency=most))
@@ -88,7 +88,7 @@ def test_whoever_gives_up_the_number_holds_and_all_others_get_in(plan: list[tupl
 
 
 class Served:
-    """Simulated time: a server that works on `capacity()` calls as fast as on one, and shares itself among more."""
+    """Simulated time: a server that runs up to `capacity()` calls at full speed, and slows down with more."""
 
     def __init__(
         self, control: AdaptiveConcurrency, capacity: Callable[[float], int], fails_above: int | None = None

@@ -41,7 +41,7 @@ Answer = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]
 
 @asynccontextmanager
 async def service(answer: Answer) -> AsyncIterator[str]:
-    """A real HTTP server that answers as told: (body, headers) to (status, JSON); a status of 0 hangs up."""
+    """A scripted real HTTP server: (body, headers) to (status, JSON); a status of 0 closes the connection."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

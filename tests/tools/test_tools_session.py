@@ -219,7 +219,7 @@ async def test_responses_of_exactly_the_limit_are_left_alone() -> None:
 
 
 class Recorder(BaseTool[Any]):
-    """Writes down everything that is done to it."""
+    """Records all calls of its methods."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(tool_schema={"name": "recorder", "parameters": {"type": "object", "properties": {}}})

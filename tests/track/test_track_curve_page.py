@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def html_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if matplotlib were not installed: what is asked about the page need not wait for the picture."""
+    """Simulates a missing matplotlib, so that tests of the page need not wait for the image."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 

@@ -16,7 +16,7 @@ from rally.util.jsonl import checked_lines
 
 
 def through_json(episode: Episode) -> Episode:
-    """By the writer of the run folder, which writes what the strict one of the standard library does."""
+    """Writes with the encoder of the run folder, which equals the strict one of the standard library."""
     [line] = checked_lines([episode_to_json(episode)])
     assert json.loads(line) == json.loads(json.dumps(episode_to_json(episode), ensure_ascii=False, allow_nan=False))
     return episode_from_json(json.loads(line.encode("utf-8")))

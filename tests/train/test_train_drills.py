@@ -99,7 +99,7 @@ def drill(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def check_nothing_lost(stepped: Stepped) -> None:
-    """Every episode is there, judged by what it said, in a batch that was trained on."""
+    """Every episode is recorded, scored by its own reply, in a batch that was trained on."""
     assert [number(e.id) for e in stepped.episodes] == list(range(EPISODES))
     for episode in stepped.episodes:
         assert "attempts" not in episode.extra and episode.error is None

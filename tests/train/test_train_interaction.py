@@ -32,7 +32,7 @@ QUESTION = {"role": "user", "content": "Which?"}
 
 
 def teach(model: PreTrainedModel, codec: ChatCodec, steps: int) -> None:
-    """Two tries of chance digits; what the user says between them is observed, not learned."""
+    """Two tries with random digits; the user's message between them is observed, not trained on."""
     rng = random.Random(0)
     settings = SftSettings(batch_size=16, max_length=256)
     policy = Policy(model, OptimizerSettings(lr=3e-3, weight_decay=0.0, schedule="linear", warmup_steps=5), steps)

@@ -134,7 +134,7 @@ def test_other_methods_raise_the_reward_too(pupil: Path, tmp_path: Path, overrid
 
 
 def shuffled_batch(episodes: Sequence[Episode], *options: Any) -> TrainBatch:
-    """The same rewards in each group, given to other episodes of it."""
+    """The same rewards in each group, assigned to other episodes of it."""
     rng, mixed = random.Random(len(episodes)), []
     for _, group in itertools.groupby(episodes, key=lambda e: e.group):
         members = list(group)

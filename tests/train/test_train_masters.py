@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def half_model() -> PreTrainedModel:
-    """Parameters alone: as in a loaded model, the buffers of the rotary embedding stay in float32."""
+    """Converts only parameters: as in a loaded model, the buffers of the rotary embedding stay in float32."""
     model = make_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

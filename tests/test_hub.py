@@ -1,5 +1,4 @@
-"""Without a network a name of the hub is answered at once, by what lies on the disk or in one sentence; a slow hub is
-waited for."""
+"""Without a network a hub name resolves at once, from the disk or with one error sentence; a slow hub is waited for."""
 
 import logging
 import socket
@@ -24,7 +23,7 @@ Point = Callable[[int], None]
 
 @pytest.fixture
 def point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Point]:
-    """Where the hub is said to be, for a client that may ask it and has fetched nothing yet."""
+    """Sets the address of the hub, for an online client with an empty cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
@@ -48,7 +47,7 @@ def nobody(point: Point) -> None:
 
 @contextmanager
 def answering(seconds: float) -> Iterator[tuple[int, list[bytes]]]:
-    """A hub that knows nothing and takes its time; what it was asked."""
+    """A slow hub without any repository; it records its requests."""
     asked: list[bytes] = []
 
     def serve(server: socket.socket) -> None:
@@ -109,7 +108,7 @@ def test_a_hub_that_drops_whoever_knocks_is_given_up(point: Point, monkeypatch: 
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:  # the first fills the queue, and the system answers nobody after it
+        for one in waiting:  # the first fills the backlog, and the system accepts no other
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         point(full.getsockname()[1])

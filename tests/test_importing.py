@@ -1,4 +1,4 @@
-"""A user's file becomes a module of its own, and one that fails leaves nothing behind."""
+"""A user's file becomes its own module, and a failed import leaves nothing behind."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A secret of the configuration or the environment is in nothing that leaves: answers, logs, episodes, saved files."""
+"""Secrets of the configuration or the environment never appear in responses, logs, episodes or saved files."""
 
 import io
 import json

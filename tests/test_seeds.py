@@ -1,6 +1,6 @@
-"""The formats that documents of this field show are understood: tool files, rows, words of commands, loops, metrics.
+"""Formats from public documentation are accepted: tool files, rows, command-line options, loops, metrics.
 
-What is trained with them is in `train/test_train_brought.py`; configurations are in `config/test_config_documents.py`.
+`compat/test_compat_verl_run.py` trains with them; `config/test_config_documents.py` has the configurations.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ R, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder of the user's own, with packages in it."""
+    """A user's working folder with packages."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

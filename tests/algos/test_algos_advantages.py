@@ -1,4 +1,4 @@
-"""Group-relative advantages are the numbers one works out by hand, and a group without signal gets exactly 0."""
+"""Group-relative advantages equal values computed by hand, and a group without signal gets exactly 0."""
 
 import math
 

@@ -1,8 +1,8 @@
-"""Rewards reach the tokens that earned them: each way to share credit gives the numbers one works out by hand.
+"""Credit assignment: every estimator gives each token the value computed by hand.
 
-Two episodes of one group. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the whole 1. The
-second has turns of 1, 1 and 2 tokens; its second turn earned 1, the whole 0. What was observed between turns is in
-neither: only sampled tokens are counted.
+Two episodes of one group. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the episode 1. The
+second has turns of 1, 1 and 2 tokens; its second turn earned 1, the episode 0. Observed tokens between turns are not
+counted.
 """
 
 import math
@@ -49,7 +49,7 @@ def test_turns_against_all_turns_of_their_group() -> None:
 
 
 def test_turns_against_turns_of_the_same_number() -> None:
-    # First turns: 1 and 0.5. Second: 1 and 1. A third turn nobody else has.
+    # First turns: 1 and 0.5. Second: 1 and 1. The third turn has no peer.
     assert found(turn_rewards="turn_baseline") == [0.25, 0.25, 0, -0.25, 0, 0, 0]
 
 

@@ -1,7 +1,7 @@
-"""A critic's values become the advantages and targets one works out by hand, over tokens and over turns.
+"""GAE: advantages and value targets equal those computed by hand, over tokens and over turns.
 
-Two episodes. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the whole 1. The second has one
-turn of 2 tokens and earned 2. What was observed between the turns is in none of the numbers.
+Two episodes. The first has turns of 2 and 1 sampled tokens; its first turn earned 0.5, the episode 1. The second has
+one turn of 2 tokens and earned 2. Observed tokens between turns are not counted.
 """
 
 import math

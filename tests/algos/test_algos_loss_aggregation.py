@@ -1,4 +1,4 @@
-"""Policy losses are the numbers one works out by hand, and a token weighs the same however its batch is cut."""
+"""Policy losses equal values computed by hand, and a token's weight does not depend on the split into micro-batches."""
 
 import math
 
@@ -131,7 +131,7 @@ def test_a_loss_is_the_same_number_however_its_episodes_are_split(
     generator = torch.Generator().manual_seed(sum(tokens))
     loss_M = torch.randn(sum(tokens), generator=generator, dtype=torch.float64)
     weight_M = losses.token_weights(counts, mode, 7.0).double().repeat_interleave(counts)
-    spec = {  # the same, said in words: means and sums over whole episodes
+    spec = {  # the definition: means and sums over whole episodes
         "token-mean": lambda parts: loss_M.mean(),
         "seq-mean-token-sum": lambda parts: sum(p.sum() for p in parts) / len(parts),
         "seq-mean-token-mean": lambda parts: sum(p.mean() for p in parts) / len(parts),

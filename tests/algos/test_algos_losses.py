@@ -1,4 +1,4 @@
-"""Every objective has the value and the gradient that one works out by hand."""
+"""Every policy loss has the value and the gradient computed by hand."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def near(values: list[float]) -> Any:
 
 def test_gspo_takes_the_geometric_mean_of_a_row() -> None:
     # Row 0: ratios 2 and 1/2 have the mean 1, inside the clip. Row 1: 1.5 twice, held at 1.2. Row 2: the same for a bad
-    # row is not held, because it must still fall.
+    # row is not clipped, because it must still fall.
     losses, gradient = objective("gspo", [2, 0.5, 1.5, 1.5, 1.5], [1, 1, 1, 1, -1], [0, 0, 1, 1, 2])
     assert losses == near([-1, -1, -1.2, -1.2, 1.5])
     assert gradient == near([-1, -1, 0, 0, 1.5])

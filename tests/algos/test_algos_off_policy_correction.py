@@ -1,4 +1,4 @@
-"""Weights and tests of off-policy correction are the numbers one works out by hand."""
+"""Off-policy correction: importance weights and rejection masks equal values computed by hand."""
 
 import math
 

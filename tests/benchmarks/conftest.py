@@ -1,4 +1,4 @@
-"""The benchmarks are scripts beside the package, not part of it: make them importable however pytest is started."""
+"""Makes the benchmarks importable. They are scripts beside the package, not part of it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs are compared by the episodes they sampled, whatever a step of theirs was."""
+"""Runs are compared by the number of sampled episodes, whatever the size of their steps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of what learns holds every method that a configuration accepts, each once."""
+"""The table of `benchmarks.learn` lists every method that the configuration accepts, each once."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rally.demo.curriculum import CourseResult
 
 @pytest.fixture
 def demo(tmp_path: Path) -> DemoModels:
-    """The files that a configuration looks for; nothing reads them here."""
+    """The files that a configuration names; the tests never read them."""
     models = DemoModels(tmp_path)
     models.start.mkdir()
     models.data.mkdir()

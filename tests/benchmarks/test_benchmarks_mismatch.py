@@ -1,4 +1,4 @@
-"""What the trainer computes is compared with what the engine sampled, token by token, and a difference is seen."""
+"""The mismatch benchmark compares log-probabilities of trainer and engine token by token, and detects a difference."""
 
 import asyncio
 import json

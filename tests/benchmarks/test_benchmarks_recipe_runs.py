@@ -1,4 +1,4 @@
-"""Stages end when they should, and every command that they run is one that the recipes take."""
+"""Stages end when they should, and every command that they run is valid for the recipes."""
 
 import sys
 import time

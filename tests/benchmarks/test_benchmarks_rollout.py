@@ -1,4 +1,4 @@
-"""The workloads are the published ones, every engine is asked the same, and the tables say what they compare."""
+"""The workloads are the published ones, every engine gets the same requests, and the tables name what they compare."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""Eight servers and ten thousand episodes with heavy tails, as the router decides: balanced, cached, and unharmed by a
-death."""
+"""Simulation of the router with eight servers and ten thousand heavy-tailed episodes: load is balanced, prefixes are
+reused, and the loss of a server costs only the requests in flight."""
 
 from benchmarks.router import Simulation, make_episodes, settings
 from rally.engines.router.routing_policy import RoutingPolicy

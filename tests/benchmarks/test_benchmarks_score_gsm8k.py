@@ -1,4 +1,4 @@
-"""The independent scorer reads real run folders, and what a tool said earns nothing."""
+"""The independent scorer reads real run folders, and ignores the text of tool responses."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of rollout servers, over a fake one: its numbers come from the engine that a run would use."""
+"""The benchmark of rollout servers, against a fake server: it measures the engine that a run would use."""
 
 import asyncio
 import dataclasses

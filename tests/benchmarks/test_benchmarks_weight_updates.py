@@ -1,4 +1,4 @@
-"""Updates under load pass where the engine drops stale KV, and fail where it does not."""
+"""The check of weight updates under load passes if the engine drops stale KV, and fails if it does not."""
 
 from contextlib import AbstractContextManager, nullcontext
 

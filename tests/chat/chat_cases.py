@@ -1,4 +1,5 @@
-"""Tools, and conversations for Hypothesis: text with every edge, parallel and broken calls, hostile tool answers."""
+"""Tools and Hypothesis strategies for conversations: edge-case text, parallel and broken calls, hostile tool
+responses."""
 
 import unicodedata
 from typing import Any
@@ -75,7 +76,7 @@ def replies(draw: st.DrawFn, max_calls: int = 3, content: st.SearchStrategy[str]
 
 @st.composite
 def followers(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """What can come after a reply: tool answers, a user, or both."""
+    """Messages that can follow a reply: tool responses, a user message, or both."""
     tools = draw(st.lists(st.builds(lambda t: {"role": "tool", "content": t}, observed), max_size=3))
     user = draw(st.lists(st.builds(lambda t: {"role": "user", "content": t}, observed), max_size=1))
     return tools + user or [{"role": "user", "content": "next"}]

@@ -1,4 +1,4 @@
-"""Codecs over the three real tokenizers and the tiny one, made once."""
+"""Codecs over three real tokenizers and the tiny one, built once per session."""
 
 from pathlib import Path
 

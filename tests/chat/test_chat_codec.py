@@ -1,4 +1,4 @@
-"""What a user of ChatCodec notices: end-of-turn tokens, deltas, escaping, the probe, sanity modes, caches."""
+"""ChatCodec: end-of-turn tokens, deltas, escaping, the probe, sanity modes, caches."""
 
 from datetime import datetime
 from typing import Any

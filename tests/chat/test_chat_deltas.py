@@ -1,4 +1,4 @@
-"""A conversation grown turn by turn is the template's own rendering of it; the heart of the project's claims."""
+"""A conversation that grows turn by turn has the ids of the template's own rendering of it."""
 
 import re
 from typing import Any
@@ -80,7 +80,7 @@ def test_what_is_encoded_is_parsed_back(codecs: dict[str, ChatCodec], name: str)
     def check(message: dict[str, Any]) -> None:
         parsed = codec.parse(codec.encode_assistant(message))
         meant = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
-        if name == "tiny":  # outside ASCII it knows no characters
+        if name == "tiny":  # its vocabulary is ASCII
             assert [c.name for c in parsed.tool_calls] == [n for n, _ in meant]
         else:
             assert [(c.name, c.arguments) for c in parsed.tool_calls] == meant
@@ -92,7 +92,7 @@ def test_what_is_encoded_is_parsed_back(codecs: dict[str, ChatCodec], name: str)
 @pytest.mark.parametrize("name", ALL)
 def test_parse_never_raises_on_any_ids(codecs: dict[str, ChatCodec], name: str) -> None:
     codec = codecs[name]
-    # Models have padded vocabularies: they can sample ids that no tokenizer knows.
+    # Vocabularies are padded: models can sample ids that no tokenizer knows.
     beyond = len(codec.tokenizer) + 300
 
     @LIGHT

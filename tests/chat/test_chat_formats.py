@@ -1,4 +1,4 @@
-"""What models write as tool calls, and what it is read as: each tolerance, each refusal, in one table."""
+"""Tool-call formats: for each text that a model writes, the parsed calls or the error, in one table."""
 
 import re
 import time

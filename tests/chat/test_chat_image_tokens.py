@@ -1,5 +1,5 @@
-"""A conversation with images, grown turn by turn, is the template's own rendering of it, and every image has its
-place: as many tokens as the processor says, none that the policy could have sampled."""
+"""A conversation with images that grows turn by turn has the ids of the template's own rendering. Every image has as
+many placeholder tokens as the processor says, and none of them was sampled."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The tiny tokenizer: lossless for ASCII, single digits, and a template whose tool list is shown only when asked."""
+"""The tiny tokenizer is lossless for ASCII, splits numbers into digits, and lists tools only if there are any."""
 
 import string
 

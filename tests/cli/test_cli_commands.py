@@ -1,4 +1,4 @@
-"""Ordinary mistakes on the command line, and what the system refuses, are one sentence and exit code 2."""
+"""Common mistakes on the command line and errors of the operating system give one sentence and exit code 2."""
 
 import errno
 import sys

@@ -1,4 +1,4 @@
-"""Loops written for verl run as they are, and are trained on exactly what was sampled."""
+"""Agent loops written for verl run unchanged, and training uses exactly the sampled tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files and a command line as users of verl have them train here: the file by Hydra's flags, classes, rows, rewards."""
+"""Files and command lines of verl train unchanged: Hydra's flags, classes, rows, rewards."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations load the same from every format, and bad rows are named by file, row and field."""
+"""Conversations load the same from every file format; errors name file, row and field."""
 
 import json
 from pathlib import Path

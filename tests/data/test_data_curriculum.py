@@ -1,4 +1,4 @@
-"""Which rows a curriculum chooses is what its definition says by hand, and follows from (seed, step) and its state."""
+"""Curricula choose the rows computed by hand, as a function of (seed, step) and their state."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rows of a user's class are rows like any others, also where the class was written for verl."""
+"""Rows of a user's dataset class, also one written for verl, are treated like rows from files."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Framed(RLHFDataset):
         self.dataframe = Frame(self.dataframe)
 
 class Frame:
-    # as pandas has it: iloc gives a row, [] a column
+    # like pandas: iloc gives a row, [] a column
     def __init__(self, rows):
         self.iloc = [type("Series", (dict,), {"to_dict": dict.copy})(row) for row in rows]
 

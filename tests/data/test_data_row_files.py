@@ -1,4 +1,4 @@
-"""What is written comes back unchanged, and a file is there whole or not at all."""
+"""Rows are read back unchanged, and files are written atomically."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Images of rows stand where the messages show them, from either way to write them, and no mismatch goes unnoticed."""
+"""Images of rows are placed where the messages show them, in both notations; every mismatch is an error."""
 
 from pathlib import Path
 from typing import Any

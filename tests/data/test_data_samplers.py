@@ -1,4 +1,4 @@
-"""The batches of a run depend on (seed, step) alone, and every epoch visits every row once."""
+"""The batches of a run depend only on (seed, step), and every epoch visits every row once."""
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,7 @@ def test_seeds_and_epochs_differ() -> None:
 
 
 def test_the_order_is_the_same_for_everybody() -> None:
-    """A resumed run on another machine relies on these very numbers; do not adapt them to a change."""
+    """Runs resumed on another machine rely on exactly these numbers; do not adapt them to a change."""
     assert batch_indices(10, 12, seed=7, step=1, shuffle=True) == [8, 0, 7, 1, 3, 6, 2, 4, 5, 9, 9, 0]
     assert episode_seed(0, 1, 2, 3) == 5628492896039661565
 

@@ -1,4 +1,4 @@
-"""Rows become Tasks, the same from every format, and bad rows are named by file, row and field."""
+"""Rows become the same Tasks from every file format; errors name file, row and field."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def row(number: int = 0, **changes: Any) -> Row:
 
 
 def mixed_rows() -> list[Row]:
-    """Rows that disagree on their keys, as several tasks in one file do."""
+    """Rows with different keys, as in a file with several tasks."""
     search = {"search": {"create_kwargs": {"question": "who?", "top": 3}}}
     calc = {"calc": {"create_kwargs": {"ground_truth": "7"}, "execute_kwargs": {}}}
     chat = {"name": "gsm8k", "query": "q", "ground_truth": "7"}

@@ -1,4 +1,5 @@
-"""A course teaches until the gate is passed, gives the same start for the same seed, and never overwrites a run."""
+"""The demo curriculum trains until the gate is passed, gives the same model for the same seed, and never overwrites a
+run."""
 
 import random
 from pathlib import Path
@@ -17,7 +18,7 @@ BRIEF = TeachingSettings(clean_blocks=(2, 1, 1), gate=0.9, habit_steps=1, batch=
 
 
 def taught(success: list[float], seed: int, paper: Paper) -> dict[str, torch.Tensor]:
-    """The weights after brief lessons, at whose gates the agent is said to have solved `success`."""
+    """The weights after a short curriculum whose checks report the given `success`."""
     tokenizer = tiny_tokenizer()
     model = small_model(tokenizer, 0)
     codec = ChatCodec(tokenizer, "hermes", CALCULATOR.toolbox().schemas())

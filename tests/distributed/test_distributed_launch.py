@@ -1,4 +1,4 @@
-"""A whole run over two processes: it goes on from what one wrote, one goes on from what it wrote, and it dies well."""
+"""A whole run on two processes resumes a run of one process, can be resumed by one, and fails cleanly."""
 
 import multiprocessing
 import os
@@ -57,7 +57,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """The second rank is killed in the midst of the update of step 3; who that was, and when."""
+    """Kills the second rank during the update of step 3; its process ids and the time of the kill."""
     seen: dict[int, float] = {}
     real = Controller.broadcast
 

@@ -1,4 +1,4 @@
-"""Fine-tuning over two processes teaches what one teaches, and one goes on from what they wrote."""
+"""Supervised fine-tuning on two processes gives the result of one, which can resume its checkpoints."""
 
 from pathlib import Path
 

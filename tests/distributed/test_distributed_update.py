@@ -1,4 +1,4 @@
-"""Two ranks make the update that one makes: the same weights, the same numbers told, the same state kept."""
+"""Two ranks make the update of one: same weights, same metrics, same saved state."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 class Pair(NamedTuple):
-    """What two processes make of every case, and of critics."""
+    """The results of two processes for every case, and for critics."""
 
     results: dict[str, Result]
     critics: dict[torch.dtype, Taught]
@@ -63,7 +63,7 @@ def test_two_ranks_make_the_update_of_one(pair: Pair, name: str) -> None:
 
 
 def assert_same_shape(one: Any, two: Any) -> None:
-    """What is kept for a checkpoint is whole, under the same names."""
+    """The state for a checkpoint is complete, under the same names."""
     assert type(one) is type(two)
     if isinstance(one, dict):
         assert one.keys() == two.keys()

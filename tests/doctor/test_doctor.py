@@ -1,4 +1,4 @@
-"""The doctor finds what would go wrong in a run, each for its own reason, and always looks at everything else too."""
+"""`rally doctor` finds each problem of a run, and one failed check does not stop the others."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def config_file(home: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def find(home: Path, tmp_path: Path) -> Iterator[Any]:
-    """What one check says about the small run with some keys changed."""
+    """The findings of one check about the small run with some keys changed."""
     cases: list[DoctorCase] = []
 
     def look(name: str, *overrides: str, options: DoctorOptions | None = None) -> list[Finding]:

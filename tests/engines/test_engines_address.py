@@ -1,4 +1,4 @@
-"""A user and password in a server's address go with every request, and into no sentence."""
+"""User and password of a server's address are sent with every request, and appear in no message."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ WHO, HEADER = "ada:s%40fe%2Fword", "Basic YWRhOnNAZmUvd29yZA=="
 
 
 class Gate:
-    """A proxy that lets only ada in."""
+    """A proxy that accepts only the user ada."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -73,7 +73,7 @@ def test_beside_a_token_they_are_refused_in_one_sentence(monkeypatch: pytest.Mon
     told = str(caught.value)
     assert "RALLY_ENGINE_TOKEN" in told and "remove one" in told and "http://10.0.0.1:8000 " in told
     assert "ada" not in told and "token-of-the-engine" not in told
-    ServerReplica(f"http://{WHO}@10.0.0.1:8000", Vllm())  # which is not sent the token
+    ServerReplica(f"http://{WHO}@10.0.0.1:8000", Vllm())  # the token is not sent to it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engine's logprobs equal a full forward, whatever the cache, the chunks and the weights do."""
+"""The engine's log-probabilities equal those of a full forward, with caching, chunked prefill and weight updates."""
 
 import random
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(autouse=True, params=["gather", "paged"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test holds for plain torch and for the paged kernels (here their specification) with fused layers."""
+    """Every test runs with plain torch and with the paged kernels (here their reference) and fused layers."""
     monkeypatch.setattr(EngineCore, "_paged", lambda *_: request.param == "paged")
     return str(request.param)
 
@@ -72,7 +72,7 @@ def test_second_turn_reuses_the_first(model):
     follow = [*first.ids, *prompts(1, 9, 9, seed=5)[0]]
     second = core.add(follow, SamplingParams(max_tokens=10, seed=2))
     drain(core)
-    assert second.cached_tokens == 79  # all of the first turn but its last token, whose KV nobody needed yet
+    assert second.cached_tokens == 79  # all of the first turn but its last token, whose KV was not computed yet
     check(core, second)
 
 
@@ -98,7 +98,7 @@ def test_weight_update_never_serves_old_kv():
     drain(core)
     assert again.cached_tokens == 0
     check(core, again)
-    core.scheduler.version -= 1  # what a careless index would do: look under the old version
+    core.scheduler.version -= 1  # simulates an index that looks under the old version
     assert core.index.match(core.version, token_bytes(prompt)).pages == []
 
 
@@ -157,7 +157,7 @@ def test_growth_preempts_the_youngest(model):
     old = core.add(prompts(1, 10, 10)[0], SamplingParams(max_tokens=50, seed=0))
     for _ in range(3):
         core.step()
-    core.pool.release(old.pages[5:])  # as if it had begun with less than it may need
+    core.pool.release(old.pages[5:])  # as if it had started with fewer pages than it may need
     del old.pages[5:]
     core.slots.set_pages(old)
     young = core.add(prompts(1, 12, 12, seed=2)[0], SamplingParams(max_tokens=30, seed=1))

@@ -1,5 +1,5 @@
-"""Weights by handles: a server that takes them needs no files, and one that does not is given those, in words. What a
-handle is on a GPU is replaced here by the tensor itself."""
+"""Weights by CUDA IPC: a server that accepts handles needs no files, and one that does not gets files and a warning.
+The tensor itself stands in for the GPU handle here."""
 
 import logging
 import pickle
@@ -51,7 +51,7 @@ async def test_no_part_of_a_sleeping_server_is_woken_twice(name: str, tmp_path: 
         engine = RemoteEngine([server], transport, oracle_of(model), replace(SETTINGS, sleeps=True))
         await engine.start()
         await engine.rest()
-        fake.handles = "refused"  # when its weights' memory is back already
+        fake.handles = "refused"  # after its weight memory was allocated again
         with engine.updating():
             change(model)
         assert (await engine.publish())["engine/servers"] == 1
@@ -60,7 +60,7 @@ async def test_no_part_of_a_sleeping_server_is_woken_twice(name: str, tmp_path: 
         with pytest.raises(EngineError, match="out of memory"):
             await engine.publish()
         assert fake.asleep == {"kv_cache"}
-        await server.sleep()  # as far as it goes
+        await server.sleep()  # as far as it can
         fake.refuses_weights = False
         assert (await engine.publish())["engine/servers"] == 1 and not fake.asleep
         await engine.close()
@@ -91,7 +91,7 @@ async def test_weights_arrive_by_handles_or_else_by_files(
                 told = await engine.publish()
                 assert told["engine/canary_difference"] < 1e-4 and fake.label == str(engine.weight_version)
         asked = [path for path, _ in fake.log if "weights_from_tensor" in path or path == "/update_weights"]
-        # by files the model is written for each version; by handles only to start a server from
+        # files: the model is written for each version; handles: only to start a server
         tried = 0 if taken == "not to be had" else 1
         assert (len(asked), len(written)) == ((3, 1) if taken == "taken" else (tried, 3))
         assert ["because CUDA IPC failed" in text for text in caplog.messages] == [True] * (taken != "taken")
@@ -108,7 +108,7 @@ async def test_a_server_that_dies_of_handles_is_given_files_when_it_is_back(name
         server = ServerReplica(fake.url, DIALECTS[name]())
         with pytest.raises(EngineError):
             await transport.send(server, "keep")
-        await transport.send(server, "keep")  # started again
+        await transport.send(server, "keep")  # after a restart
         assert await canary(server, oracle_of(model)) < 1e-4
         asked = [path for path, _ in fake.log if "weights_from_tensor" in path or path == "/update_weights"]
         assert len(asked) == 1, "it would have died again"

@@ -1,4 +1,4 @@
-"""The fast runner says what the plain one says: on a CPU by the kernels' specifications, on a GPU by the kernels."""
+"""The CUDA runner equals the plain runner: with reference kernels on a CPU, with the real kernels on a GPU."""
 
 import random
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_fused_weights_are_the_modules_own(tmp_path: Path):
 
 @pytest.mark.parametrize("which", ["", "up_proj", "o_proj", "embed_tokens"])
 def test_weights_that_were_moved_are_found_again(which):
-    """One is enough: packed products and CUDA graphs hold addresses, and must not go on with the old ones."""
+    """One moved weight is enough: packed products and CUDA graphs hold addresses, and must not use the old ones."""
     core, _ = run(make_model(seed=0), count=2)
     core.runner._captured[("a", "graph")] = None  # type: ignore[attr-defined]
     others = dict(make_model(seed=1).named_parameters())

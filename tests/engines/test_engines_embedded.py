@@ -1,4 +1,4 @@
-"""The threaded engine says what the plain core says, to the right caller, whatever the others do meanwhile."""
+"""The threaded engine returns the results of the plain core, each to its caller, under concurrent requests."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from rally.engines.embedded.runner import ModelRunner
 from rally.types import Generation, SamplingParams
 
 TOLERANCE = 1e-5
-PATIENCE = 20.0  # seconds; nothing here needs one unless the machine is very busy
+PATIENCE = 20.0  # seconds; far more than needed unless the machine is very busy
 
 
 def prompts(count: int, low: int = 5, high: int = 40, seed: int = 0) -> list[list[int]]:
@@ -28,7 +28,7 @@ def prompts(count: int, low: int = 5, high: int = 40, seed: int = 0) -> list[lis
 
 
 def by_core(requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
-    """The specification: the same requests on a core without threads."""
+    """The reference: the same requests on a core without threads."""
     core = EngineCore(make_model(), num_pages=400)
     added = [core.add(prompt, params) for prompt, params in requests]
     while core.busy:
@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def idle(engine: EmbeddedEngine) -> bool:
-    """Nothing runs, nobody waits, and every page is free or in the prefix cache."""
+    """No request runs or waits, and every page is free or in the prefix cache."""
     core = engine.core
     pages_back = core.pool.num_free + len(core.index) == core.pool.num_pages
     return not core.busy and not engine._waiters and pages_back
@@ -239,7 +239,7 @@ async def test_an_update_falls_between_steps_and_follows_the_policy(policy: Any)
     assert (result.finish, len(result.ids) < 150) == (("abort", True) if aborted else ("length", False))
     assert [s.version for s in result.spans] == ([0] if aborted else [0, 1])
     assert result.spans[0].start == 0 and 5 <= result.spans[0].end < 150
-    exact = result.spans[:1] if policy == "keep" else result.spans  # afterwards its KV is of both versions
+    exact = result.spans[:1] if policy == "keep" else result.spans  # afterwards its KV mixes both versions
     for span in exact:
         want = full_logprobs(weights[span.version], prompt + list(result.ids), len(prompt))
         assert result.logprobs[span.start : span.end] == pytest.approx(want[span.start : span.end], abs=TOLERANCE)
@@ -252,7 +252,7 @@ async def test_an_update_falls_between_steps_and_follows_the_policy(policy: Any)
 
 
 async def test_an_update_that_fails_half_way_is_a_new_version_all_the_same(engine: EmbeddedEngine) -> None:
-    """Some weights may have changed already; what was cached before must not be used with them."""
+    """Some weights may have changed already, so earlier cache entries must not be used."""
     prompt, params = prompts(1, 40, 40)[0], SamplingParams(max_tokens=4, seed=0)
     await engine.generate(prompt, params)
     other = make_model(seed=1)
@@ -265,7 +265,7 @@ async def test_an_update_that_fails_half_way_is_a_new_version_all_the_same(engin
 
 
 def test_abort_ends_preempted_requests_too() -> None:
-    """One that has sampled is in flight, even while it waits for pages: it must not mix two versions."""
+    """A request that has sampled is in flight even while it waits for pages, and must not mix two versions."""
     core = EngineCore(make_model(), EngineSettings(in_flight="abort"), num_pages=100)
     first, second = (core.add(p, SamplingParams(max_tokens=50, seed=1)) for p in prompts(2))
     for _ in range(4):

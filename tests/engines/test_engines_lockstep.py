@@ -1,4 +1,4 @@
-"""In deterministic mode on a CPU what is computed together does not depend on who was quick."""
+"""In deterministic mode on a CPU, the composition of a batch does not depend on timing."""
 
 import asyncio
 import random
@@ -53,7 +53,7 @@ async def test_the_same_bits_at_any_pace():
 
 
 async def test_the_same_bits_whatever_the_engine_did_before():
-    """A resumed run did not do it. Others in the same places, the same prompts in the cache: neither may show."""
+    """A resumed run has no such history: neither other slots nor cached prompts may change the result."""
     used = new_engine(True)
     async with asyncio.timeout(60):
         for numbers in (range(5, SESSIONS), range(3, 7), range(SESSIONS - 3)):

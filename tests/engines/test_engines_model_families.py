@@ -1,4 +1,4 @@
-"""Attention that the fast kernels do not know is refused by name before the first step, and plain torch does it."""
+"""Attention that the CUDA kernels do not support is rejected by name before the first step, and runs in plain torch."""
 
 import random
 
@@ -43,7 +43,7 @@ def with_sinks() -> PreTrainedModel:
 
 @torch.no_grad()
 def spec(model: PreTrainedModel, ids: list[int], prompt_len: int) -> list[float]:
-    """The library's own eager attention, on a model that the engine has not seen."""
+    """The reference: the library's own eager attention, on a separate copy of the model."""
     logp = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
     return [logp[i - 1, ids[i]].item() for i in range(prompt_len, len(ids))]
 

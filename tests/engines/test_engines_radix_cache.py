@@ -1,4 +1,4 @@
-"""What is evicted was used longest ago, is held by nobody, and costs no search through all that is kept."""
+"""The radix cache evicts the least recently used unreferenced pages, without a search through the whole index."""
 
 import itertools
 
@@ -15,9 +15,9 @@ PAGE = 2
 
 
 def remember(pool: PagePool, index: RadixCache, ids: list[int]) -> list[int]:
-    """A history computed and left to the index alone, as a finished request leaves it."""
+    """Adds a computed history that only the index holds, as after a finished request."""
     match = index.match(0, token_bytes(ids))
-    known = match.pages[: match.tokens // PAGE]  # a page held in part would be copied
+    known = match.pages[: match.tokens // PAGE]  # a partly filled page would be copied
     pool.share(known)
     fresh = pool.allocate(-(-len(ids) // PAGE) - len(known))
     index.insert(0, token_bytes(ids), known + fresh)
@@ -66,7 +66,7 @@ def test_a_few_new_requests_wait_for_others_but_not_long(monkeypatch):
     core = EngineCore(make_model(), EngineSettings(backend="paged", max_model_len=128), num_pages=200)
     for seed in range(4):
         core.add([1 + seed, 2, 3], SamplingParams(max_tokens=40, seed=seed))
-    core.step()  # all four are taken in: nothing was decoding yet
+    core.step()  # all four are admitted, since nothing was decoding yet
     late = core.add([9, 8, 7], SamplingParams(max_tokens=4, seed=9))
     core.step()
     core.step()

@@ -1,5 +1,5 @@
-"""The router over servers that fail in every way they may: what the caller gets, what the other servers are asked, and
-what is counted."""
+"""The router over servers with every kind of failure: results of the caller, requests to the other servers,
+counters."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +19,7 @@ QUICK = RouterSettings(health_every=0.02, health_timeout=0.02, first_pause=0.05,
 
 @dataclass
 class Fake:
-    """A server that does as it is told: `answers` is called for each request and may fail or wait."""
+    """A scripted server: `answers` is called for each request and may fail or wait."""
 
     name: str
     answers: Callable[[], Awaitable[None]] | None = None
@@ -92,7 +92,7 @@ async def test_waiting_for_a_place_counts_as_queueing() -> None:
     made = router(Fake("only", held), settings=RouterSettings(max_in_flight=1))
     tasks = [asyncio.create_task(made.generate([1], PARAMS)) for _ in range(2)]
     await begun.wait()
-    await asyncio.sleep(0.05)  # at least; the second request has no place meanwhile
+    await asyncio.sleep(0.05)  # at least; the second request has no slot meanwhile
     release.set()
     _, second = await asyncio.gather(*tasks)
     assert 0.049 <= second.queued_seconds <= second.seconds

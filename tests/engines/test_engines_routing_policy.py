@@ -1,5 +1,4 @@
-"""Where requests go, decided without an event loop: every promise of the board, and random histories that try to break
-them."""
+"""The routing policy without an event loop: each of its guarantees, and random histories that try to break them."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ def board(*names: str, **settings: float) -> RoutingPolicy:
 
 
 def send(at: RoutingPolicy, session: str | None = None, now: float = 0.0) -> Ticket:
-    """Ask, and be sent off at once."""
+    """Requests a server and expects to be assigned one at once."""
     ticket = at.ask(session, now)
     assert at.place(now) == [ticket]
     return ticket
@@ -191,7 +190,7 @@ def test_a_server_that_is_brought_back_is_waited_for_however_long_it_takes() -> 
     at.assign("a", Duty.AWAY, 0.0)
     waits = at.ask("episode", 0.0)
     assert at.place(999.0) == [] and at.stranded(999.0) == []
-    at.assign("a", Duty.PAUSED, 999.0)  # a pause makes nobody better
+    at.assign("a", Duty.PAUSED, 999.0)  # a pause does not heal a server
     assert at.servers["a"].duty is Duty.AWAY
     at.assign("a", Duty.ON, 999.0)
     assert at.place(999.0) == [waits]
@@ -227,7 +226,7 @@ def test_those_who_were_in_flight_together_are_refused_once() -> None:
 
 @dataclass
 class Model:
-    """What must hold, kept by hand beside the board."""
+    """The expected state, kept beside the routing policy."""
 
     board: RoutingPolicy
     now: float = 0.0

@@ -1,5 +1,5 @@
-"""Servers that are given weights, put to sleep, killed and lost while requests run: the loops notice none of it but the
-end, and that at once."""
+"""Servers that load weights, sleep, are killed and lost while requests run. Agent loops see only the final failure, and
+see it at once."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def engine_over(
 
 
 def own_server(tmp_path: Path, command: Sequence[str] = (), name: str = "vllm-0") -> LaunchedServer:
-    """A fake server of our own; from its second start on it is `command`, if there is one."""
+    """A fake server launched by the engine; from its second start on it runs `command`, if there is one."""
     started: list[int] = []
 
     def choose(folder: str, port: int) -> list[str]:
@@ -83,7 +83,7 @@ async def test_an_update_in_the_midst_of_requests_costs_no_server_its_standing(t
         generations = [await task for task in (*asked, late)]
         assert {generation.spans[-1].version for generation in generations} == {1}
         assert [len(generation.ids) for generation in generations] == [20] * 7
-        assert len(generations[0].spans) == (2 if tells else 1)  # it goes on, or is sampled again
+        assert len(generations[0].spans) == (2 if tells else 1)  # it continues, or is sampled again
         later = (await engine.publish()) if not tells else told
         assert told["router/circuits_opened"] == later["router/circuits_opened"] == 0
         assert later["router/failed_tries"] == 0 and later["router/void_tries"] == (0 if tells else 6)
@@ -187,7 +187,7 @@ async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_pa
     offset, server = [0], own_server(tmp_path)
 
     def moved(ids: Sequence[int]) -> torch.Tensor:
-        """What the server does, while it has weights that were written when the trainer had them."""
+        """The server's logits, which are right only if its weights are the trainer's current ones."""
         held = server.version if server.version is not None else -1
         return RULED.forward(ids) if held == offset[0] else RULED.forward([token + 1 for token in ids])
 
@@ -196,7 +196,7 @@ async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_pa
 
     async def up_meanwhile(folder: str) -> None:
         await up(folder)
-        with engine.updating():  # the trainer goes on, and publishes when it may
+        with engine.updating():  # the trainer continues, and publishes later
             offset[0] += 1
 
     await engine.start()
@@ -265,7 +265,7 @@ ORDER = {
         "/collective_rpc",
         "/update_weight_version",
         "/wake_up?tags=kv_cache",
-        "/inference/v1/generate",  # the canary, and only then who waited
+        "/inference/v1/generate",  # the canary, and only then the waiting requests
         "/inference/v1/generate",
     ],
     "sglang": [
@@ -330,7 +330,7 @@ async def test_a_server_that_cannot_sleep_gets_no_requests(tmp_path: Path) -> No
         await engine.rest()
         with engine.updating():
             pass
-        assert (await engine.publish())["engine/servers"] == 2  # it takes the weights all the same, and is back
+        assert (await engine.publish())["engine/servers"] == 2  # it still loads the weights, and is back
         fakes[1].sleepless = True
         with pytest.raises(EngineError, match=r"/sleep.* \(500\)"):
             await engine.rest()

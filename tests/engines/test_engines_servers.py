@@ -1,4 +1,4 @@
-"""Every way in which a server can fail has one outcome, and what it answers is used only when it is whole."""
+"""Every failure of a server has one defined outcome, and only complete responses are used."""
 
 import asyncio
 import gc
@@ -74,7 +74,7 @@ async def test_an_answer_that_is_not_whole_is_a_server_that_is_gone(fake: FakeSe
     with pytest.raises(ReplicaGone, match=words) as caught:
         await replica.generate([1, 2, 3], PARAMS)
     assert fake.url in str(caught.value)
-    assert len((await replica.generate([1, 2, 3], PARAMS)).ids) == 5  # one bad answer does not poison the next
+    assert len((await replica.generate([1, 2, 3], PARAMS)).ids) == 5  # a bad response does not affect the next one
     await replica.close()
 
 
@@ -168,7 +168,7 @@ async def test_cancelling_frees_the_request_on_the_server(fake: FakeServer) -> N
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await replica.close()  # waits for the word to the server
+    await replica.close()  # waits until the abort is sent
     asked = next(body for path, body in fake.log if path == "/generate") if fake.dialect == "sglang" else None
     while not fake.gone_callers:
         await asyncio.sleep(0.01)
@@ -236,7 +236,7 @@ async def test_a_server_without_the_current_weights_takes_no_requests(fake: Fake
     with pytest.raises(ReplicaGone, match="does not have the current weights"):
         await replica.generate([1], PARAMS)
     assert [path for path, _ in fake.log] == asked
-    assert asked[-1] in ("/resume", "/continue_generation")  # it is not left paused
+    assert asked[-1] in ("/resume", "/continue_generation")  # the server is not left paused
     assert not await replica.healthy()
     await replica.close()
 
@@ -399,7 +399,7 @@ async def test_conversations_keep_their_server_and_leave_it_when_it_fails() -> N
         home = one if _asked(one) == 3 else two
         home.faults.extend(["429", "500"])
         assert len((await router.generate([1, 2], PARAMS, session="a")).ids) == 5
-        assert (_asked(one) + _asked(two), _asked(home)) == (6, 5)  # busy, then failed, then the other one
+        assert (_asked(one) + _asked(two), _asked(home)) == (6, 5)  # busy, then failed, then the other server
         await router.close()
 
 

@@ -1,4 +1,4 @@
-"""An answer of `rally serve engine` is a whole Generation, or it is none."""
+"""A response of `rally serve engine` is a complete Generation or an error."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The search agent and the code agent: they are taught what the real tools say, and reward makes them better."""
+"""The search agent and the code agent are fine-tuned on output of the real tools, and GRPO improves them."""
 
 import importlib
 import random
@@ -25,7 +25,7 @@ TASK = Task(id="t", data_source="d", prompt=({"role": "user", "content": "?"},))
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of an example, found as its script finds it: beside itself."""
+    """Imports a module of an example as its script does, from its own folder."""
     folder, name = request.param
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     return importlib.import_module(name)
@@ -45,7 +45,7 @@ async def said(toolbox: ToolBox, call: dict[str, Any]) -> str | None:
 
 
 def told(conversation: list[Message]) -> tuple[dict[str, Any], str]:
-    """The call of a taught conversation and what the tool is said to have answered."""
+    """The call of a supervised conversation and the tool response in it."""
     _, call, answer, _ = conversation
     return call["tool_calls"][0]["function"], answer["content"]
 
@@ -130,7 +130,7 @@ def test_reward_rises_with_the_real_services(
     monkeypatch.syspath_prepend(str(EXAMPLES / name))
     monkeypatch.setattr(importlib.import_module(world), "GATE_ROWS", 8)
     monkeypatch.setattr(importlib.import_module(world), "TEST_ROWS", 48)
-    monkeypatch.setenv("RETRIEVAL_URL", "")  # so that what the example sets is gone afterwards
+    monkeypatch.setenv("RETRIEVAL_URL", "")  # so that the example's value is removed afterwards
     result = short(importlib.import_module(name), lessons, tmp_path)
     assert result.before["sampled"] < 0.5
     assert result.after["sampled"] > result.before["sampled"] + 0.2

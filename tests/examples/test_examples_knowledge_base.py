@@ -1,4 +1,4 @@
-"""The knowledge-base example works as it stands: its articles, its YAML, its state of an episode."""
+"""The knowledge-base example works as shipped: its articles, its YAML, its state per episode."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Agents as users write them: with OpenAI's SDK, with LangGraph, over plain HTTP. Each answers calls of `calculator`
-with what `calculate` of the loop tests would say."""
+"""Agents as users write them: with OpenAI's SDK, with LangGraph, over plain HTTP. They answer calls of `calculator`
+with `calculate` of the loop tests."""
 
 import asyncio
 import json
@@ -64,12 +64,12 @@ def with_openai_blocking(row: Row, client: AgentClient) -> str | None:
 
 
 async def blocking_inside_async(row: Row, client: AgentClient) -> str | None:
-    """A mistake that many make; it must not bring the trainer to a halt."""
+    """A common mistake, which must not block the trainer."""
     return with_openai_blocking(row, client)
 
 
 def over_http(row: Row, client: AgentClient) -> str | None:
-    """Rewrites what it got as careless clients do: other call ids, sorted arguments, text in parts, empty fields."""
+    """Rewrites received messages as clients do: other call ids, sorted arguments, text in parts, empty fields."""
     messages, number = list(row["raw_prompt"]), 0
     headers = {"Authorization": f"Bearer {client.api_key}"}
     while True:
@@ -118,7 +118,7 @@ async def with_langgraph(row: Row, client: AgentClient) -> str:
 
 
 async def with_langgraph_stream(row: Row, client: AgentClient) -> str:
-    """Each step's messages, once through LangChain's other forms and back."""
+    """Each step's messages, converted to LangChain's other forms and back."""
     last = ""
     async for state in _graph(client).astream({"messages": row["raw_prompt"]}, stream_mode="values"):
         last = str(convert_to_openai_messages(state["messages"])[-1]["content"])
@@ -153,7 +153,7 @@ async def blocks_the_loop(row: Row, client: AgentClient) -> None:
 
 
 async def ask(client: AgentClient, *texts: str, **options: Any) -> str:
-    """A conversation of the user's `texts` with what is sampled in between; the last answer."""
+    """Sends the user's `texts` one by one, with sampled replies in between; returns the last reply."""
     llm, messages = client.openai(max_retries=0), list[Any]()
     for text in texts:
         messages.append({"role": "user", "content": text})
@@ -178,7 +178,7 @@ async def asks_ten_times_or_gives_up(row: Row, client: AgentClient) -> dict[str,
 
 
 async def shortens_itself(row: Row, client: AgentClient) -> str:
-    """Asks with too long a history, and with a short one once it is refused."""
+    """Sends a history that is too long, and a shorter one after the error."""
     try:
         return await ask(client, "x " * 500)
     except Exception as refusal:  # noqa: BLE001 - what users write
@@ -186,7 +186,7 @@ async def shortens_itself(row: Row, client: AgentClient) -> str:
 
 
 async def offers_no_function(row: Row, client: AgentClient) -> str:
-    """First a tool of a kind that is not known here, then none."""
+    """Offers a tool of an unknown kind first, then none."""
     try:
         return await ask(client, "hello", tools=[{"type": "custom", "custom": {"name": "shell"}}])
     except Exception as refusal:  # noqa: BLE001 - what users write
@@ -208,7 +208,7 @@ async def wants_to_be_cold(row: Row, client: AgentClient) -> str:
 
 
 async def echoes_its_name(row: Row, client: AgentClient) -> str:
-    """Three turns, each with the name of its episode in it, and a pause for others to come between."""
+    """Three turns, each with the name of its episode, with pauses so that episodes interleave."""
     llm, messages = client.openai(), list[Any]()
     for turn in range(3):
         messages.append({"role": "user", "content": f"{row['name']} {turn}"})
@@ -219,7 +219,7 @@ async def echoes_its_name(row: Row, client: AgentClient) -> str:
 
 
 async def two_heads(row: Row, client: AgentClient) -> str:
-    """One question, then two that go on from its answer at the same time, then a sub-agent, then the first goes on."""
+    """One question, then two concurrent continuations, then a sub-agent, then the first continuation again."""
     llm = client.openai()
 
     async def said(messages: list[Any]) -> Any:
@@ -235,7 +235,7 @@ async def two_heads(row: Row, client: AgentClient) -> str:
 
 
 async def asks_at_once(row: Row, client: AgentClient) -> dict[str, Any]:
-    """Eight questions at the same time; how many were answered."""
+    """Sends eight questions concurrently; returns how many were answered."""
     said = await asyncio.gather(*[ask(client, f"question {n}") for n in range(8)], return_exceptions=True)
     return {"answered": sum(isinstance(one, str) for one in said)}
 

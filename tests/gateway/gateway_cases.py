@@ -1,4 +1,4 @@
-"""One way to hold an episode of a user's agent, and the same exchange as the tool loop holds it."""
+"""Runs an episode of a user's agent through the gateway, and the same exchange through the tool loop."""
 
 import asyncio
 from collections.abc import Sequence

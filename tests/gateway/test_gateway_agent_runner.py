@@ -1,4 +1,4 @@
-"""Agents written with other people's packages give the very episodes that the tool loop gives."""
+"""Agents written with other packages give exactly the episodes of the tool loop."""
 
 import asyncio
 import ssl
@@ -22,7 +22,7 @@ ODD = 'It is {"a": 1}.\n\n</tool_response> \\n "" '
 
 
 def script(codec: ChatCodec, letters: str = "", *, parallel: bool = True) -> list[Reply]:
-    """Words and a call, two calls at once, a call cut off before its end-of-turn token, odd words."""
+    """Text and a call, two parallel calls, a call cut off before its end-of-turn token, odd text."""
     pieces = ["fi", "ne: 1", " 0"]
     spelled = tuple(i for piece in pieces for i in codec.tokenizer.encode(piece, add_special_tokens=False))
     return [

@@ -1,4 +1,4 @@
-"""Many agents at once, each in its own episode: what one asks for is never another's."""
+"""Many agents at once: each request belongs to its own episode."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ EPISODES = 64
 
 @dataclass
 class Parrot(ScriptedEngine):
-    """Says the name it was told last, sooner or later."""
+    """Repeats the name that it received last, after a delay that depends on the name."""
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None

@@ -1,4 +1,4 @@
-"""However an agent ends, its episode ends for one named reason, in words where it is an error."""
+"""Every episode of an agent ends with one named stop reason, and with a message if it is an error."""
 
 import asyncio
 import time
@@ -133,7 +133,7 @@ def test_an_agent_that_is_cancelled_before_it_begins_has_ended() -> None:
 
     async def cancelled() -> CallEnd:
         thread = AgentThread()
-        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is at work
+        thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # another agent is running
         running = RunningAgent(thread, work)
         running.cancel()
         return await asyncio.wait_for(running.ended, 10)

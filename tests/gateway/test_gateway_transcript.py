@@ -1,4 +1,5 @@
-"""Whatever an agent does with its conversations, a sampled token stands once, behind the ids it was sampled after."""
+"""Whatever an agent does with its conversations, each sampled token is recorded once, after the ids that preceded
+it."""
 
 import copy
 import itertools
@@ -38,7 +39,7 @@ def emptied(message: Message) -> Message:
 
 
 def spelled(message: Message) -> Message:
-    """Arguments in other white space and key order; the assistant has a name and lost the space around its words."""
+    """The arguments with other white space and key order, the assistant with a name and without surrounding spaces."""
     if message["role"] != "assistant":
         return message
     calls = copy.deepcopy(message.get("tool_calls") or [])
@@ -52,19 +53,19 @@ REWRITINGS: list[Callable[[Message], Message]] = [plain, parts, emptied, spelled
 words = st.sampled_from(["yes", "no ", " so\n", "1 2", ""])
 calls = st.lists(st.sampled_from([{"expression": "1"}, {"expression": "2", "digits": 3.0}]), max_size=2)
 steps = st.tuples(
-    st.integers(-1, 6),  # which conversation goes on, counted from the latest; -1 is a new one
+    st.integers(-1, 6),  # which conversation continues, counted from the latest; -1 is a new one
     words,  # what is observed
     words,  # what is sampled
     calls,
     st.sampled_from(REWRITINGS),
     st.sampled_from(["goes on", "goes on", "goes on", "edits", "leaves the tools out"]),
-    st.integers(0, 2),  # how many others begin before it has ended
+    st.integers(0, 2),  # how many others begin before it ends
 )
 
 
 @dataclass
 class Node:
-    """A conversation that ended with something sampled, as its agent has it, and as the engine knows it."""
+    """A conversation that ends with a sampled message, as the agent holds it and as the engine knows it."""
 
     messages: list[Message]
     ids: tuple[int, ...]
@@ -73,7 +74,7 @@ class Node:
 
 @dataclass
 class Play:
-    """An agent that does as it is told, several things at a time, and the transcript of it."""
+    """A scripted agent with several concurrent conversations, and its transcript."""
 
     transcript: Transcript = field(default_factory=lambda: Transcript(CODEC, "append", 0.0))
     nodes: list[Node] = field(default_factory=list)
@@ -138,7 +139,7 @@ def same(one: Node, other: Node) -> bool:
 
 
 def place_of(segments: tuple[Segment, ...], logprob: float) -> tuple[int, int]:
-    """The only place where a sampled token stands, known by its logprob."""
+    """The only position of a sampled token, identified by its logprob."""
     (found,) = [
         (number, at)
         for number, segment in enumerate(segments)
@@ -170,7 +171,7 @@ def test_trees_of_conversations_lose_no_token_and_train_none_twice(drawn: list[A
 
 def test_call_ids_tell_replies_of_the_same_words_apart() -> None:
     play = Play()
-    for at in (-1, -1, 0):  # the same reply twice; then the second of them goes on
+    for at in (-1, -1, 0):  # the same reply twice, then the second one continues
         play.step(at, "yes", "so", [{"expression": "1"}], plain, "goes on", 0)
     segments, _ = play.transcript.parts()
     first, second, third = (place_of(segments, generation.logprobs[0])[0] for _, generation in play.given)

@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's or SGLang's protocol over a small real model, and fails in every way it is told to.
+"""A server with vLLM's or SGLang's protocol over a small real model, which fails on request in every way.
 
 In a test: `async with FakeServer("vllm") as server`. Alone, without a model: python fake_server.py vllm PORT
 """
@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-if TYPE_CHECKING:  # a server process without a model is there at once, and torch takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds, and a server without a model needs none
     from transformers import PreTrainedModel
 
 Answer = tuple[int, Any]
@@ -21,32 +21,32 @@ RULE_LOGPROB = -1.5
 
 
 def rule(last: int) -> int:
-    """The next token where there is no model."""
+    """The next token of a server without a model."""
     return (last * 7 + 1) % 97
 
 
 @dataclass
 class FakeServer:
-    """`faults` are used up one by one, each by a request to generate; `log` holds all that was asked."""
+    """Each generate request consumes one of `faults`; `log` holds all requests."""
 
     dialect: str = "vllm"
-    model: "PreTrainedModel | None" = None  # without one it follows a rule: see `rule`
+    model: "PreTrainedModel | None" = None  # without a model it follows `rule`
     port: int = 0
     faults: deque[str] = field(default_factory=deque)
     log: list[tuple[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     gone_callers: int = 0
-    connections: int = 0  # that were ever opened
+    connections: int = 0  # opened in total
     reports_spans: bool = True
     before_temperature: bool = False
     window: int = 4096
-    stale: bool = False  # says that it has loaded weights, and has not
+    stale: bool = False  # reports that it has loaded weights, but has not
     refuses_weights: bool = False
-    orders: deque[int] = field(default_factory=deque)  # statuses with which it answers orders of weights, one by one
+    orders: deque[int] = field(default_factory=deque)  # HTTP statuses of the next weight updates, in order
     label: str = "default"
-    asleep: set[str] = field(default_factory=set)  # parts whose memory it has given back
+    asleep: set[str] = field(default_factory=set)  # parts whose memory is released
     sleepless: bool = False
-    handles: str = "taken"  # or refused, fatal, or garbled: it says that it has taken them, and has not
+    handles: str = "taken"  # or refused, fatal, or garbled: reports success without loading
     pace: float = 0.0  # seconds a token takes
 
     async def __aenter__(self) -> Self:
@@ -165,7 +165,7 @@ class FakeServer:
             self.asleep.remove(path.partition("tags=")[2])
         elif route == "/resume_memory_occupation":
             for part in body["tags"]:
-                self.asleep.remove(part)  # a second time would be the end of a real one
+                self.asleep.remove(part)  # waking a part twice would crash a real server
         elif route == "/abort_request":
             self.aborted.append(body["rid"])
         elif route == "/collective_rpc":
@@ -187,11 +187,11 @@ class FakeServer:
         return 200, {"success": True}
 
     def _open(self, pickled: str, names: list[str] | None, label: str | None) -> Answer:
-        """Weights by handles, which a test makes of the tensors themselves."""
+        """Loads weights from handles, which in tests hold the tensors themselves."""
         if self.handles == "refused":
             return 400, {"error": "Refusing to deserialize"}
         if self.handles == "fatal":
-            self.orders.append(500)  # a dead one takes no files either
+            self.orders.append(500)  # a dead server accepts no files either
             raise ConnectionError
         weights = pickle.loads(base64.b64decode(pickled))
         if names is not None:
@@ -217,7 +217,7 @@ class FakeServer:
 
 
 def _spoilt(answer: Any, fault: str) -> Any:
-    """The answer with one thing wrong in it."""
+    """The response with one defect."""
     choice = answer["choices"][0] if "choices" in answer else answer
     meta = answer.get("meta_info", choice)
     ids = choice["token_ids" if "choices" in answer else "output_ids"]
@@ -255,7 +255,7 @@ async def _reply(writer: asyncio.StreamWriter, status: int, answer: Any, headers
 
 
 async def _drip(writer: asyncio.StreamWriter) -> None:
-    """Slow loris: always a byte more, never the last one."""
+    """Sends bytes slowly and never completes the response."""
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
     while True:
         writer.write(b" ")

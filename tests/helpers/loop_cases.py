@@ -1,4 +1,5 @@
-"""What the loop tests share: an engine that says prepared words and writes everything down, and one way to run it."""
+"""Helpers of the loop tests: an engine that returns scripted replies and records all requests, and a function to run
+it."""
 
 import asyncio
 import itertools
@@ -17,7 +18,7 @@ from rally.types import Episode, FinishReason, Generation, ImageSpan, SamplingPa
 
 @dataclass(frozen=True)
 class Reply:
-    """One prepared turn; `seconds` is how long the engine takes over it."""
+    """One scripted turn; `seconds` is the engine's time for it."""
 
     ids: tuple[int, ...]
     finish: FinishReason = "stop"
@@ -37,7 +38,7 @@ class Call:
 
 @dataclass
 class ScriptedEngine:
-    """An `Engine` that gives every session the same replies, then a plain answer; no two logprobs are the same."""
+    """An `Engine` that gives every session the same replies, then a plain answer. All logprobs are distinct."""
 
     codec: ChatCodec
     script: Sequence[Reply]
@@ -74,7 +75,7 @@ class ScriptedEngine:
 
 
 class Held(NamedTuple):
-    """An episode and the engine that took part in it."""
+    """An episode and its engine."""
 
     episode: Episode
     engine: ScriptedEngine
@@ -132,7 +133,7 @@ def sampling_of(codec: ChatCodec) -> SamplingParams:
 
 
 async def hold(runner: Runner, task: Task | None = None) -> Held:
-    """One episode."""
+    """Runs one episode."""
     (episode,) = await runner.run([make_job(task)], sampling_of(runner.codec))
     assert isinstance(runner.engine, ScriptedEngine)
     return Held(episode, runner.engine)
@@ -153,17 +154,17 @@ def spoken(text: str, *calls: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def written(name: str, arguments: dict[str, Any]) -> str:
-    """A Hermes call in a spelling that no template uses: two spaces where it has one."""
+    """A Hermes call with two spaces where every template has one."""
     return f'<tool_call>{{"name":  "{name}",  "arguments":  {json.dumps(arguments)}}}</tool_call>'
 
 
 def tool_messages(turn: Turn) -> list[dict[str, Any]]:
-    """The messages a tool turn stands for."""
+    """The messages of a tool turn."""
     return [{"role": "tool", "name": r.call.name, "content": r.response.text or ""} for r in turn.tool_results]
 
 
 class Talker(BaseInteraction):
-    """A user that says prepared words, each for half a point more, then `enough`; it writes down what it was asked."""
+    """A simulated user with scripted replies, each worth half a point more, then `enough`; it records its inputs."""
 
     def __init__(self, *words: str, name: str = "talker") -> None:
         super().__init__({"name": name})
@@ -193,7 +194,7 @@ class Talker(BaseInteraction):
 
 
 def asking(user: str = "talker", prompt: Sequence[dict[str, Any]] = PROMPT, **kwargs: Any) -> Task:
-    """A row that asks for a simulated user."""
+    """A row with a simulated user."""
     return make_task(prompt, interaction_kwargs={"name": user, **kwargs})
 
 
@@ -204,7 +205,7 @@ async def calculator(expression: str) -> str:
 
 
 def check_tiling(episode: Episode) -> None:
-    """The turns of a segment own its response tokens, each exactly once, and the mask says whose they are."""
+    """The turns of a segment cover its response tokens, each exactly once, and the mask agrees with their roles."""
     for number, segment in enumerate(episode.segments):
         at = 0
         for turn in (t for t in episode.turns if t.segment == number):
@@ -215,7 +216,7 @@ def check_tiling(episode: Episode) -> None:
 
 
 def check_sampled_once(held: Held) -> None:
-    """Every sampled token stands in exactly one segment, with mask 1, its own logprob and its weight version."""
+    """Every sampled token is in exactly one segment, with mask 1, its own logprob and its weight version."""
     tokens = [
         (token, logprob)
         for segment in held.episode.segments

@@ -1,4 +1,4 @@
-"""Codecs over the three real tokenizers and the tiny one, made once; each knows the tools `calculator` and `search`."""
+"""Codecs over three real tokenizers and the tiny one, built once, all with the tools `calculator` and `search`."""
 
 from pathlib import Path
 from typing import Any

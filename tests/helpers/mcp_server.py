@@ -1,7 +1,8 @@
-"""An MCP server that fails in every way a test asks for; starts in no time, because it imports nothing but Python.
+"""An MCP server that fails on request in every way. It starts fast, because it imports only the standard library.
 
-Launch: python tests/helpers/mcp_server.py [names of the only tools it is to have]
-The same `answer` serves HTTP in the tests.
+Launch: python tests/helpers/mcp_server.py [names of the only tools it offers]
+
+The tests serve the same `answer` over HTTP.
 """
 
 import base64
@@ -144,7 +145,7 @@ def serve_stdio() -> None:
         if "STRICT" in os.environ and "server/discover" in line:
             sys.exit("expected initialize")
         threading.Thread(target=handle, args=(line,), daemon=True).start()
-    while "STUBBORN" in os.environ:  # a server that does not end when its stdin does
+    while "STUBBORN" in os.environ:  # does not exit when its stdin closes
         time.sleep(1)
 
 

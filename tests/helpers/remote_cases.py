@@ -1,4 +1,4 @@
-"""What tests of engines over servers share: settings, an oracle over a module, and a rule for logits."""
+"""Helpers for tests of engines over servers: settings, an oracle over a module, and a rule for logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def change(model: PreTrainedModel) -> None:
 
 
 def ruled(ids: Sequence[int]) -> torch.Tensor:
-    """What a fake server without a model does, as logits."""
+    """The rule of a fake server without a model, as logits."""
     probability = math.exp(RULE_LOGPROB)
     logits_TV = torch.full((len(ids), VOCABULARY), math.log((1 - probability) / (VOCABULARY - 1)))
     logits_TV[range(len(ids)), [rule(token) for token in ids]] = RULE_LOGPROB

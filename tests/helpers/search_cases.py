@@ -1,4 +1,4 @@
-"""A small corpus, a real server process over it, and a tiny encoder, for whoever tests search."""
+"""A small corpus, a real server process over it, and a tiny encoder, for tests of search."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`rally serve retrieval` as a process of its own, which can be killed and started again at the same port."""
+    """A `rally serve retrieval` process that can be killed and restarted at the same port."""
 
     def __init__(self, index: Path) -> None:
         self._index = index

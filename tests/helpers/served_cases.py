@@ -1,4 +1,4 @@
-"""A tiny model that knows one tool call by heart, and `rally serve engine` over it as a process of its own."""
+"""A tiny model that has memorised one tool call, and a `rally serve engine` process that serves it."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "description": 
 
 
 def write_model(folder: Path) -> Path:
-    """After QUESTION it calls the calculator, greedily; after anything else it babbles."""
+    """A model that greedily calls the calculator after QUESTION, and writes random tokens after anything else."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,5 +1,4 @@
-"""Small real models for tests, of every family the engine has fused layers for, fp32 on CPU; and the full forward as
-the spec."""
+"""Small real models of every family with fused layers, fp32 on CPU, and the full forward as the reference."""
 
 import torch
 from transformers import (
@@ -49,7 +48,7 @@ def make_model(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
 
 @torch.no_grad()
 def full_logprobs(model: PreTrainedModel, ids: list[int], prompt_len: int, temperature: float = 1.0) -> list[float]:
-    """The specification: logprobs of ids[prompt_len:] by one ordinary forward over the whole history."""
+    """The reference: logprobs of ids[prompt_len:] by one ordinary forward over the whole history."""
     logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float() / temperature
     logp = torch.log_softmax(logits, -1)
     return [logp[i - 1, ids[i]].item() for i in range(prompt_len, len(ids))]

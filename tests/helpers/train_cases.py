@@ -1,4 +1,4 @@
-"""What the tests of this room train on: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
+"""Helpers of the training tests: episodes of random tokens, a policy that keeps its gradients, tiny folders."""
 
 import io
 import itertools
@@ -42,7 +42,7 @@ EASY = arithmetic.ArithmeticSpec(a=(1, 9), b=(1, 9), c=(1, 9), forms=("{a}+{b}*{
 
 
 def segment(rng: random.Random, pattern: str, prompt: int = 5) -> Segment:
-    """Random tokens: `pattern` has s for sampled and o for observed, such as "sssoos"; old log-probs are made up."""
+    """Random tokens: `pattern` has s for sampled and o for observed, such as "sssoos"; old log-probs are arbitrary."""
     mask = tuple(int(letter == "s") for letter in pattern)
     return Segment(
         prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(prompt)),
@@ -58,7 +58,7 @@ def episode(name: str, group: str, reward: float | None, *segments: Segment, **f
 
 
 def uneven_episodes(seed: int = 0) -> list[Episode]:
-    """Two groups with a signal and one without; lengths from 1 to 40; one episode has two segments."""
+    """Two groups with signal and one without; lengths from 1 to 40; one episode has two segments."""
     rng = random.Random(seed)
     return [
         episode("a0", "a", 1.0, segment(rng, "ssssooooss", prompt=3)),
@@ -72,7 +72,7 @@ def uneven_episodes(seed: int = 0) -> list[Episode]:
 
 
 def told_episode(name: str, reward: float, pattern: str, earned: list[float | None], texts: list[str]) -> Episode:
-    """Turns as a loop records them: runs of sampled tokens, each followed by what a tool said and gave for it."""
+    """Turns as a loop records them: runs of sampled tokens, each followed by a tool response and its reward."""
     one, turns, at = segment(random.Random(name), pattern), [], 0
     runs = pattern.replace("so", "s|o").replace("os", "o|s").split("|")
     calls = iter(zip(earned, texts, strict=True))
@@ -112,7 +112,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class KeepingPolicy(Policy):
-    """It stays where it is, and keeps the gradients of each mini-batch."""
+    """A policy with learning rate 0 that keeps the gradients of each mini-batch."""
 
     def __init__(self, model: PreTrainedModel, gradient_checkpointing: bool = False) -> None:
         attention.install(model)
@@ -125,7 +125,7 @@ class KeepingPolicy(Policy):
 
 
 def calm_model(seed: int = 0) -> PreTrainedModel:
-    """A small Qwen2 in which rounding errors do not grow on their way, so that equality can be asked for to 1e-6."""
+    """A small Qwen2 in which rounding errors do not grow, so that results can be compared to 1e-6."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -152,7 +152,7 @@ def difference(a: Gradients, b: Gradients) -> float:
 
 
 def size(gradients: Gradients) -> float:
-    """What rounding errors are measured against: the largest entry, or 1."""
+    """The scale for rounding errors: the largest entry, or 1."""
     return max(1.0, *(float(g.abs().max()) for g in gradients.values()))
 
 
@@ -229,7 +229,7 @@ def run_config(home: Path, out: Path, *overrides: str) -> Config:
 
 
 class Paper:
-    """A console whose words can be read."""
+    """A console whose output can be read."""
 
     def __init__(self) -> None:
         self._file = io.StringIO()
@@ -264,7 +264,7 @@ def paper() -> Paper:
 
 @contextmanager
 def files_of_at_most(count: int) -> Iterator[None]:
-    """The disk is full for every file that grows beyond `count` bytes."""
+    """Simulates a full disk: writes beyond `count` bytes of a file fail."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
     try:

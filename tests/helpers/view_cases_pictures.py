@@ -1,4 +1,4 @@
-"""An episode whose question and whose tool show an image."""
+"""An episode with one image in the question and one from a tool."""
 
 from vision_cases import make_codec, make_image
 

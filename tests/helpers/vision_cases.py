@@ -1,5 +1,5 @@
-"""Tiny models that see, of every family we know, fp32 on CPU; their processor, tokenizer and template; pictures; and
-the module's own multimodal forward as the spec."""
+"""Tiny vision-language models of every supported family, fp32 on CPU: with processor, tokenizer, template, images, and
+the module's own multimodal forward as the reference."""
 
 import functools
 import io
@@ -82,7 +82,7 @@ def make_codec(**options: Any) -> ChatCodec:
 
 
 def picture(seed: int = 0, width: int = 24, height: int = 16, kind: str = "PNG") -> bytes:
-    """Noise: no two seeds look alike to a model."""
+    """A noise image; every seed gives a different one."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
     buffer = io.BytesIO()
     PILImage.fromarray(pixels).save(buffer, kind)
@@ -136,7 +136,7 @@ TOKENS = {"image": PAD, "vision_start": START, "vision_end": END}
 
 
 def _made(model: Any) -> PreTrainedModel:
-    for parameter in model.parameters():  # zero biases and unit norms would hide mistakes
+    for parameter in model.parameters():  # zero biases and unit norms would hide errors
         parameter.data += 0.02 * torch.randn_like(parameter)
     tokenizer, embeddings = make_tokenizer(), model.get_input_embeddings().weight.data
     embeddings[tokenizer.unk_token_id] = embeddings[tokenizer.convert_tokens_to_ids(PAD)]  # see `full_logits`
@@ -171,7 +171,7 @@ def full_logprobs(
 
 
 def write_vision_model(folder: Path, family: str = "qwen3_vl") -> Path:
-    """A whole folder: model, tokenizer, image processor."""
+    """Writes a complete folder: model, tokenizer, image processor."""
     make_vision_model(family).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     make_processor().save_pretrained(folder)

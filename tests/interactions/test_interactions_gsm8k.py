@@ -1,4 +1,4 @@
-"""The GSM8K user against hand-written episodes: what it says, when it stops, and what it remembers."""
+"""The simulated GSM8K user against hand-written episodes: its replies, when it stops, and its state."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def session(user: Gsm8kInteraction, episode: str = "e", **kwargs: Any) -> Intera
 
 
 async def hear(held: InteractionSession, *answers: str) -> list[tuple[bool, str, float | None]]:
-    """What the user says to each answer, given the whole conversation so far."""
+    """The user's reply to each answer, given the whole conversation so far."""
     messages: list[Message] = [{"role": "user", "content": "How many?"}]
     heard = []
     for answer in answers:

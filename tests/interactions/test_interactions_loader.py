@@ -1,4 +1,4 @@
-"""An interaction YAML becomes users, a row finds its own, and every mistake is one sentence."""
+"""An interaction YAML becomes simulated users, each row gets its own, and every mistake is one error sentence."""
 
 from pathlib import Path
 from typing import Any

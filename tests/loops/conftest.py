@@ -1,4 +1,4 @@
-"""Codecs over real tokenizers and the tiny one, made once."""
+"""Codecs over real tokenizers and the tiny one, built once per session."""
 
 from loop_codecs import codecs, tiny
 

@@ -1,4 +1,4 @@
-"""Hundreds of episodes run at once: waiting for a tool costs the others nothing."""
+"""Hundreds of episodes run at once: one that waits for a tool does not delay the others."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ async def test_three_hundred_episodes_wait_for_their_tools_together(tiny: ChatCo
 
 
 async def test_a_slow_tool_delays_nobody_else(tiny: ChatCodec) -> None:
-    """The tool blocks its thread until all others have finished: it would wait in vain if they waited for it."""
+    """The tool blocks its thread until all others have finished; if they waited for it, it would never return."""
     others_done = threading.Event()
     done: list[str] = []
 
@@ -63,7 +63,7 @@ async def test_a_slow_tool_delays_nobody_else(tiny: ChatCodec) -> None:
 
 
 class Attendance(ScriptedEngine):
-    """It writes down who is expected and who has left."""
+    """An engine that records which exchanges are expected and which have left."""
 
     def __init__(self, codec: ChatCodec) -> None:
         super().__init__(codec, ())
@@ -78,7 +78,7 @@ class Attendance(ScriptedEngine):
 
 
 async def test_what_an_episode_leads_to_is_expected_before_the_episode_leaves(tiny: ChatCodec) -> None:
-    """An engine in lockstep would else make a step in between, or not, depending on how long scoring took."""
+    """Otherwise a lockstep engine might make a step in between, depending on the time that scoring takes."""
     runner = make_runner(tiny)
     runner.engine = engine = Attendance(tiny)
 

@@ -1,4 +1,4 @@
-"""What the policy sampled is the truth: never encoded again, masked 1 exactly, and what the next turn begins with."""
+"""Sampled ids are never encoded again, have mask 1, and are the prefix of the next turn's prompt."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ from rally.types import StopReason, ToolStatus
 
 LIGHT = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 ALL = ["tiny", "qwen2_5", "qwen3", "llama3_2"]
-APPEND_ONLY = [("tiny", 3), ("qwen2_5", 3), ("llama3_2", 1)]  # Llama's template refuses parallel calls
+APPEND_ONLY = [("tiny", 3), ("qwen2_5", 3), ("llama3_2", 1)]  # Llama's template rejects parallel calls
 
 LETTERS = "abz019 \n\t.,:;'\"{}[]()<>/\\|=#_-é漢日🙂\u00a0\u2028"
 plain = st.text(LETTERS, max_size=25)
@@ -57,7 +57,7 @@ BROKEN = ["<tool_call>calc(2+3", '<tool_call>{"name": </tool_call>', "</tool_cal
 
 
 def tools_saying(texts_to_say: Sequence[str]) -> list[FunctionTool]:
-    """Two tools that answer with the given texts, one after the other."""
+    """Two tools that return the given texts, one after the other."""
     supply = itertools.cycle(texts_to_say)
 
     async def calculator(expression: str) -> str:
@@ -77,7 +77,7 @@ def converse(
     said_by_user: Sequence[str] = (),
     **kw: Any,
 ) -> Held:
-    """An exchange, and where `said_by_user` is not empty one with a user who says that, turn by turn."""
+    """An exchange with tools or, if `said_by_user` is not empty, with a user who sends these texts turn by turn."""
     users = Interactions([Talker(*said_by_user)])
     limits = {"max_tool_failures": 0, "max_repeated_calls": 0}
     runner = make_runner(codec, script, tools_saying(said_by_tools), interactions=users, **limits, **kw)
@@ -88,7 +88,7 @@ def converse(
 
 @dataclass(frozen=True)
 class Wild:
-    """A turn as a policy might sample it: pieces, each tokenized alone, and whether its end-of-turn token came."""
+    """A turn as a policy might sample it: pieces, each tokenized alone, with or without the end-of-turn token."""
 
     pieces: tuple[Any, ...]
     closed: bool
@@ -100,7 +100,7 @@ class Wild:
 
     @staticmethod
     def _tokens(codec: ChatCodec, piece: Any) -> list[int]:
-        if isinstance(piece, int):  # models have padded vocabularies: an id may mean nothing to the tokenizer
+        if isinstance(piece, int):  # vocabularies are padded: the tokenizer may not know an id
             return [piece % (len(codec.tokenizer) + 200)]
         if isinstance(piece, tuple):
             key = "parameters" if codec.format.name == "llama3_json" else "arguments"
@@ -123,7 +123,7 @@ def test_every_turn_begins_with_all_that_was_sampled(codecs: dict[str, ChatCodec
     @LIGHT
     @example(
         [{"role": "user", "content": "Why?"}], [calling] * 4, ["2"], []
-    )  # chance alone may draw only short exchanges
+    )  # random draws alone may give only short exchanges
     @example([{"role": "user", "content": "Why?"}], [calling, Wild(("so",), closed=False)], ["2"], ["And?"] * 3)
     @given(questions, st.lists(wild_turns, min_size=1, max_size=8), answers, st.lists(texts, max_size=3))
     def check(question: Any, turns: list[Wild], said_by_tools: list[str], said_by_user: list[str]) -> None:
@@ -225,7 +225,7 @@ thinking_turns = st.tuples(st.sampled_from(THINKING), thoughts, st.lists(argumen
 
 
 def thinking_reply(codec: ChatCodec, drawn: tuple[str, str, list[tuple[str, dict[str, Any]]]]) -> Reply:
-    """A turn that thinks in the template's own shape, or in none of it, before it calls tools."""
+    """A turn that thinks, in the template's format or another, before it calls tools."""
     shape, thought, calls = drawn
     text = shape.format(thought)
     if shape == THINKING[0]:
@@ -251,7 +251,7 @@ def test_qwen3_thinking_is_kept_as_it_was_sampled(codecs: dict[str, ChatCodec]) 
 
 
 def check_rerendered(held: Held, question: Sequence[dict[str, Any]], codec: ChatCodec) -> None:
-    """The engine was always given the template's rendering; a segment ends exactly where that breaks with it."""
+    """The engine always received the template's rendering; a segment ends exactly where the rendering diverges."""
     known: tuple[int, ...] = ()
     messages = list(question)
     prompts, observed = [], [tool_messages(turn) for turn in held.episode.turns if turn.role == "tool"]

@@ -1,4 +1,4 @@
-"""Images of the row and of tools reach the engine at their places, in every turn; what cannot be shown is told."""
+"""Images of rows and tools reach the engine at their positions in every turn; one that cannot be shown is reported."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ZOOM = ("image_zoom_in_tool", {"bbox_2d": [0, 0, 30, 40]})
 
 
 class Show(BaseTool[Any]):
-    """Returns what it was made with."""
+    """Returns the response it was constructed with."""
 
     def __init__(self, *images: Any) -> None:
         super().__init__({}, {"name": "show", "description": "Shows.", "parameters": {"type": "object"}})
@@ -95,7 +95,7 @@ async def test_a_prompt_with_images_is_not_cut() -> None:
 
 
 class Own(AgentLoopBase):
-    """A user's loop: plain lists, and where the images stand."""
+    """A user's loop that returns plain lists, and the images with their positions."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         ids, images = self.codec.prompt(self.task.prompt)
@@ -106,7 +106,7 @@ class Own(AgentLoopBase):
 
 
 class Bare(AgentLoopBase):
-    """The same for who has the images alone."""
+    """A user's loop that returns the images without their positions."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         ids = self.codec.encode_prompt(self.task.prompt)
@@ -119,7 +119,7 @@ class Bare(AgentLoopBase):
 
 
 class Forgetful(AgentLoopBase):
-    """Never says that there are images."""
+    """A user's loop that does not return its images."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         ids = self.codec.encode_prompt(self.task.prompt)
@@ -128,7 +128,7 @@ class Forgetful(AgentLoopBase):
 
 
 class FromVerl(VerlAgentLoop):
-    """Takes its prompt for text."""
+    """A verl loop that treats its prompt as text."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
         raise AssertionError(await self.apply_chat_template(self.task.prompt))

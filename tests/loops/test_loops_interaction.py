@@ -1,4 +1,4 @@
-"""A row's simulated user answers every turn without a tool call, and is always told that it is over."""
+"""A row's simulated user answers every turn without a tool call, and is always finalized."""
 
 import asyncio
 from typing import Any
@@ -104,7 +104,7 @@ async def test_a_row_without_a_user_ends_as_before(tiny: ChatCodec) -> None:
     ("limits", "reason", "roles"),
     [
         ({"max_user_turns": 1}, StopReason.MAX_USER_TURNS, "aua"),
-        ({"max_assistant_turns": 2}, StopReason.MAX_TURNS, "auau"),  # the last answer is still judged
+        ({"max_assistant_turns": 2}, StopReason.MAX_TURNS, "auau"),  # the last answer is still scored
         ({"max_assistant_turns": 2, "max_user_turns": 1}, StopReason.MAX_TURNS, "aua"),
         ({"max_assistant_turns": 1, "max_user_turns": 1}, StopReason.MAX_TURNS, "au"),
     ],
@@ -132,7 +132,7 @@ async def test_words_that_do_not_fit_the_budget_are_recorded_without_tokens(tiny
 
 
 class Failing(Talker):
-    """Fails in the method and the way it is told to; the others write down that they ran."""
+    """Fails in the given method and way; the other methods record that they ran."""
 
     def __init__(self, method: str, how: str) -> None:
         super().__init__("And?")

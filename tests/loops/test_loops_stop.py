@@ -1,4 +1,4 @@
-"""Every episode ends for one named reason, and everything that was cut, refused or late is written down."""
+"""Every episode ends with one named stop reason; truncations, rejections and time-outs are recorded."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ def naming(codec: ChatCodec, name: str, **arguments: Any) -> Reply:
 
 
 def whole(held: Held) -> Held:
-    """The same, once its tokens are known to be in order."""
+    """The same episode, after a check of its tokens."""
     check_tiling(held.episode)
     check_sampled_once(held)
     return held
@@ -218,7 +218,7 @@ async def test_single_turn_ends_as_its_one_turn_does(tiny: ChatCodec, finish: An
 
 
 class Fragile(AgentLoopBase):
-    """Fails as often as it is told to, over all of its instances."""
+    """Fails the given number of times over all of its instances."""
 
     left = 0
 
@@ -316,7 +316,7 @@ async def test_tool_text_over_the_token_limit_is_cut_and_flagged(
 
 
 class Account(BaseTool[Any]):
-    """Writes down when it is opened and let go; letting go takes a moment."""
+    """Records when it is created and released; the release takes a moment."""
 
     def __init__(self) -> None:
         super().__init__(tool_schema={"name": "account", "parameters": {"type": "object", "properties": {}}})

@@ -1,4 +1,4 @@
-"""An agent loop of one's own: found by name, path or file, made with its options, and told in words what is wrong."""
+"""User-defined agent loops: found by name, path or file, built with their options, with clear errors."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +24,13 @@ from rally.tools import function_tool
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten after it."""
+    """Removes what a test registers."""
     monkeypatch.setattr(loop_registry, "_LOOPS", dict(loop_registry._LOOPS))
     yield
 
 
 class Twice(AgentLoopBase):
-    """Asks, says a word of its own, and asks again; returns plain lists."""
+    """Samples, adds a message of its own, and samples again; returns plain lists."""
 
     def __init__(self, word: str = "again", max_tokens: int = 50) -> None:
         self.word = word
@@ -127,7 +127,7 @@ class Stranger:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the user's, in the working folder."""
+    """A user's module in the working folder."""
     name = f"loops_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The chunked head computes what autograd computes on whole logits, for every head that it is used for."""
+"""The chunked output head equals autograd on whole logits, in each of its uses."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("rows", [1, 5, 23, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_it_equals_autograd_on_whole_logits(rows: int, temperature: float) -> None:
-    """Entropy and log-probability both have a gradient here, each token another one."""
+    """Entropy and log-probability both have a gradient here, a different one for each token."""
     hidden, weight, targets = problem()
     slopes = torch.linspace(-1, 2, len(hidden))
     found = HeadLogprobs.apply(hidden, weight, targets, temperature, rows, True)
@@ -54,7 +54,7 @@ def test_without_being_asked_the_entropy_has_no_gradient() -> None:
 
 
 def test_a_sure_token_has_exact_numbers() -> None:
-    """Logits of hundreds must overflow nowhere, and what is certain has log-probability and entropy 0."""
+    """Logits of hundreds must not overflow, and a certain token has log-probability and entropy 0."""
     hidden, weight = torch.tensor([[300.0], [-300.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
     logp, entropy = HeadLogprobs.apply(hidden, weight, torch.tensor([0, 0]), 1.0, 1, False)
     assert logp.tolist() == [0, -600] and entropy.tolist() == [0, 0]
@@ -78,7 +78,7 @@ def with_bias(model: PreTrainedModel) -> None:
 
 def with_wrapper(model: PreTrainedModel) -> None:
     class Adapted(torch.nn.Linear):
-        """Stands for a head with LoRA."""
+        """Stands in for a head with LoRA."""
 
     weight = model.lm_head.weight
     model.lm_head = Adapted(weight.shape[1], weight.shape[0], bias=False)

@@ -1,4 +1,4 @@
-"""Loading: folders, GGUF files and hub names; the tokenizer file is the truth; mistakes are one sentence."""
+"""Loading from folders, GGUF files and hub names; the tokenizer follows its file; mistakes are one error sentence."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ GGUF = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m.gguf"
 
 
 def test_the_tokenizer_file_beats_the_class_that_the_model_family_suggests(tmp_path):
-    """A Qwen2 folder with another tokenizer: transformers' automatic class reads it wrongly, we do not."""
+    """A Qwen2 folder with another tokenizer, which transformers' automatic class reads wrongly."""
     tokenizer = tiny_tokenizer()
     make_model("qwen2").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""With LoRA only the adapters move; the engine samples from them, the reference is the base, files load anywhere."""
+"""LoRA trains only the adapters: the engine samples from them, the reference is the base model, PEFT loads the
+files."""
 
 import json
 import shutil
@@ -36,7 +37,7 @@ WITH_KL = UpdateSettings(mini_batch_groups=8, kl_coef=0.7)
 
 
 def adapted(dtype: torch.dtype = torch.float32, trained: bool = True, **settings: Any) -> PreTrainedModel:
-    """A small model with adapters that, once `trained`, do something."""
+    """A small model with adapters that have an effect if `trained`."""
     model = make_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -142,7 +143,7 @@ def test_the_engine_samples_from_the_adapted_policy(backend: str, targets: tuple
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_moves_what_the_engine_holds(dtype: torch.dtype, tmp_path: Path) -> None:
-    """CUDA graphs and packed products go by addresses: an update, a reference and a checkpoint leave them alone."""
+    """CUDA graphs and packed products hold addresses: an update, a reference and a checkpoint must not move tensors."""
     model = adapted(dtype)
     policy = small_policy(model, lr=1e-2)
     core = EngineCore(model, EngineSettings(max_model_len=64, max_num_seqs=4, backend="paged"), num_pages=32)
@@ -165,7 +166,7 @@ def test_nothing_moves_what_the_engine_holds(dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_engine_samples_from_the_adapted_policy_on_a_gpu(eager: bool) -> None:
-    """Through CUDA graphs, and after an update that writes the adapters where they lie."""
+    """Through CUDA graphs, and after an update that writes the adapters in place."""
     model = adapted(torch.bfloat16).cuda()
     core = EngineCore(model, EngineSettings(max_model_len=64, max_num_seqs=4, eager=eager), num_pages=32)
     for change in (0.0, 0.05):

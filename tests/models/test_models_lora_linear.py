@@ -1,5 +1,4 @@
-"""A layer with a plain adapter is computed as PEFT computes it, and by the engine as by the trainer; others are left to
-PEFT."""
+"""The fused layer with a plain adapter equals PEFT's, in engine and trainer; PEFT computes all other adapters."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +32,7 @@ class Holder(nn.Module):
 
 
 def layer_of(bias: bool = True, dtype: torch.dtype = torch.float64, **config: Any) -> Any:
-    """PEFT's layer over a linear one, its second matrix no longer zero."""
+    """PEFT's layer over a linear one, with a second matrix that is not zero."""
     torch.manual_seed(0)
     holder = Holder(bias, dtype)
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["proj"]} | config
@@ -45,7 +44,7 @@ def layer_of(bias: bool = True, dtype: torch.dtype = torch.float64, **config: An
 
 
 def gradients(layer: nn.Module, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """What the layer gives, and the gradients of its input and of all its parameters."""
+    """The output of the layer, and the gradients of its input and of all its parameters."""
     layer.zero_grad()
     generator = torch.Generator().manual_seed(1)
     dtype = next(layer.parameters()).dtype
@@ -138,7 +137,7 @@ def adapted(family: str = "qwen2", targets: tuple[str, ...] = ("all-linear",)) -
 
 @torch.no_grad()
 def change(model: PreTrainedModel, seed: int) -> None:
-    """Write the adapters where they lie."""
+    """Writes the adapters in place."""
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

@@ -1,4 +1,4 @@
-"""A model that never learned the tokens of its chat format is told of before a run, and they can be spelled out."""
+"""Tokens of the chat format that a model never learned are reported before a run, and can be spelled out."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ KEY = "actor_rollout_ref.model.spelled_tokens"
 
 @pytest.fixture
 def blind(tmp_path: Path) -> Path:
-    """A model whose vocabulary ends in twenty unused rows, and whose rows of the two tags are like them."""
+    """A model with twenty unused embedding rows at the end, whose rows of the two tags are like them."""
     folder = write_model(tmp_path / "blind")
     tokenizer, model = load_tokenizer(str(folder)), AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(len(tokenizer) + 20)

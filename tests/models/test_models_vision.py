@@ -1,4 +1,4 @@
-"""The engine shows images to the module exactly as the module's own forward does, cut, cached or computed again."""
+"""The engine's results on images equal the module's own forward: chunked, cached or computed again."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def error(model, segment: Segment) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_a_multi_turn_episode_are_those_of_the_full_forward(family: str, backend: str) -> None:
     model, codec = make_vision_model(family), make_codec()
-    core = make_core(model, backend, max_num_batched_tokens=7)  # images are cut into several chunks
+    core = make_core(model, backend, max_num_batched_tokens=7)  # images are split into several chunks
     segment = ask(core, asked(codec, make_image(1), make_image(2, 40, 20)))
     segment = ask(core, answered(codec, segment, make_image(3, 16, 32)))
     segment = ask(core, answered(codec, segment))
@@ -110,7 +110,7 @@ def test_new_weights_look_again() -> None:
 
 
 def test_a_placeholder_that_was_sampled_is_a_token_and_no_image() -> None:
-    """What the policy writes can neither take an image from its place nor move anything."""
+    """A sampled placeholder can neither take the position of an image nor shift anything."""
     model, codec = make_vision_model(), make_codec()
     pad = codec.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_a_placeholder_that_was_sampled_is_a_token_and_no_image() -> None:
 def test_positions_are_those_of_the_module(shapes: list[tuple[int, int, int]], tail: int) -> None:
     spans, at = [], 0
     for gap, rows, columns in shapes:
-        at += gap + (1 if spans else 0)  # the module takes two images without a token between them for one
+        at += gap + (1 if spans else 0)  # the module reads two adjacent images as one
         spans.append(ImageSpan(at, rows, columns, IMAGE))
         at = spans[-1].end
     length = at + tail

@@ -1,4 +1,4 @@
-"""On a GPU, kernels and graphs give a model that sees what its own forward gives, up to half precision."""
+"""On a GPU, kernels and CUDA graphs equal a vision-language model's own forward, up to half precision."""
 
 import pytest
 import torch

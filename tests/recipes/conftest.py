@@ -1,4 +1,4 @@
-"""A working folder that holds what every recipe needs, made once."""
+"""A working folder with the inputs of every recipe, made once per session."""
 
 from pathlib import Path
 

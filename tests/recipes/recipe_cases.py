@@ -1,4 +1,4 @@
-"""Every shipped recipe made small: its own YAML, with a tiny random model and a handful of its own rows."""
+"""Every shipped recipe at a small scale: its own YAML, with a tiny random model and a few of its own rows."""
 
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def passing(rows, total, label):  # type: ignore[no-untyped-def]
 
 
 def write_home(home: Path) -> Path:
-    """All that the recipes read, few rows of each, where their YAML look for it."""
+    """All inputs of the recipes, with few rows each, at the paths in their YAML."""
     write_tiny_model(home / "models" / "tiny")
     for model in MODELS:
         (home / model).mkdir(parents=True)

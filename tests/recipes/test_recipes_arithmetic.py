@@ -1,4 +1,4 @@
-"""The arithmetic demo: right answers, no leak from test to train, and habits that are what they are called."""
+"""The arithmetic demo: answers are right, test does not leak into train, behaviours match their names."""
 
 import random
 import re

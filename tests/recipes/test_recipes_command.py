@@ -1,4 +1,4 @@
-"""The command line: recipes are listed with commands that can be copied, and run by name."""
+"""The command line lists recipes with commands that can be copied, and runs them by name."""
 
 from pathlib import Path
 

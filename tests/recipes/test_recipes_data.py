@@ -1,4 +1,4 @@
-"""Rows of the search, code and triage recipes: splits never mix, answers are right, prompts can be changed."""
+"""Rows of the search, code and triage recipes: splits are disjoint, answers are right, prompts can be changed."""
 
 import random
 import sys
@@ -60,7 +60,7 @@ PASSAGES = {"A tower": "It was built by Ann (poet).", "Ann (poet)": "Born in Rom
 
 
 def found(queries: list[str]) -> list[str]:
-    """What a search by title finds; a question finds the tower."""
+    """The passages that a search by title finds; a question finds the tower."""
     hits = [query if query in PASSAGES else "A tower" for query in queries]
     return [f'Doc 1(Title: "{title}") {PASSAGES[title]}\n' for title in hits]
 

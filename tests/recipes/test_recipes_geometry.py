@@ -1,4 +1,4 @@
-"""What is asked about a figure is true of it, stands in the picture alone, and what is tested was not trained on."""
+"""Questions are true of their figure, the values are only in the image, and test does not overlap with train."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""GSM8K rows against the real files: all of them, with the right ground truths."""
+"""GSM8K rows from the real files are complete, with the right ground truths."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`rally run`: a recipe's stages are planned from what it needs, run one after the other, and never run twice."""
+"""`rally run` plans the stages of a recipe from its needs, runs them in order, and never runs one twice."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every shipped YAML is listed, loads, can be looked at with --dry-run, and trains for two steps on a CPU."""
+"""Every shipped YAML is listed, loads, passes --dry-run, and trains for two steps on a CPU."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SFT = [recipe for recipe in list_recipes() if recipe.command == "sft"]
 
 
 def small(recipe: Recipe, out: Path) -> list[str]:
-    """Overrides that a tiny machine needs; those of methods that the recipe does not use would be errors."""
+    """Overrides for a small machine. Keys of methods that the recipe does not use would be errors."""
     text = "".join(path.read_text() for path in (recipe.path, recipe.path.parent / "train.yaml"))
     used = {"filter_groups": "filter_groups", "gen_batch_size": "gen_batch_size", "overlong": "overlong_buffer_cfg"}
     used |= {"critic": "critic:", "curriculum": "curriculum:"}

@@ -1,4 +1,4 @@
-"""Two-round triage: tools in round 1 alone, one reply in round 2, and only that reply is rewarded."""
+"""Two-round triage: tools only in round 1, one reply in round 2, and only that reply is rewarded."""
 
 import json
 from pathlib import Path

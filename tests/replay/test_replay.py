@@ -1,4 +1,4 @@
-"""A recorded episode can be rendered, scored and sampled again, and what departs is named."""
+"""A recorded episode can be rendered, scored and sampled again, and differences are named."""
 
 import json
 import random
@@ -25,7 +25,7 @@ DETERMINISTIC = "actor_rollout_ref.rollout.deterministic=true"
 
 @pytest.fixture(scope="module")
 def run(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two deterministic steps, the second refilled as groups end, with shaped rewards; validation in two parts."""
+    """Two deterministic steps, the second with refilled groups, with shaped rewards; validation in two parts."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = run_config(
         home,
@@ -63,7 +63,7 @@ def words(found: Replayed, part: str) -> str:
 
 
 def change(run: Path, id: str, **fields: object) -> None:
-    """Alter the record of one episode."""
+    """Changes the record of one episode."""
     folder, step, validate = RunFolder(run), int(id[1:7]), id[0] == "v"
     episodes = [replace(e, **fields) if e.id == id else e for e in folder.read_episodes(step, validate)]
     folder.log_episodes(step, episodes, validate)

@@ -1,4 +1,4 @@
-"""Vectors are what the encoder's makers meant: prefix, pooling and length by family or by its own files."""
+"""Dense vectors follow the encoder's conventions for prefix, pooling and length, by its family or its own files."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ QUERIES = ["capital of france.", "the tallest mountain", "rock"]
 
 
 def by_hand(model: str | Path, text: str, pooling: str) -> np.ndarray[Any, Any]:
-    """The specification: one text, no batch, no padding."""
+    """The reference: one text, no batch, no padding."""
     ids = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
     with torch.no_grad():
         hidden_TH = AutoModel.from_pretrained(model)(**ids).last_hidden_state[0]

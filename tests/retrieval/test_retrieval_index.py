@@ -1,4 +1,4 @@
-"""A corpus becomes an index, whole or not at all; any text is a query; damaged lines are named."""
+"""An index is built completely or not at all, accepts any text as a query, and names damaged lines of the corpus."""
 
 import gzip
 import json

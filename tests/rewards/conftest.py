@@ -1,4 +1,4 @@
-"""What the tests of this room share: episodes from a few words, and reward functions in real files."""
+"""Fixtures of the reward tests: episodes from short texts, and reward functions in real files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in functions score in this process, and nothing of a user's does."""
+"""Built-in reward functions score in process; a user's function never does."""
 
 from __future__ import annotations
 

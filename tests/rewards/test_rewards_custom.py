@@ -1,4 +1,4 @@
-"""A user's reward function, found in a file or a module, or refused with one clear sentence."""
+"""A user's reward function is loaded from a file or a module, or rejected with one clear sentence."""
 
 from __future__ import annotations
 

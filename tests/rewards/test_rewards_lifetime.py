@@ -1,4 +1,4 @@
-"""No worker outlives its use: not close(), not the death of the parent; and a worker that is shot is replaced."""
+"""Reward workers end on close() and on the death of the parent, and a killed worker is replaced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PID = """
 
 
 def is_running(pid: int) -> bool:
-    """A zombie is not, for nobody may come to collect it, unless it has other threads: they may hold its pipes open."""
+    """Whether the process runs. A zombie counts only if it has other threads, which may hold its pipes open."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1

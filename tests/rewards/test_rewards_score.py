@@ -1,4 +1,4 @@
-"""What a reward function may return, and that everything else is an error and not a 0."""
+"""Return values of reward functions: which are valid, and that all others are errors and not a 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward function is shown of an episode, and what is reported of many."""
+"""The inputs of a reward function for one episode, and the summary over many scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each component of a shaped reward is what its definition says, told by name, and on the turn that earned it."""
+"""Each component of a shaped reward follows its definition, is reported by name, and belongs to the right turn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_call_that_is_answered_earns_once_and_its_repetition_costs(make_episod
     assert episode.reward == pytest.approx(1.18) and episode.reward_info["score"] == 1.0
     assert [turn.reward for turn in episode.turns] == [0.1, None, -0.03, None, 0.1, None, None]
     assert episode.reward_info["shaping/on_turns"] == pytest.approx(0.17)
-    assert outcome(episode) == pytest.approx(1.01)  # the score, and what no turn earned alone
+    assert outcome(episode) == pytest.approx(1.01)  # the score, and the components that belong to no turn
     assert outcome(make_episode(reward=0.5)) == 0.5
 
 

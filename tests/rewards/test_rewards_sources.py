@@ -1,4 +1,4 @@
-"""What the built-in data sources score, with which keywords, and how they refuse."""
+"""Scores of the built-in data sources, their keyword arguments and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions over trajectories, and score functions that reward files of verl import, score as elsewhere."""
+"""Reward functions over trajectories, and the score functions that reward files import from verl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a reward function does in its worker, the answer is a Score, and the neighbours get theirs."""
+"""Whatever a reward function does in its worker, the result is a Score, and other episodes get theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rally import StopReason
 from rally.rewards import RewardError, RewardSpec, Score, Scorer
 
-# One function, many characters: the ground truth says how it is to behave.
+# One function with many behaviours, selected by the ground truth.
 MOODS = """
     import asyncio, ctypes, faulthandler, os, re, signal, sys, time
 
@@ -61,7 +61,7 @@ async def score_all(path: str, make_episode: Any, moods: list[str], *, workers: 
 
 
 async def score_one(path: str, make_episode: Any, mood: str, timeout: float = 20) -> Score:
-    """The score, and the proof that the next episode gets its own all the same."""
+    """The score; also checks that the next episode gets its own."""
     score, after = await score_all(path, make_episode, [mood, "number"], timeout=timeout)
     assert after.reward == 1.0
     return score
@@ -176,7 +176,7 @@ async def test_many_at_once(source: str | None, write_reward: Any, make_episode:
         episodes = [make_episode(f"#### {i}", truth=str(i - i % 3)) for i in range(300)]
         start = time.monotonic()
         scores = await asyncio.gather(*(scorer.score(episode) for episode in episodes))
-        assert time.monotonic() - start < 3.0  # about 0.1 s; ten times that is a busy machine, not this code
+        assert time.monotonic() - start < 3.0  # about 0.1 s; the rest is for a busy machine
     assert [score.reward for score in scores] == [float(i % 3 == 0) for i in range(300)]
 
 

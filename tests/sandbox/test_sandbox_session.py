@@ -1,4 +1,4 @@
-"""A session keeps its variables from call to call, through errors and time-outs, and ends when it is closed."""
+"""A session keeps its variables from call to call, through errors and time-outs, and ends on close."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What counts as a right answer to an arithmetic question."""
+"""Which answers to an arithmetic question are right."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Short answers to questions are compared as words."""
+"""Short answers to questions are compared after normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a right answer to a grade-school problem."""
+"""Which answers to a grade-school problem are right."""
 
 import json
 from pathlib import Path

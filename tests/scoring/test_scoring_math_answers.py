@@ -1,4 +1,4 @@
-"""Mathematical answers: where they are found, which spellings are one answer, and what they score."""
+"""Mathematical answers: how they are extracted, which notations are equal, and their scores."""
 
 from __future__ import annotations
 

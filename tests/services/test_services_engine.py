@@ -1,4 +1,4 @@
-"""The real `openai` client, and our own replica, against real server processes over a tiny model."""
+"""The real `openai` client and our own client against real server processes over a tiny model."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""Who may ask, how many may, and what is said when the engine is broken: in process, where a step can be held up."""
+"""The engine's HTTP app in process, where a step can be held up: authorization, admission, errors of a broken
+engine."""
 
 import asyncio
 import threading
@@ -47,7 +48,7 @@ async def test_only_who_knows_the_token_is_served(engine: EmbeddedEngine) -> Non
 async def test_a_rollout_server_of_our_own_is_understood_whole(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RALLY_ENGINE_TOKEN", "schlüssel ☂")  # no header may be refused for its letters
+    monkeypatch.setenv("RALLY_ENGINE_TOKEN", "schlüssel ☂")  # headers with any characters must work
     params = SamplingParams(max_tokens=3, top_p=0.5, seed=1)
     asked = GenerationRequest(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
     async with client(engine, token="schlüssel ☂") as http:
@@ -85,7 +86,7 @@ async def test_more_than_it_may_hold_are_told_to_come_later(engine: EmbeddedEngi
         ({"prompt_ids": []}, "an empty prompt"),
         ({"prompt_ids": ["a"]}, "prompt_ids.0"),
         ({"sampling": {"temperatur": 1}}, "unknown sampling parameter temperatur"),
-        ({"session": "x"}, "session"),  # nobody would read it
+        ({"session": "x"}, "session"),  # nothing would read it
     ],
 )
 async def test_a_faulty_request_is_refused_in_words(engine: EmbeddedEngine, change: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask a server, and what is said when it cannot start."""
+"""Authorization of HTTP servers, and the errors of one that cannot start."""
 
 import socket
 
@@ -41,7 +41,7 @@ def test_a_name_of_several_addresses_is_free_only_if_all_are_that_are_there(monk
             check_free("name", port)
     check_free("name", port)
     named("192.0.2.1", "127.0.0.1")
-    check_free("name", port)  # as where IPv6 is switched off
+    check_free("name", port)  # as on a machine without IPv6
     named("192.0.2.1")
     with pytest.raises(ServeError, match="Cannot assign"):
         check_free("name", port)

@@ -1,4 +1,4 @@
-"""Search-R1's protocol, field for field, from a real process, to many clients at once; and what it refuses."""
+"""Search-R1's protocol, field for field, from a real process with many clients, and the requests that it rejects."""
 
 import asyncio
 import threading
@@ -105,7 +105,7 @@ async def test_a_token_is_wanted_where_one_is_set(folder: Path) -> None:
 
 
 class Held(SearchIndex):
-    """An index by vectors whose searches wait until they are let go; it notes what each was asked."""
+    """A dense index whose searches wait until they are released; it records the queries."""
 
     def __init__(self) -> None:
         self.kind = "dense"

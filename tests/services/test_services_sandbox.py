@@ -1,4 +1,4 @@
-"""The server speaks SandboxFusion's protocol to its published client, and to nobody who may not ask."""
+"""The server speaks SandboxFusion's protocol to its published client, and rejects unauthorized requests."""
 
 import asyncio
 import base64

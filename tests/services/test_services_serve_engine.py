@@ -1,4 +1,4 @@
-"""Who starts `rally serve engine` with a mistake reads of its own options, and of no key of a training run."""
+"""Errors of `rally serve engine` name its own options, never a key of a training run."""
 
 import json
 import re
@@ -20,7 +20,7 @@ KEY = re.compile(r"\b(rollout|trainer|model|data|actor_rollout_ref)\.\w+")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that claims to know endless histories, with its tokenizer."""
+    """A model with an unlimited context length in its configuration, and its tokenizer."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model()
     model.config.max_position_embeddings = 10**10

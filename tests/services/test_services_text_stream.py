@@ -1,4 +1,4 @@
-"""Pieces of text are the whole text, whatever the tokens cut in two."""
+"""Streamed pieces of text add up to the whole text, also if a token ends inside a character."""
 
 from collections.abc import Sequence
 from pathlib import Path

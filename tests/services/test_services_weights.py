@@ -1,4 +1,4 @@
-"""Weights of a served engine are replaced whole or not at all, and what it samples then is the new policy's."""
+"""Weights of a served engine are replaced completely or not at all, and later samples are from the new policy."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ async def test_what_is_sampled_after_loading_is_the_new_policys(tmp_path: Path) 
     new.save_pretrained(tmp_path)
     engine = EmbeddedEngine(make_model(seed=0), EngineSettings(max_model_len=64, max_num_seqs=2))
     before = await engine.generate(PROMPT, PARAMS)
-    for version in (0, 7):  # 0 is what it called its own weights, so nothing it has cached may be found under it
+    for version in (0, 7):  # its initial weights were version 0 too, so that cache must not be used
         load_weights(engine, LoadRequest(folder=tmp_path, version=version, in_flight="keep"))
         after = await engine.generate(PROMPT, PARAMS)
         assert [span.version for span in after.spans] == [version] and after.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning learns assistant tokens alone, lowers the loss, and resumes as training does."""
+"""Supervised fine-tuning trains only on assistant tokens, lowers the loss, and resumes like training."""
 
 import json
 import random
@@ -72,7 +72,7 @@ def test_exactly_the_assistant_turns_are_learned(codec: ChatCodec) -> None:
 
 
 def test_the_loss_is_the_mean_over_assistant_tokens(codec: ChatCodec, sft_home: Path) -> None:
-    """Against an ordinary forward, row by row."""
+    """Compared with an ordinary forward, row by row."""
     given, one = rows(codec, 3), policy(sft_home)
     plain = AutoModelForCausalLM.from_pretrained(sft_home / "model").eval()
     terms = []
@@ -182,7 +182,7 @@ def final_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=[0.0, 0.2], ids=["plain", "dropout"])
 def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that draws random numbers while it trains, as some families do."""
+    """A model with dropout, as some families have."""
     hidden = logprobs.hidden_states
     monkeypatch.setattr(
         logprobs, "hidden_states", lambda model, *rest: F.dropout(hidden(model, *rest), request.param, model.training)
@@ -200,7 +200,7 @@ def test_a_whole_run_and_its_resumption(sft_home: Path, tmp_path: Path, paper: P
     assert validated == [3, 6]
     assert (outcome.folder / "config.yaml").is_file() and (outcome.folder / "versions.json").is_file()
 
-    # Stop the same run after step 5, as a kill would: its last checkpoint is that of step 4.
+    # Stop the same run after step 5, as a kill would. Its last checkpoint is that of step 4.
     cut = tmp_path / "cut"
     (tmp_path / "whole").rename(cut)
     shutil.rmtree(cut / "checkpoints" / "global_step_6")

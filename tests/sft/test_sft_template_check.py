@@ -1,4 +1,4 @@
-"""The checker passes exactly the conversations that an episode could have been, and shows where others part ways."""
+"""The check accepts exactly the conversations that an episode could produce, and shows where others differ."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,7 +87,7 @@ texts = st.text("ab 1\n.\"'{}é", max_size=12) | edges
 
 @st.composite
 def talks(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Conversations as loops hold them: calls are answered one by one, words by a user."""
+    """Conversations as loops produce them: every call has a tool message, every text a user message."""
     talk = [USER]
     for _ in range(draw(st.integers(0, 3))):
         code = draw(texts)
@@ -145,7 +145,7 @@ NAMING = (
 
 
 def test_the_first_token_that_differs_is_shown_on_both_sides() -> None:
-    """A template that prints the name of a tool, and a row that leaves it out: an episode would have it."""
+    """The template prints the name of a tool, and the row omits it; an episode would have it."""
     codec = ChatCodec(tiny_tokenizer(), "hermes", [SCHEMA], chat_template=NAMING)
     assert check(codec, [USER, calling("1"), tool("4", name="code_interpreter"), says("4")]).different == 0
     report = check(codec, [USER, calling("1"), tool("4"), says("4")])

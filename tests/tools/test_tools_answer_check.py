@@ -1,4 +1,4 @@
-"""A tool that only computes and holds nothing is answered in place; one that does more keeps its task and deadline."""
+"""A tool that only computes and holds no resources runs in place; any other has its task and deadline."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 def answered_in_place(opened: ToolSession, asked: ToolCall) -> ToolResult:
-    """The answer of a session that never gives the event loop up: there is none here to give up."""
+    """The result of a session that never suspends: there is no event loop here."""
     running = opened.run([asked])
     with pytest.raises(StopIteration) as ended:
         running.send(None)

@@ -1,4 +1,4 @@
-"""Arguments that fit pass, near misses are converted, and the rest is explained to the model."""
+"""Valid arguments pass, near misses are converted, and other errors are explained to the model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The calculator is exact, forgiving about notation, and cannot be made to hang, crash or run code."""
+"""The calculator is exact, accepts common notations, and cannot be made to hang, crash or run code."""
 
 import operator
 import time
@@ -177,7 +177,7 @@ WORDS = ["sqrt(", "max(", "log(", "factorial(", "comb(", "round(", "exp(", "**",
 )
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_a_number_or_a_reason_quickly(text: str) -> None:
-    started = time.process_time()  # of this process alone, whatever else the machine does
+    started = time.process_time()  # only this process, whatever else the machine does
     try:
         assert calculate(text)
     except CalculatorError as error:

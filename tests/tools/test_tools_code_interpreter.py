@@ -1,4 +1,4 @@
-"""The model's code runs, and whatever came of it is told in words it can use."""
+"""The code interpreter runs the model's code and returns output or error as text that the model can use."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A typed function becomes a tool whose schema says everything its types say."""
+"""A typed function becomes a tool whose schema contains everything that its types say."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The zoom tool shows exactly the part that was asked for, of the image that the row shows, or says what is wrong."""
+"""The zoom tool shows exactly the requested part of the row's image, or explains the error."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Each tool keeps to the limits of its YAML entry; what is refused, cached, cut off or left over is counted."""
+"""Each tool keeps the limits of its YAML entry; rejected, cached, truncated and abandoned calls are counted."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ SCHEMA = {"name": "tool", "parameters": {"type": "object", "properties": {"x": {
 
 
 class Counting(BaseTool[Any]):
-    """Sleeps for its config's `seconds` and counts what it is asked for."""
+    """Sleeps for its config's `seconds` and counts its calls."""
 
     def __init__(self, config: Any = None, tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema or SCHEMA)
@@ -148,7 +148,7 @@ def test_a_tool_with_state_cannot_be_cached() -> None:
 
 
 class Opening(Counting):
-    """Takes its time to open, and writes down what is done to it."""
+    """Takes time to be created, and records the calls of its methods."""
 
     def __init__(self, create_seconds: float) -> None:
         super().__init__({"seconds": 30})

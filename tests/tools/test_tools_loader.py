@@ -1,4 +1,4 @@
-"""Tool YAML in every shape users write it, and one sentence for every mistake in it."""
+"""Tool YAML in every form that users write, and one error sentence for every mistake."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rally.types import Task, ToolCall
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder to stand in; what it puts on the import path is taken off again."""
+    """A user's working folder; import paths that it adds are removed again."""
     monkeypatch.chdir(tmp_path)
     path, modules = list(sys.path), set(sys.modules)
     yield tmp_path

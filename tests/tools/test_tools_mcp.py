@@ -1,4 +1,4 @@
-"""Tools of MCP servers: told whole, answered by name whatever the server does, and nothing left behind."""
+"""Tools of MCP servers: complete schemas, a named status for every failure of the server, no process left behind."""
 
 import asyncio
 import base64
@@ -57,7 +57,7 @@ def opened() -> Iterator[Open]:
 
 
 def servers(**named: Any) -> str:
-    """The file of these servers; one that is given as a dict of its environment is the drill server."""
+    """A servers file; an entry that is a dict of environment variables is the drill server."""
     written = {
         name: server if {"url", "command"} & set(server) else drill_server(**server) for name, server in named.items()
     }
@@ -77,10 +77,10 @@ async def ask(box: ToolBox, tool: str, value: str = "", episode: str = "e") -> T
 
 
 def children() -> set[int]:
-    """The drill servers that run, whoever their parent is by now."""
+    """The running drill servers, whatever their parent is."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may end while we look
+        with contextlib.suppress(OSError):  # it may exit meanwhile
             command = (process / "cmdline").read_bytes().split(b"\0")
             if command[1:3] == [b"-S", str(SCRIPT).encode()]:
                 found.add(int(process.name))
@@ -116,7 +116,7 @@ tools:
     config: {rate_limit: 120, timeout: 120, type: mcp}
     mcp: {mcp_servers_config_path: ./mcp_server.json, tool_selected_list: [echo, fail]}
 """)
-    tools = load_tools("conf/tools.yaml")  # the servers' file stands beside the YAML
+    tools = load_tools("conf/tools.yaml")  # the servers file is beside the YAML
     assert [tool.name for tool in tools] == ["echo", "fail"]
     assert tools[0].config["rate_limit"] == 120
     ToolBox(tools).close()
@@ -344,7 +344,7 @@ def test_servers_end_when_the_run_is_killed() -> None:
 
 @asynccontextmanager
 async def web(state: dict[str, Any], port: int = 0) -> AsyncIterator[int]:
-    """The drill server behind real HTTP with sessions and a token; `state["drop"]` hangs up on calls after reading."""
+    """The drill server over real HTTP with sessions and a token; `state["drop"]` closes connections after reading."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

@@ -1,4 +1,4 @@
-"""Real MCP servers, not written by us: mcp-server-time over stdio, server-everything over HTTP, SSE and stdio."""
+"""Real third-party MCP servers: mcp-server-time over stdio, server-everything over HTTP, SSE and stdio."""
 
 import asyncio
 import json

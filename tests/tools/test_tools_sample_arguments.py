@@ -1,4 +1,4 @@
-"""Made-up arguments fit the schema they were made from."""
+"""Generated arguments match the schema they were made from."""
 
 from typing import Any
 

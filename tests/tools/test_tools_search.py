@@ -1,4 +1,4 @@
-"""The search tool tells passages as Search-R1 does, outlives its server, and keeps to limits that are its own."""
+"""The search tool formats passages as Search-R1 does, survives a restart of its server, and has its own limits."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ Answer = Callable[[dict[str, Any], dict[str, str]], Awaitable[tuple[int, Any]]]
 
 @asynccontextmanager
 async def service(answer: Answer) -> AsyncIterator[str]:
-    """A real HTTP server that answers as told: (body, headers) to (status, JSON); a status of 0 hangs up."""
+    """A scripted real HTTP server: (body, headers) to (status, JSON); a status of 0 closes the connection."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

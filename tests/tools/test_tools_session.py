@@ -1,4 +1,4 @@
-"""Every call is answered, in order and in time, whatever the tool does; every instance is opened once and released."""
+"""Every call returns in order and in time, whatever the tool does; every instance is created and released once."""
 
 import asyncio
 import sys
@@ -219,7 +219,7 @@ async def test_responses_of_exactly_the_limit_are_left_alone() -> None:
 
 
 class Recorder(BaseTool[Any]):
-    """Writes down everything that is done to it."""
+    """Records all calls of its methods."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(tool_schema={"name": "recorder", "parameters": {"type": "object", "properties": {}}})

@@ -1,4 +1,4 @@
-"""What the user sees: plain readable lines in a log file, clean bars on a terminal, and no text that acts."""
+"""Console output: readable lines in a log file, progress bars on a terminal, no control characters from data."""
 
 import io
 import math

@@ -1,4 +1,5 @@
-"""The curve page stands alone, shows the values of the run and is safe to open; the summary says the same in words."""
+"""The curve page is self-contained, shows the values of the run and is safe to open; the summary has the same
+values."""
 
 import importlib.util
 import io
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def html_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if matplotlib were not installed: what is asked about the page need not wait for the picture."""
+    """Simulates a missing matplotlib, so that tests of the page need not wait for the image."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 

@@ -1,4 +1,4 @@
-"""An episode written and read back is the same episode, and what is written is JSON any reader can read."""
+"""An episode is read back as it was written, as JSON that any reader accepts."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from rally.util.jsonl import checked_lines
 
 
 def through_json(episode: Episode) -> Episode:
-    """By the writer of the run folder, which writes what the strict one of the standard library does."""
+    """Writes with the encoder of the run folder, which equals the strict one of the standard library."""
     [line] = checked_lines([episode_to_json(episode)])
     assert json.loads(line) == json.loads(json.dumps(episode_to_json(episode), ensure_ascii=False, allow_nan=False))
     return episode_from_json(json.loads(line.encode("utf-8")))

@@ -1,4 +1,4 @@
-"""Metrics are what a person gets with pencil and paper from the same episodes."""
+"""Metrics equal values computed by hand from the same episodes."""
 
 import pytest
 from track_episodes import make_episode
@@ -8,7 +8,7 @@ from rally.types import Episode, Segment, StopReason, ToolCall, ToolResponse, To
 
 
 def slow_episode() -> Episode:
-    """Prompt 6, 10 sampled tokens, cut by length, one tool call that timed out with a cut answer."""
+    """Prompt 6, 10 sampled tokens, truncated by length, one tool call that timed out with a truncated response."""
     result = ToolResult(
         call=ToolCall(name="search"),
         status=ToolStatus.TIMEOUT,

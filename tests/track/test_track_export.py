@@ -1,4 +1,4 @@
-"""What is handed on to trackers: everything, once, in order, whatever fails on the way."""
+"""Export to trackers: everything is sent once, in order, whatever fails."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ from rally.types import Episode, RallyError
 
 
 class Tracker:
-    """A destination that can be away."""
+    """A tracker that can be unavailable."""
 
     where = "here"
 
@@ -48,7 +48,7 @@ class Tracker:
 
 
 class Bench:
-    """A run folder, a tracker that follows it, what is told, and a clock that stands still."""
+    """A run folder, a tracker that follows it, its messages, and a clock that does not advance by itself."""
 
     def __init__(self, path: Path) -> None:
         self.folder = RunFolder(path / "run").create()
@@ -56,7 +56,7 @@ class Bench:
         self.tracker = Tracker()
         self.told: list[tuple[str, str, str]] = []
         self.now = 100.0
-        self.back_at = 1e9  # when a tracker that is away is back
+        self.back_at = 1e9  # when an unavailable tracker is back
 
     def stream(self) -> Stream[PositionedMetrics]:
         def connect(ledger: DeliveryLedger) -> Tracker:
@@ -196,7 +196,7 @@ def test_a_ledger_knows_when_a_run_can_go_on_in_the_same_place(tmp_path: Path) -
     ledger.will_send(4)
     ledger.was_sent(4)
     assert DeliveryLedger.read(path).continues(4) and DeliveryLedger.read(path).continues(5)
-    assert not DeliveryLedger.read(path).continues(3)  # step 4 was told, and will be another one
+    assert not DeliveryLedger.read(path).continues(3)  # step 4 was sent, and will be sampled again
     ledger.will_send(5)
     assert not DeliveryLedger.read(path).continues(5)  # it may have arrived or not
 

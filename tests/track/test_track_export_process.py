@@ -1,4 +1,4 @@
-"""The second process, as a run uses it: opened first, told of news, and everything sent when the run is over."""
+"""The export process of a run: it starts first, follows new records, and has sent everything when the run ends."""
 
 import io
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Images of episodes are files of the run folder, once each, and come back as they were; a name from outside finds
-nothing else."""
+"""Images of episodes are stored once each in the run folder and read back unchanged; other files are out of reach."""
 
 import base64
 from dataclasses import replace

@@ -163,7 +163,7 @@ def test_writing_versions_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def written_with(folder: RunFolder, *secrets: str, **changes: Any) -> Episode:
-    """An episode as it is read back after it was written while these were secrets."""
+    """An episode read back after it was written with these secrets known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redact, "_known", {})
         redact.learn_tree([{"password": secret} for secret in secrets])

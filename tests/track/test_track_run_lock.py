@@ -1,4 +1,4 @@
-"""Two runs never write to one folder: the second is told who has it, and a kill leaves nothing that is in the way."""
+"""Two runs never write to one folder: the error names the owner, and a kill leaves no stale lock."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Advantages and the timeline come back as they were written, survive a kill and are rewound with the rest."""
+"""Advantages and the timeline are read back as written, survive a kill and are rewound on resume."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What tools did is counted by tool, and the one that holds up a rollout is named."""
+"""Tool metrics are counted per tool, and the tool that delays a rollout is named."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Real TensorBoard, MLflow and OTLP: what they stored, read back by their own readers, is what the run wrote."""
+"""Real TensorBoard, MLflow and OTLP: their own readers return what the run wrote."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def place(tmp_path: Path) -> TrackerRun:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
-    """One database for the whole file: making one takes seconds."""
+    """One database for the whole file, since creating one takes seconds."""
     uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'all.db'}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -64,7 +64,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def single(value: float) -> float:
-    """What TensorBoard keeps of a number."""
+    """A number at TensorBoard's precision."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
@@ -87,7 +87,7 @@ def test_event_files_go_on_after_a_failure_with_each_step_once(place: TrackerRun
     tracker = EventFiles(place, ledger_of(place, "tensorboard"))
     tracker.send(row(1))
     tracker.send(row(2))
-    tracker._writer.close()  # as after a full disk: nothing can be written any more
+    tracker._writer.close()  # as after a full disk: every write fails
     with pytest.raises(OSError, match="closed"):
         tracker.send(row(2, shift=5))
     tracker.send(row(2, shift=5))

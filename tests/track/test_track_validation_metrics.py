@@ -1,4 +1,4 @@
-"""Validation metrics are what a plain loop over the definition gives, and the same at every call."""
+"""Validation metrics equal a plain loop over the definition, and are the same at every call."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +30,7 @@ def first_of_majority(drawn: list[tuple[float, str]]) -> float:
 
 
 def scores(metrics: dict[str, float], name: str) -> dict[str, float]:
-    """The statistics of one variable of gsm8k, core ones marked by a star."""
+    """The statistics of one variable of gsm8k; a star marks the core ones."""
     rooms = {"val-core": "*", "val-aux": ""}
     parts = [(key.split("/", 3), value) for key, value in metrics.items()]
     return {rooms[p[0]] + p[3]: v for p, v in parts if p[1:3] == ["gsm8k", name]}

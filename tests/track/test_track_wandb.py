@@ -1,4 +1,4 @@
-"""Real W&B, offline: what it stored is what the run wrote."""
+"""Real W&B, offline: it stores what the run wrote."""
 
 import json
 import struct
@@ -48,7 +48,7 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def soon(read: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
-    """W&B's own process writes on for a moment after it has said that it is done."""
+    """Waits, since W&B's own process still writes for a moment after it has reported success."""
     until = time.monotonic() + 30
     while len(rows := read()) < count and time.monotonic() < until:
         time.sleep(0.05)

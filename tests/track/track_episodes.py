@@ -1,4 +1,4 @@
-"""Episodes for the tests of this room: one worked by hand, and a Hypothesis strategy for any."""
+"""Episodes for the tests of `rally.track`: one written by hand, and a Hypothesis strategy for any."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ NASTY = "\x1b[31mred\x1b[0m [bold]b[/bold] <script>alert(1)</script> \u202eevil\
 
 
 def make_episode(name: str = "e0", **changes: Any) -> Episode:
-    """Prompt of 4 tokens; the policy samples 3, a tool answers with 2, the policy samples 1."""
+    """Prompt of 4 tokens; the policy samples 3, a tool response has 2, the policy samples 1."""
     call = ToolCall(name="calculate", arguments={"expression": "2+3"}, id="c0", raw="<tool_call>")
     result = ToolResult(call=call, status=ToolStatus.OK, response=ToolResponse(text="5"), seconds=0.2)
     fields: dict[str, Any] = {
@@ -49,10 +49,10 @@ def make_episode(name: str = "e0", **changes: Any) -> Episode:
     return Episode(**(fields | changes))
 
 
-# Lone surrogates are text a broken tool can return, and "$" keys are what our own markers look like.
+# A broken tool can return lone surrogates, and "$" keys look like our own markers.
 texts = st.text(max_size=12) | st.sampled_from([NASTY, "\ud83d\ude00", "$tuple", "中文"])
 floats = st.floats(allow_nan=False) | st.sampled_from([0.1, -0.0, 5e-324])
-clock = st.floats(0, 1e10)  # what a clock can say
+clock = st.floats(0, 1e10)  # any clock value
 scalars = st.none() | st.booleans() | st.integers() | floats | texts
 keys = texts | st.integers() | st.tuples(st.integers(), texts)
 open_values = st.recursive(

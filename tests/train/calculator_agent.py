@@ -1,4 +1,4 @@
-"""An agent that knows nothing of Rally: OpenAI's SDK, a calculator, and a loop around them."""
+"""An agent that does not import Rally: OpenAI's SDK, a calculator, and a loop around them."""
 
 import json
 from typing import Any

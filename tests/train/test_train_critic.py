@@ -1,5 +1,5 @@
-"""The critic reads the policy's histories and learns at decisions alone; PPO runs, resumes to the last bit, and keeps
-what it was told to keep."""
+"""The critic reads the policy's histories and is trained only at sampled tokens; PPO runs, resumes bit for bit, and
+deletes old critics as configured."""
 
 import random
 import shutil
@@ -46,7 +46,7 @@ PPO = ("algorithm.adv_estimator=gae", "critic.optim.lr=0.001", *NO_VALIDATION)
 
 
 def opinionated(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
-    """A value model whose head is not 0."""
+    """A value model whose head is not zero."""
     body = make_model(family, seed).base_model
     head = {"weight": torch.randn(1, 96) / 10, "bias": torch.randn(1)}
     return with_value_head(body, head)
@@ -64,7 +64,7 @@ def gradient(batch: TrainBatch, **settings: Any) -> Gradients:
 
 
 def padded_values(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """Before every sampled token, row by row, from one ordinary padded forward."""
+    """The value before every sampled token, row by row, from one ordinary padded forward."""
     width = max(len(row.ids) for row in batch.rows)
     ids = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in batch.rows])
     mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in batch.rows])
@@ -140,7 +140,7 @@ def test_with_the_same_values_nothing_observed_changes_an_advantage(credit: Cred
     episodes = uneven_episodes()
     others = [observed_otherwise(e, 5) for e in episodes]
     assert [s.ids for e in episodes for s in e.segments] != [s.ids for e in others for s in e.segments]
-    critic = critic_on(with_value_head(make_model().base_model))  # whose values are 0 everywhere
+    critic = critic_on(with_value_head(make_model().base_model))  # its values are 0 everywhere
     first, second = (critic.judge(some, credit, None) for some in (episodes, others))
     assert [row.advantages for row in first.policy.rows] == [row.advantages for row in second.policy.rows]
     assert [row.returns for row in first.critic.rows] == [row.returns for row in second.critic.rows]
@@ -200,7 +200,7 @@ def critic_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def ppo(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three deterministic steps, the first of which only the critic learns in; the KL coefficient adapts."""
+    """Three deterministic steps; the first trains only the critic; the KL coefficient adapts."""
     folder = tmp_path_factory.mktemp("ppo") / "whole"
     train(ppo_config(home, folder), Paper().console)
     return folder

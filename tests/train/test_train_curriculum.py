@@ -1,4 +1,4 @@
-"""A run follows its curriculum, tells about it, and goes on from a checkpoint with all that its sampler had learned."""
+"""A run follows its curriculum, reports its metrics, and resumes with the state of its sampler."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A gradient over the limits changes no weight, and the batch it came from can be read back."""
+"""A gradient over the limits changes no weight, and its batch can be read back."""
 
 import json
 import math
@@ -28,7 +28,7 @@ USUAL = [0.5] * ENOUGH
     [
         (math.nan, [], GradientLimits(), "the gradient norm is nan"),
         (math.inf, [], GradientLimits(factor=None), "the gradient norm is inf"),
-        (1e9, USUAL[1:], GradientLimits(), None),  # too few to know what is usual
+        (1e9, USUAL[1:], GradientLimits(), None),  # too few steps for a median
         (
             1001.0,
             USUAL,
@@ -37,7 +37,7 @@ USUAL = [0.5] * ENOUGH
         ),
         (999.0, USUAL, GradientLimits(), None),
         (90.0, USUAL, GradientLimits(factor=100), None),  # 180 times the median, but only 90 times the clip
-        (5000.0, [20.0] * 9, GradientLimits(), None),  # large norms are usual here
+        (5000.0, [20.0] * 9, GradientLimits(), None),  # large norms are normal here
         (5.0, [], GradientLimits(highest=4.0), "over trainer.guards.max_grad_norm=4"),
         (1e9, USUAL, GradientLimits(factor=None), None),
     ],
@@ -93,7 +93,7 @@ def test_the_batch_is_kept_and_the_weights_are_not_changed(tmp_path: Path, facto
 
 
 def check_saved(path: Path) -> None:
-    """Every row that has an advantage is there, with the numbers it had."""
+    """Every row with an advantage is saved with its values."""
     saved, told = load_file(path), json.loads(path.with_suffix(".json").read_text())
     lengths = saved["lengths_R"].tolist()
     expected = {row.ids: row for row in build_batch(uneven_episodes()).rows if any(row.advantages)}
@@ -111,7 +111,7 @@ def check_saved(path: Path) -> None:
 
 
 def test_the_norms_that_were_usual_are_in_the_checkpoint(tmp_path: Path) -> None:
-    """A resumed run stops where the first one would have."""
+    """A resumed run stops at the same step as the first one."""
     policy, batch = small_policy(make_model(), lr=1e-6), build_batch(uneven_episodes())
     for _ in range(ENOUGH):
         update_policy(policy, batch, UpdateSettings(mini_batch_groups=100))

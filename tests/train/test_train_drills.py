@@ -1,7 +1,8 @@
-"""Fault drills in training: whatever a tool does, the step finishes, nothing is lost or zeroed, the counts are right.
+"""Fault drills in training: whatever a tool does, the step ends, no episode is lost or zeroed, and the counts are
+right.
 
-Real runs, from a configuration to metrics and episodes on disk; only what the policy says is prepared, so that every
-episode makes the calls that the drill is about.
+Real runs, from a configuration to metrics and episodes on disk. Only the policy's replies are scripted, so that every
+episode makes the calls of the drill.
 """
 
 import asyncio
@@ -98,7 +99,7 @@ def drill(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def check_nothing_lost(stepped: Stepped) -> None:
-    """Every episode is there, judged by what it said, in a batch that was trained on."""
+    """Every episode is recorded, scored by its own reply, in a batch that was trained on."""
     assert [number(e.id) for e in stepped.episodes] == list(range(EPISODES))
     for episode in stepped.episodes:
         assert "attempts" not in episode.extra and episode.error is None

@@ -1,4 +1,4 @@
-"""Slow failures are told in words once they last, and healthy runs are left in peace."""
+"""Persistent slow failures give a warning, and healthy runs give none."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SETTINGS = HealthSettings(patience=3)
 
 
 def steps(count: int, **series: Any) -> list[dict[str, float]]:
-    """Healthy steps, but for the metrics given as lists or as functions of the step."""
+    """Healthy steps, except for the metrics given as lists or as functions of the step."""
     return [HEALTHY | {name: values[i] for name, values in series.items()} for i in range(count)]
 
 
@@ -41,7 +41,7 @@ def test_a_healthy_run_hears_nothing() -> None:
 
 
 def test_the_demos_own_fall_of_entropy_is_no_collapse() -> None:
-    """A policy that learns grows surer: the demo ends at a tenth of its start, and is well."""
+    """Entropy falls as a policy learns: the demo ends at a tenth of its start and is healthy."""
     entropy = [0.698, 0.372, 0.241, 0.19, 0.16] + [0.05] * 10
     assert told(steps(15, **{ENTROPY: entropy}), HealthSettings()) == {}
 
@@ -67,7 +67,7 @@ def test_memory_that_is_full_in_every_step() -> None:
     full = [0, 0, 2, 5, 9]
     assert told(steps(4, **{RETRIES: full})) == {}
     assert "9 times in all" in told(steps(5, **{RETRIES: full}))["crowded_memory"]
-    for now_and_then in ([0, 2, 2, 5, 9], [4, 9, 1, 3, 5]):  # the latter was resumed, and counts anew
+    for now_and_then in ([0, 2, 2, 5, 9], [4, 9, 1, 3, 5]):  # the second was resumed, which resets the count
         assert told(steps(5, **{RETRIES: now_and_then})) == {}
 
 
@@ -109,7 +109,7 @@ def test_whatever_the_metrics_are_it_answers_and_nothing_is_said_before_its_time
 
 
 def test_a_resumed_run_remembers_what_it_saw(home: Path, tmp_path: Path, paper: Paper) -> None:
-    """Three steps in two runs of two and one: the finding needs all three."""
+    """Three steps in two runs, of two and one: the warning needs all three."""
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(**kwargs):\n    return 0.0\n", encoding="utf-8")
     keys = [f"custom_reward_function.path={flat}", "trainer.guards.patience=3", "data.val_files=null"]

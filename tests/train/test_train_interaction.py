@@ -1,7 +1,7 @@
-"""An agent that may try again learns from a simulated user: a whole run from rows and a YAML file.
+"""An agent with several tries learns from a simulated user: a whole run from rows and a YAML file.
 
-The task is to name one digit. A small model is taught the form of an answer and of a second try, with digits by chance;
-the GSM8K user says whether one is right, and the reward is that of the last answer.
+The task is to name one digit. A small model is fine-tuned on the form of an answer and of a second try, with random
+digits. The GSM8K user says whether an answer is right, and the reward is that of the last answer.
 """
 
 import random
@@ -32,7 +32,7 @@ QUESTION = {"role": "user", "content": "Which?"}
 
 
 def teach(model: PreTrainedModel, codec: ChatCodec, steps: int) -> None:
-    """Two tries of chance digits; what the user says between them is observed, not learned."""
+    """Two tries with random digits; the user's message between them is observed, not trained on."""
     rng = random.Random(0)
     settings = SftSettings(batch_size=16, max_length=256)
     policy = Policy(model, OptimizerSettings(lr=3e-3, weight_decay=0.0, schedule="linear", warmup_steps=5), steps)

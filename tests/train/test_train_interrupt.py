@@ -1,4 +1,4 @@
-"""Ctrl-C once: the step ends, is saved, and the printed command goes on from it. Twice: it stops at once."""
+"""The first Ctrl-C ends and saves the step and prints the command that continues. The second stops at once."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ from rally.cli.main import main
 from rally.track import RunFolder
 from rally.train.interrupt import EXIT_CODE, Interrupt, resume_command
 
-FORK = multiprocessing.get_context("fork")  # what was imported here need not be imported again
+FORK = multiprocessing.get_context("fork")  # keeps the modules that are imported already
 STEPS, EPISODES = 3, 12  # a step's episodes: 3 prompts x 4
 PATIENCE = 120.0
 
@@ -38,7 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def command_line(output: Path | int, words: list[str]) -> None:
-    """What a shell does: a process group of its own, both outputs in one file or pipe, the words as arguments."""
+    """Does what a shell does: a process group of its own, both outputs in one file or pipe, the arguments."""
     os.setsid()
     with open(output, "w", buffering=1, encoding="utf-8") as sys.stdout:
         os.dup2(sys.stdout.fileno(), 2)
@@ -47,7 +47,7 @@ def command_line(output: Path | int, words: list[str]) -> None:
 
 
 class Run:
-    """`rally train` in a process group of its own, which stops in the midst of its first step until it is let go."""
+    """`rally train` in its own process group, held in the middle of its first step until it is released."""
 
     def __init__(self, home: Path, folder: Path, *overrides: str, output: int | None = None) -> None:
         self.output = output
@@ -65,7 +65,7 @@ class Run:
 
     def start(self, *words: str) -> BaseProcess:
         process = FORK.Process(target=command_line, args=(self.output or self.log, list(words)))
-        gc.collect()  # garbage of other tests may own threads, which a fork does not have: it would abort there
+        gc.collect()  # garbage of other tests may own threads; collecting it in a fork would abort
         process.start()
         return process
 
@@ -76,7 +76,7 @@ class Run:
             time.sleep(0.02)
 
     def send(self, number: signal.Signals, expected: str) -> None:
-        """To the whole group, as a terminal does, and wait until it is heard."""
+        """Signals the whole group, as a terminal does, and waits until the signal is handled."""
         os.killpg(self.pid, number)
         self.until(lambda: expected in self.told)
 

@@ -1,6 +1,6 @@
-"""Training raises the reward, for every seed; with the rewards shuffled among the episodes of each group it does not.
+"""Training raises the reward for every seed; with rewards shuffled within each group it does not.
 
-A small model is taught once to call the calculator and then spoiled, so that it guesses in two cases of three.
+A small model is fine-tuned to call the calculator, then deliberately degraded so that it guesses in two cases of three.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ def test_other_methods_raise_the_reward_too(pupil: Path, tmp_path: Path, overrid
 
 
 def shuffled_batch(episodes: Sequence[Episode], *options: Any) -> TrainBatch:
-    """The same rewards in each group, given to other episodes of it."""
+    """The same rewards in each group, assigned to other episodes of it."""
     rng, mixed = random.Random(len(episodes)), []
     for _, group in itertools.groupby(episodes, key=lambda e: e.group):
         members = list(group)

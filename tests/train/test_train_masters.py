@@ -1,4 +1,5 @@
-"""In bf16 small updates add up, memory stays where the engine reads it, and a checkpoint forgets nothing."""
+"""With bf16 weights, small updates accumulate in float32 masters, parameters keep their memory, and resuming is
+exact."""
 
 from pathlib import Path
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def half_model() -> PreTrainedModel:
-    """Parameters alone: as in a loaded model, the buffers of the rotary embedding stay in float32."""
+    """Converts only parameters: as in a loaded model, the buffers of the rotary embedding stay in float32."""
     model = make_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

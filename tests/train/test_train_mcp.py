@@ -1,4 +1,4 @@
-"""A whole run with the tools of an MCP server, which stays through the updates and ends with the run."""
+"""A whole run with the tools of an MCP server, whose process lives through the updates and ends with the run."""
 
 import json
 import os

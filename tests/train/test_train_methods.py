@@ -1,4 +1,5 @@
-"""Every method trains on exactly the sampled tokens: packed or padded, cut or whole, whatever was observed between."""
+"""Every method trains on exactly the sampled tokens: packed or padded, split or whole, with any observed tokens
+between."""
 
 import random
 from dataclasses import replace
@@ -54,7 +55,7 @@ def settings_of(mode: str, **changes: Any) -> UpdateSettings:
 
 def gradient(batch: TrainBatch, settings: UpdateSettings) -> Gradients:
     policy = KeepingPolicy(calm_model())
-    torch.manual_seed(0)  # clip_cov draws
+    torch.manual_seed(0)  # clip_cov samples tokens
     update_policy(policy, batch, settings)
     [kept] = policy.kept
     return kept
@@ -128,7 +129,7 @@ def test_the_loss_reaches_exactly_the_positions_before_sampled_tokens(mode: str)
 
 
 def test_tool_rewards_land_on_the_turn_that_called() -> None:
-    """The example of tests/algos/test_algos_credit.py with observed tokens between the turns."""
+    """The example of tests/algos/test_algos_credit_assignment.py with observed tokens between the turns."""
     episodes = [
         told_episode("a", 1.0, "ssoos", [0.5], ["x"]),
         told_episode("b", 0.0, "soosoooss", [None, 1.0], ["x", "y"]),
@@ -260,7 +261,7 @@ def test_what_is_recorded_on_turns_and_in_the_reward_counts_once() -> None:
 
 
 class LookedUp(dict[str, Any]):
-    """A registry that can be asked for a name, and by nothing else."""
+    """A registry that supports only lookup by name."""
 
     def refuse(self, *_: object) -> Any:
         raise AssertionError("a step went through all methods there are")
@@ -269,7 +270,7 @@ class LookedUp(dict[str, Any]):
 
 
 def test_a_step_looks_its_method_up_and_goes_through_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the time of an update cannot grow with the number of methods."""
+    """So the time of an update does not grow with the number of methods."""
     monkeypatch.setattr(credit_assignment, "ESTIMATORS", LookedUp(credit_assignment.ESTIMATORS))
     monkeypatch.setattr(surrogates, "SURROGATES", LookedUp(surrogates.SURROGATES))
     with pytest.raises(AssertionError, match="went through all methods"):

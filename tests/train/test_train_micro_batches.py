@@ -1,4 +1,4 @@
-"""How much a pass holds follows the keys of the ecosystem, and what waits in main memory changes no number."""
+"""Micro-batch sizes follow verl's keys, and offloading to main memory changes no result."""
 
 from typing import Any
 

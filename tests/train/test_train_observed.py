@@ -1,6 +1,6 @@
-"""What a tool or a user said between two turns never enters a loss: worked out by hand, and by autograd.
+"""Observed tokens between two turns never enter a loss: checked against values computed by hand, and by autograd.
 
-Advantages and losses here go the way of a training step, from episodes with observed tokens in the middle.
+Advantages and losses are computed as in a training step, from episodes with observed tokens in the middle.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from rally.types import Episode
 
 EVERY_ESTIMATOR = [*ESTIMATORS, "reinforce_plus_plus", "gigpo"]
 
-# Two episodes of one group: rewards 1 and 0. The first speaks 2 and 1 tokens, and its first call earned 0.5; the second
-# speaks 1, 1 and 2 tokens, and its second call earned 1. Both saw "x" after their first turn.
+# Two episodes of one group: rewards 1 and 0. The first has 2 and 1 tokens, and its first call earned 0.5; the second
+# has 1, 1 and 2 tokens, and its second call earned 1. Both saw "x" after their first turn.
 TOLD = [
     told_episode("a", 1.0, "ssoos", [0.5], ["x"]),
     told_episode("b", 0.0, "soosoooss", [None, 1.0], ["x", "y"]),
@@ -110,7 +110,7 @@ def test_every_loss_has_a_hand_worked_example() -> None:
 
 @pytest.mark.parametrize("mode", [*LOSSES])
 def test_losses_by_hand(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """The log-probabilities of observed tokens are not numbers here: if one entered anything, it would show."""
+    """The log-probabilities of observed tokens are NaN here, so any use of one would show."""
     old = [-1.0, -1.0, -4.0]
     one = Row.of(segment(random.Random(0), "ssoos"), 0)
     row = replace(one, logprobs=tuple(old), advantages=(1.0, 1.0, -1.0))
@@ -141,7 +141,7 @@ class Reached:
 
     def __call__(self, model: PreTrainedModel, packed: PackedRows, *rest: Any, **options: Any) -> TokenLogprobs:
         hidden_TC = torch.randn(len(packed.ids_T), model.config.hidden_size)
-        for m, name in enumerate(packed.old_logp_M.tolist()):  # made up at random, so no two tokens have the same
+        for m, name in enumerate(packed.old_logp_M.tolist()):  # random, so all tokens differ
             generator = torch.Generator().manual_seed(hash(name) & (2**63 - 1))
             hidden_TC[packed.predict_U[packed.pair_M[m]]] = torch.randn(hidden_TC.shape[1], generator=generator)
         self.hidden_TC.append(hidden_TC.requires_grad_())
@@ -168,7 +168,7 @@ def sent_back(
     reached = Reached()
     monkeypatch.setattr(update, "token_logprobs", reached)
     wide = SurrogateSettings(mode=mode, low=5.0, high=5.0, dual=50.0, marked_share=0.1, covariance_low=0.0)
-    torch.manual_seed(0)  # clip_cov draws
+    torch.manual_seed(0)  # clip_cov samples tokens
     update_policy(
         policy,
         batch,

@@ -1,4 +1,4 @@
-"""What rows have in common is computed once, and nothing that is learned from them changes by it."""
+"""Shared prefixes of rows are computed once, and the gradients do not change."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def row(*ids: int, sampled: int, episode: int = 0) -> Row:
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[Row]:
-    """Answers of these lengths to one prompt; two of three follow an earlier one for a while; some have a tail."""
+    """Answers of these lengths to one prompt; two of three share a prefix with an earlier one; some have a tail."""
     question = [rng.randrange(VOCABULARY) for _ in range(prompt)]
     spoken: list[list[int]] = [[]]
     for length in answers:
@@ -39,12 +39,12 @@ def group(rng: random.Random, prompt: int, answers: list[int]) -> list[Row]:
 
 
 def beginnings(rows: list[Row]) -> int:
-    """How many tokens differ in themselves or in what comes before them."""
+    """The number of distinct prefixes, which is the number of tokens to compute."""
     return len({r.inputs[: n + 1] for r in rows for n in range(len(r.inputs))})
 
 
 def histories(packed: PackedRows) -> list[list[int]]:
-    """What each branch sees, as ids."""
+    """The context of each branch, as ids."""
     source = torch.arange(len(packed.ids_T)) if packed.source_S is None else packed.source_S
     return [packed.ids_T[part].tolist() for part in source.split(packed.keys)]
 
@@ -59,7 +59,7 @@ def windowed() -> PreTrainedModel:
 
 
 def learned(model: PreTrainedModel, batches: list[list[Row]]) -> tuple[torch.Tensor, Gradients]:
-    """Log-probabilities, and the gradient of a sum in which every token has another weight."""
+    """Log-probabilities, and the gradient of a sum with a different weight for every token."""
     model.zero_grad(set_to_none=True)
     found = torch.cat([token_logprobs(model, pack(batch, model.device)).logp_M for batch in batches])
     (found * torch.linspace(0.5, 1.5, len(found), device=model.device)).sum().backward()
@@ -91,7 +91,7 @@ def test_sharing_changes_neither_logprobs_nor_gradients(
 
 
 def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
-    """What variable-length flash attention computes, sequence by sequence, the last query at the last key."""
+    """Computes variable-length flash attention sequence by sequence, the last query aligned with the last key."""
     query_ends, key_ends, most_queries, most_keys = sizes
     left, right = options["window_size"]
     assert right == 0 and query_ends.dtype == key_ends.dtype == torch.int32 and query_ends[0] == key_ends[0] == 0
@@ -137,7 +137,7 @@ def test_on_a_gpu_half_precision_follows_float32(family: str) -> None:
     found, gradients = learned(model, [batch])
     assert float((found - exact).abs().mean()) <= 0.03
     for name, gradient in gradients.items():
-        if "k_proj.bias" not in name:  # it shifts all scores of a query alike, so its gradient is nearly nothing
+        if "k_proj.bias" not in name:  # it shifts all scores of a query equally, so its gradient is nearly 0
             ours, theirs = gradient.float().flatten(), expected[name].flatten()
             assert float(torch.cosine_similarity(ours, theirs, dim=0)) > 0.98, name
 

@@ -1,4 +1,4 @@
-"""A run records what each token was taught, when each phase was, and when each turn was."""
+"""A run records the advantage of each token and the times of each phase and turn."""
 
 import random
 import time

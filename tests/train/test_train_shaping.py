@@ -1,4 +1,4 @@
-"""Configuration keys of rewards become the settings of a rollout, and batch scoring and shaping happen in it."""
+"""Reward keys of the configuration become settings of the rollout, which does batch scoring and shaping."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Runner:
 
 @dataclass
 class BatchScorer:
-    """The k-th call, if k is in `bad_calls`, fails the first episode it is given; the others get their place in it."""
+    """Fails the first episode of each call in `bad_calls`; the others get their index as score."""
 
     bad_calls: tuple[int, ...] = ()
     calls: list[list[str]] = field(default_factory=list)

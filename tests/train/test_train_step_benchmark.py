@@ -1,4 +1,4 @@
-"""The benchmark of a training step runs to its end on a small shape, and its check of correctness passes."""
+"""The training-step benchmark completes on a small shape, and its correctness check passes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A whole small run: what it writes, how it goes on, and what it says when it cannot."""
+"""A whole small run: its files, how it resumes, and its errors."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ NO_VALIDATION = ("data.val_files=null", "trainer.val_before_train=false")
 
 @pytest.fixture(scope="module")
 def finished(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps that went to its end. Only read; `copy_of` makes one that may be changed."""
+    """A completed run of three steps. Only read; `copy_of` makes one that may be changed."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     train(run_config(home, folder), Paper().console)
     return folder
@@ -176,7 +176,7 @@ def test_a_run_cut_off_while_it_writes_its_metrics_loses_no_step(
 def test_a_step_does_not_depend_on_random_numbers_drawn_before_it(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, as some families have it: else a resumed run would draw others than the first one."""
+    """With dropout, as in some families: otherwise a resumed run would draw other numbers than the first one."""
     hidden = logprobs.hidden_states
     monkeypatch.setattr(
         logprobs, "hidden_states", lambda model, *rest: F.dropout(hidden(model, *rest), 0.2, model.training)
@@ -356,7 +356,7 @@ def codec() -> ChatCodec:
 
 @pytest.fixture
 def long_rows(home: Path, tmp_path: Path) -> Path:
-    """Twelve short prompts and one long one in their midst."""
+    """Twelve short prompts with one long one in the middle."""
     rows = list(arithmetic.rows(12, 0, "train", EASY))
     rows.insert(5, {**rows[0], "prompt": [{"role": "user", "content": "What is 1" + "+1" * 40 + "?"}]})
     write_rows(rows, tmp_path / "long.parquet")

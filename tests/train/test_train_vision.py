@@ -1,4 +1,4 @@
-"""What is trained on images is what the module's own multimodal forward says: values, gradients, and nothing twice."""
+"""Training on images equals the module's own multimodal forward, values and gradients, and computes nothing twice."""
 
 import copy
 from itertools import pairwise
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def sampled_rows(model) -> list[Row]:
-    """Two prompts that differ in nothing but their image, two answers to each; some were shown a further image."""
+    """Two prompts that differ only in their image, two answers to each; some were shown another image."""
     codec = make_codec()
     core = EngineCore(model, EngineSettings(max_model_len=200, max_num_seqs=4, page_size=8), num_pages=200)
     rows = []
@@ -41,7 +41,7 @@ def sampled_rows(model) -> list[Row]:
 
 
 def spec(model, rows: list[Row]) -> torch.Tensor:
-    """Log-probabilities by one ordinary forward for each row."""
+    """The reference: log-probabilities by one ordinary forward for each row."""
     found = []
     for row in rows:
         logp = torch.log_softmax(full_logits(model, row.ids, row.images), -1)
@@ -61,12 +61,12 @@ def test_packed_values_and_gradients_are_those_of_ordinary_forwards(family: str,
         model.train()
     weights = torch.linspace(-1, 1, sum(len(row.sampled) for row in part))
     packed = pack(part, CPU)
-    assert len(packed.ids_T) < sum(len(row.inputs) for row in part) - 10  # the prompt of a group is there once
+    assert len(packed.ids_T) < sum(len(row.inputs) for row in part) - 10  # the prompt of a group is packed once
     got = forward.token_logprobs(model, packed).logp_M
     expected = spec(plain, part)
     assert float((got - expected).abs().max()) < 1e-5
     recorded = torch.tensor([p for row in part for p in row.logprobs])
-    assert float((got.detach() - recorded).abs().max()) < 1e-5  # rollout and training see the same policy
+    assert float((got.detach() - recorded).abs().max()) < 1e-5  # rollout and training agree
     (got * weights).sum().backward()
     (expected * weights).sum().backward()
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -84,7 +84,7 @@ def test_an_image_is_looked_at_once_in_a_micro_batch() -> None:
         lambda _, args, kwargs, out: looked.append(kwargs["grid_thw"]), with_kwargs=True
     )
     forward.token_logprobs(model, pack(rows, CPU))
-    assert [len(grids) for grids in looked] == [3]  # of the six that the rows show
+    assert [len(grids) for grids in looked] == [3]  # of the six in the rows
     images = [span.image for row in rows for span in row.shown]
     assert len(images) == 6 and len(set(images)) == 3
 

@@ -1,5 +1,5 @@
-"""A small model that sees learns to ask for a part of its image, is shown it, and answers: a whole episode through the
-real loop, tool, engine and trainer, exact to the module's own forward."""
+"""A small vision-language model learns to request a part of its image, sees it, and answers: a whole episode through
+the real loop, tool, engine and trainer, equal to the module's own forward."""
 
 import asyncio
 

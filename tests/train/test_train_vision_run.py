@@ -1,4 +1,4 @@
-"""A whole run with images: it trains on what it sampled from, says what it showed, and episodes can be replayed."""
+"""A whole run with images: it trains on the images it sampled from, records them, and its episodes can be replayed."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_a_run_trains_and_its_episodes_are_replayed(home: Path, tmp_path: Path) 
     rows = [row.metrics for row in folder.read_metrics() if row.step]
     assert len(rows) == 2 and all(row["images/mean"] == 1 and row["images/not_shown"] == 0 for row in rows)
     assert all(row["actor/rollout_mismatch_max"] < 1e-4 for row in rows)
-    assert len(list((out / "images").iterdir())) == 4  # two rows to train on, two to validate
+    assert len(list((out / "images").iterdir())) == 4  # two training rows, two validation rows
     for validate, step in ((False, 2), (True, 2)):
         held = folder.read_episodes(step, validate)[0]
         found = replay(out, held.id, load_config(out / "config.yaml"))

@@ -1,4 +1,4 @@
-"""One small run on disk and one browser, made once for all tests of this room."""
+"""One small run on disk and one browser, made once for all viewer tests."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def one_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(one_browser: Browser) -> Iterator[Browser]:
-    """On an empty page; a test whose page complained has failed."""
+    """A browser on an empty page. A test fails if its page logs an error."""
     one_browser.open("about:blank")
     one_browser.said.clear()
     yield one_browser

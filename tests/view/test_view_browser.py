@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what a person sees, points at, types and clicks, while a run trains and from a file."""
+"""The viewer in a real Chromium: reading, hovering, typing and clicking, during a run and from an exported file."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from rally.types import StopReason
 from rally.view.page_export import write_export
 from rally.view.run_data import open_runs
 
-PATIENCE = 8.0  # seconds more than promised, for a machine that does other things as well
+PATIENCE = 8.0  # seconds beyond the promise, for a busy machine
 ROWS = "[...document.querySelectorAll('.rows .tr')].map(r => r.querySelector('.id').innerText)"
 
 
 def go(browser: Browser, url: str, ready: str) -> None:
-    """A link opened by somebody else: nothing of the last page is left."""
+    """Opens a link in a fresh page, without state of the last one."""
     browser.open("about:blank")
     browser.open(url)
     browser.wait(f"!!document.querySelector({json.dumps(ready)})")
@@ -174,7 +174,7 @@ def test_a_table_of_many_rows_is_scrolled_to_its_end(browser: Browser, tmp_path:
 def test_a_running_training_appears_as_it_goes(browser: Browser, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     write_model(tmp_path / "model")
-    slow = write_reward(tmp_path)  # a step is to take longer than a look at the page
+    slow = write_reward(tmp_path)  # a step must take longer than a check of the page
     slow.write_text(slow.read_text().replace("    return", "    import time; time.sleep(0.1)\n    return"))
     out = tmp_path / "run"
     (out / "episodes").mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_a_running_training_appears_as_it_goes(browser: Browser, tmp_path: Path)
 
 
 def _totals(browser: Browser, training: subprocess.Popen[bytes], out: Path) -> set[int]:
-    """What the page showed while training ran; each file is in the page within 2 s."""
+    """The totals that the page showed during training; each file appears in the page within 2 s."""
     seen: set[int] = set()
     waiting: dict[int, float] = {}
     while training.poll() is None:

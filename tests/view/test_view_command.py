@@ -1,4 +1,4 @@
-"""`rally view` as it is typed: what it writes, and the sentence for each mistake."""
+"""The command `rally view`: the files it writes, and one error sentence for each mistake."""
 
 import socket
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_the_usual_port_is_taken_unless_somebody_listens_there(monkeypatch: pyte
         monkeypatch.setattr(view, "PORT", port)
         assert view._free_port("127.0.0.1") != port
         with socket.create_connection(("127.0.0.1", port)) as client:
-            other.accept()[0].close()  # the side that ends first is remembered for a while
+            other.accept()[0].close()  # the side that closes first stays in TIME_WAIT
             client.recv(1)
     assert view._free_port("127.0.0.1") == port
 

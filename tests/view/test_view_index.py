@@ -1,4 +1,4 @@
-"""The index says what the files say, whatever happened to them since it was made."""
+"""The index agrees with the files, whatever happened to them since it was built."""
 
 import errno
 import json
@@ -225,7 +225,7 @@ def test_an_index_removed_under_a_running_viewer_is_made_anew(tmp_path: Path) ->
         before = run.state()["revision"]
         run.index.path.unlink()
         with suppress(sqlite3.OperationalError):
-            run.facets()  # who asks meanwhile does not make an empty one
+            run.facets()  # a concurrent request does not create an empty index
         wait_for(lambda: run.state()["revision"] > before and run.index.path.exists() and len(ids(run)) == 30)
 
 

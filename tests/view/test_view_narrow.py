@@ -1,4 +1,4 @@
-"""The bar of the page can be read and pressed in a window of any width, whatever a run is called."""
+"""The viewer's header is readable and usable at any window width and with any run name."""
 
 from collections.abc import Iterator
 from pathlib import Path

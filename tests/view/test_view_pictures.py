@@ -1,4 +1,4 @@
-"""The page shows what the policy was shown as images and nothing else, from the server and from one file."""
+"""The viewer shows exactly the images that the policy saw, from the server and from an exported file."""
 
 import json
 import urllib.error
@@ -51,7 +51,7 @@ def test_images_are_served_by_their_hash_alone(run: Path) -> None:
 
 
 def loaded(browser: Browser) -> list[list[int]]:
-    """The natural sizes of the pictures on the page, once they are there."""
+    """The natural sizes of the images on the page, once they are loaded."""
     browser.wait("document.querySelectorAll('img.picture').length === 2")
     browser.evaluate("document.querySelectorAll('img.picture').forEach((one) => (one.loading = 'eager'))")
     browser.wait("[...document.querySelectorAll('img.picture')].every((one) => one.complete && one.naturalWidth > 0)")

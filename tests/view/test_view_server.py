@@ -1,4 +1,4 @@
-"""Who may ask the viewer, for what, and what the browser is told it may do."""
+"""Requests to the viewer: which are allowed, what they return, and the content policy for the browser."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def test_this_machine_is_let_in_by_all_of_its_names(address: str, host: str) -> 
     ],
 )  # fmt: skip
 def test_nothing_but_the_page_and_the_runs_can_be_had(address: str, path: str) -> None:
-    """Sent as it is: a client library would tidy the dots away."""
+    """Sent raw, since a client library would normalise the dots."""
     url = httpx.URL(address).copy_with(raw_path=b"/" + path.encode())
     answer = httpx.get(url)
     assert answer.status_code == 404 and "root:" not in answer.text and "def " not in answer.text
@@ -89,7 +89,7 @@ def test_any_token_and_any_foreign_cookie_will_do(run_path: Path, token: str) ->
 def test_an_index_that_is_gone_is_said_in_words(tmp_path: Path) -> None:
     [run] = open_runs([write_run(tmp_path / "run")])
     run.index.path.unlink()
-    client = TestClient(create_app([run]), base_url="http://localhost")  # without its lifespan nobody makes it anew
+    client = TestClient(create_app([run]), base_url="http://localhost")  # without its lifespan the index is not rebuilt
     answer = client.get("/api/runs/0/facets")
     assert answer.status_code == 503 and "the index cannot be read now" in answer.json()["error"]
 
@@ -124,7 +124,7 @@ def test_a_run_from_elsewhere_is_read_with_the_tokenizer_that_is_named(tmp_path:
 
 @pytest.fixture(scope="module")
 def qwen(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decode, Tokenizer]:
-    """As a run that names it is shown, and the thing itself."""
+    """The decoder of a run that names this tokenizer, and the tokenizer itself."""
     place, run = shared / "tokenizers/qwen2_5", tmp_path_factory.mktemp("qwen")
     (run / "config.yaml").write_text(f"actor_rollout_ref: {{model: {{path: {place}}}}}")
     decode = find_tokenizer(run).decode

@@ -1,4 +1,4 @@
-"""A small run on disk that looks like a real one, a viewer over it, and texts that would act if they could."""
+"""A realistic small run on disk, a viewer over it, and texts that try to inject markup."""
 
 import threading
 import time
@@ -135,7 +135,7 @@ def write_run(path: Path, steps: int = 2) -> Path:
 
 
 def nasty_episode(text: str) -> Episode:
-    """Every text that an episode holds is this one, or its beginning where texts are usually short."""
+    """Every text of an episode is this one, or its beginning where texts are usually short."""
     short, base = text[:300], make_episode(ChatCodec(tiny_tokenizer()), 3, 0, 0)
     call = ToolCall(name=short, arguments={short: short}, id=short, raw=short)
     result = ToolResult(call=call, status=ToolStatus.OK, response=ToolResponse(text=text), metrics={short: short})

@@ -1,4 +1,4 @@
-"""What the kernel tests share: where a kernel can run, and what counts as the same result."""
+"""Helpers of the kernel tests: where a kernel can run, and which results count as equal."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ INTERPRET = "TRITON_INTERPRET"
 HAS_TRITON = find_spec("triton") is not None
 
 # Triton reads the variable when it is imported, so test_kernels_interpreter.py starts a process of its own for these.
-# fp16 and fp32 only: the interpreter cuts bf16 instead of rounding it.
+# fp16 and fp32 only: the interpreter truncates bf16 instead of rounding it.
 interpreted = pytest.mark.skipif(os.environ.get(INTERPRET) != "1", reason="runs inside test_kernels_interpreter.py")
 
 
@@ -31,7 +31,7 @@ def randn(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
 
 
 def assert_rounds_alike(ours: Tensor, theirs: Tensor) -> None:
-    """Equal, but that the order of an fp32 sum may tip a rounding: one unit in the last place, one element in 1000."""
+    """Equal up to the rounding of fp32 sums in another order: one unit in the last place, one element in 1000."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     if ours.dtype == torch.float32:
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
@@ -42,13 +42,13 @@ def assert_rounds_alike(ours: Tensor, theirs: Tensor) -> None:
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """Sixteen-bit floats as integers in the same order, neighbours one apart."""
+    """Sixteen-bit floats as integers of the same order, in which neighbours differ by one."""
     bits = x.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 def replayed(work: Callable[[], Result]) -> Result:
-    """The result of `work` as a CUDA graph computes it; `work` may be done more than once."""
+    """The result of `work` from a CUDA graph; `work` may run more than once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()

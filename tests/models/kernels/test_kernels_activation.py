@@ -1,3 +1,5 @@
+"""The gated activation kernel equals its reference, and the reference equals the Hugging Face module."""
+
 import pytest
 import torch
 from kernel_cases import assert_rounds_alike, gpu, interpreted, randn, replayed

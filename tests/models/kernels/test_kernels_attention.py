@@ -1,7 +1,7 @@
-"""The paged attention kernels compute what their specification says, and the specification is a dense softmax.
+"""The paged attention kernels equal their reference, and the reference equals a dense softmax.
 
-Tests of kernels run on a CUDA device where there is one; `test_kernels_in_the_interpreter` runs the same tests on the
-CPU, in a process of its own because triton decides at import how it runs kernels.
+Kernel tests run on a CUDA device if there is one. `test_kernels_interpreter.py` runs the same tests on the CPU, in its
+own process because triton decides at import how it runs kernels.
 
 Shapes: B requests, t tokens of one request, H query heads, K key/value heads, G = H / K, D head size, L history.
 """
@@ -60,7 +60,7 @@ on_device = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class History:
-    """A pool in which only the slots of the given lengths hold numbers, and the same keys and values row by row."""
+    """A pool in which only the slots of the given lengths are set, and the same keys and values row by row."""
 
     keys: Tensor
     values: Tensor
@@ -73,7 +73,7 @@ def make_history(lengths: list[int], case: Case, page_size: int = PAGE, seed: in
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if DEVICE.type == "cpu" else case.dtype
     counts = [-(-length // page_size) for length in lengths]
-    # Page 0 stays free: it is where a kernel that masks a page number but not its key would read.
+    # Page 0 stays free: a kernel that masks a page number but not its key would read it.
     free = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32) + 1
     shape = ((len(free) + 1) * page_size, KV_HEADS, case.head_size)
     keys, values = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
@@ -89,7 +89,7 @@ def make_history(lengths: list[int], case: Case, page_size: int = PAGE, seed: in
 
 
 def make_queries(tokens: int, case: Case, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, and an output full of NaN: what is not written shows."""
+    """Queries, and an output full of NaN, which shows elements that are not written."""
     generator = torch.Generator().manual_seed(1)
     q_THD = torch.randn(tokens, KV_HEADS * case.group, case.head_size, generator=generator).to(like)
     return q_THD, torch.full_like(q_THD, NAN)
@@ -238,7 +238,7 @@ def test_extend_kernel_is_its_reference(case: Case) -> None:
 @on_device
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 def test_extend_of_a_token_ignores_how_chunks_are_cut(case: Case) -> None:
-    """Alone, in a chunk, or packed in a pool whose pages are single tokens: the same bits on a chip."""
+    """Alone, in a chunk, or packed in a pool with pages of one token: the same bits on a GPU."""
     lengths = [70, 33] if INTERPRETED else [700, 133]
     made = make_history(lengths, case)
     chunks = make_chunks(lengths, most=3 if INTERPRETED else 100)

@@ -1,4 +1,4 @@
-"""The gradients of the fused parts are those that autograd finds for their specification."""
+"""The gradients of the fused kernels equal those of autograd on their references."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,7 +25,7 @@ def gradients(op: Op, inputs: Sequence[Tensor], **options: object) -> list[Tenso
 
 
 def agree(ours: Op, theirs: Op, inputs: Sequence[Tensor], **options: object) -> None:
-    """In float32 equal; in half precision no further from float32 than the specification is."""
+    """Equal in float32; in half precision no further from float32 than the reference is."""
     found, expected = (gradients(op, inputs, **options) for op in (ours, theirs))
     if inputs[0].dtype == torch.float32:
         for a, b in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Every kernel agrees with its reference in Triton's interpreter, which needs no GPU but a process of its own."""
+"""Every kernel equals its reference in Triton's interpreter, which needs no GPU but its own process."""
 
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""The batch-invariant matrix product equals its reference, and a row's result does not depend on the other rows."""
+
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,3 +1,5 @@
+"""The RMS norm kernels equal their reference, and the reference equals the Hugging Face modules."""
+
 import pytest
 import torch
 from kernel_cases import assert_rounds_alike, gpu, interpreted, randn, replayed

@@ -1,3 +1,5 @@
+"""The rotary embedding kernel, which also writes keys and values to their slots, equals its reference."""
+
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ SLOTS = 40
 
 
 class Case(NamedTuple):
-    """A packed projection of 2 query heads a key head, padding among its tokens, and pools that hold something."""
+    """A packed projection with 2 query heads per key head, padding among its tokens, and non-empty pools."""
 
     packed: Tensor
     arguments: tuple[Tensor, ...]  # q, k, v, cos, sin, slots, keys, values, q_out
@@ -76,7 +78,7 @@ def check(device: str, dtype: torch.dtype, tokens: int, kv_heads: int, size: int
     for mine, other in zip(ours.outputs(), theirs.outputs(), strict=True):
         if norm == "none":
             assert torch.equal(mine, other)
-        else:  # a tipped rounding of the norm reaches two rotated values, and is large beside a small one of them
+        else:  # a rounding difference of the norm affects two rotated values, and is large relative to a small one
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(mine, other, rtol=2 * eps, atol=8 * eps)
             assert dtype == torch.float32 or (mine != other).sum() <= max(4, mine.numel() // 500)

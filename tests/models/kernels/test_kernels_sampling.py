@@ -1,3 +1,5 @@
+"""The sampling kernel and the filters equal their reference, and the reference equals the engine's sampler."""
+
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from rally.engines.embedded.sampler import filtered_logprobs
 from rally.models.kernels import reference
 
 NAN, INF = float("nan"), float("inf")
-LAST = 1 - 2.0**-32  # the largest number that the engine's hash gives
+LAST = 1 - 2.0**-32  # the largest value of the engine's hash
 
 
 class Drawn(NamedTuple):
@@ -36,7 +38,7 @@ def batch(device: str, rows: int, vocabulary: int, scale: float = 4.0) -> tuple[
 
 
 def assert_same_draws(ours: Drawn, theirs: Drawn, logits: Tensor, temperature: Tensor, uniform: Tensor) -> None:
-    """The same tokens, but where the number lies within 1e-6 of the boundary between two."""
+    """The same tokens, except where the uniform number is within 1e-6 of the boundary between two."""
     for i in (ours.ids != theirs.ids).nonzero().flatten().tolist():
         assert temperature[i] > 0
         cdf = (logits[i].double() / temperature[i]).softmax(-1).cumsum(-1)
@@ -136,7 +138,7 @@ def test_captured() -> None:
 
 
 def filtered_alone(row: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The specification, one row at a time."""
+    """The reference, one row at a time."""
     keep = torch.ones_like(row, dtype=torch.bool)
     if 0 < top_k < row.numel():
         keep &= row >= row.topk(top_k).values[-1]
@@ -160,7 +162,7 @@ def test_filters_of_all_rows_at_once_are_the_filters_of_each() -> None:
     ours = filtered_logprobs(logp, top_k, top_p.double(), min_p.double())
     theirs = torch.stack([filtered_alone(row, *each) for row, each in zip(logp, params, strict=True)])
     torch.testing.assert_close(ours.sort().values, theirs.sort().values)
-    # Which of several equal tokens is the last to stay, the specification leaves open.
+    # The reference does not define which of several equal tokens is the last one kept.
     distinct = torch.arange(96) % 5 > 1
     torch.testing.assert_close(ours[distinct], theirs[distinct])
     unfiltered = (top_k == -1) & (top_p == 1) & (min_p == 0)

@@ -1,4 +1,4 @@
-"""The shards of a run on several devices, as verl leaves them, become one model that transformers loads."""
+"""The FSDP shards that verl saves become one model that transformers loads."""
 
 import multiprocessing
 from pathlib import Path
@@ -17,7 +17,7 @@ WORLD = 2
 
 
 def leave_shard(rank: int, folder: Path) -> None:
-    """What one rank of FSDP writes: every tensor cut along its first dimension, a small one whole on each."""
+    """The file of one FSDP rank: every tensor split along its first dimension, a small one whole on each rank."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of a step, start the same command again: it goes on from its checkpoint to the same end."""
+"""After kill -9 in the middle of a step, the same command resumes from its checkpoint and ends with the same result."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def command(config: Path) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def hold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """While this file is there, rewards are counted in it and the one after `HELD` does not return."""
+    """While this file exists, rewards are counted in it and the one after `HELD` does not return."""
     path = tmp_path_factory.mktemp("hold") / "hold"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RALLY_TEST_HOLD", str(path))
@@ -79,7 +79,7 @@ def killed(home: Path, tmp_path_factory: pytest.TempPathFactory, hold: Path) -> 
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        hold.unlink()  # whatever still waits may go
+        hold.unlink()  # releases whatever still waits
     return folder
 
 
@@ -100,7 +100,7 @@ def actor(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def learned(folder: Path) -> dict[str, list[float]]:
-    """What the sampler knows of each row at the end."""
+    """The sampler's final state of each row."""
     path = folder / "checkpoints" / f"global_step_{STEPS}" / "sampler.json"
     state: dict[str, list[float]] = json.loads(path.read_text())["state"]
     return state
@@ -129,8 +129,8 @@ def test_the_same_command_goes_on_to_the_same_end(
     ours, theirs, start = actor(run), actor(whole / "run"), AutoModelForCausalLM.from_pretrained(home / "model")
     apart = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
     moved = max(float((ours[name] - value).abs().max()) for name, value in weights(start).items())
-    # Which requests share a forward depends on timing, so the last bits of a log-probability do too; Adam makes of
-    # them at most a small part of a step.
+    # Timing decides which requests share a forward, and so the last bits of log-probabilities. Adam turns
+    # them into at most a small part of a step.
     assert moved > 1e-3 and apart <= 0.02 * moved, f"{apart} apart after moving by {moved}"
 
 

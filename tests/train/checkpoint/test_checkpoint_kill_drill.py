@@ -1,4 +1,4 @@
-"""The kill drill, small: three kills of a short deterministic run, one of them during a save, change nothing."""
+"""A short kill drill: three kills of a deterministic run, one of them during a save, change no result."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_run_killed_again_and_again_ends_where_an_undisturbed_one_does(home: Path, tmp_path: Path) -> None:
-    # A random model earns nothing, so it is the entropy that moves the weights.
+    # A random model earns no reward, so only the entropy term changes the weights.
     keys = ["actor_rollout_ref.actor.entropy_coeff=0.01", "data.max_response_length=24"]
     command = [sys.executable, "-m", "benchmarks.kill_drill", "--out", str(tmp_path), "--model", str(home / "model")]
     done = subprocess.run(

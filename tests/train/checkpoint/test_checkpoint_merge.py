@@ -1,4 +1,4 @@
-"""Adapters and shards become one folder that loads whole; what cannot be merged is told in one sentence."""
+"""Adapters and shards are merged into one folder that loads; what cannot be merged is one error sentence."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapted(base: Path, tmp_path: Path) -> tuple[Path, torch.Tensor]:
-    """A checkpoint of adapters that do something, and what the model gives with them."""
+    """A checkpoint of adapters that have an effect, and the model's output with them."""
     model = load_model(str(base))
     add_adapters(model, LoraSettings(rank=4), str(base))
     torch.manual_seed(1)

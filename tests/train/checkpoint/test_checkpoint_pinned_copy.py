@@ -1,4 +1,4 @@
-"""What comes into main memory by pieces is what was there, in memory of its own."""
+"""Copies to main memory in pieces equal the source and share no memory with it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A checkpoint written beside training holds the moment it was asked for; its failure stops the run."""
+"""A checkpoint written in the background holds the state at the time of the call; its failure stops the run."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 class Gate:
-    """A part of a checkpoint whose writing waits until it is opened."""
+    """A part of a checkpoint that is written only after it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -95,7 +95,7 @@ def test_a_failure_is_told_at_the_next_moment(store: CheckpointStore, tokenizer:
     policy, gate = small_policy(make_model()), Gate()
     store.save(1, policy, tokenizer)
     store.save(2, policy, tokenizer, more=[gate, full_disk])
-    store.check()  # nothing is wrong yet
+    store.check()  # no error yet
     gate.opened.set()
     with pytest.raises(CheckpointError, match=r"the checkpoint of step 2 cannot be written to .*No space left"):
         store.wait()

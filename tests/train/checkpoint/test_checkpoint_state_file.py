@@ -1,4 +1,4 @@
-"""A state's file is the one that torch.save makes, to the byte; what goes wrong is heard of, and no thread stays."""
+"""A state file equals that of torch.save byte for byte; errors are raised, and no thread is left."""
 
 import errno
 import io

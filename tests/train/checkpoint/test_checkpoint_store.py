@@ -1,4 +1,4 @@
-"""A checkpoint brings everything back, loads anywhere, and a torn one is passed over with a word."""
+"""A checkpoint restores everything and loads anywhere; an incomplete one is skipped with a warning."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_the_next_step_after_loading_is_the_same_bit_for_bit(
 
 
 def test_the_optimizer_is_part_of_it(store: CheckpointStore, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The counterpart: without its state the next step is another one, so the test above can fail."""
+    """The counterpart of the test above: without the optimizer's state the next step differs."""
     policy = policy_on(make_model())
     steps(policy, 1, 2, 3)
     store.save(3, policy, tokenizer)
@@ -76,7 +76,7 @@ def test_the_optimizer_is_part_of_it(store: CheckpointStore, tokenizer: PreTrain
 def test_a_resumed_run_follows_its_own_learning_rate_and_schedule(
     store: CheckpointStore, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A run that ended on a rate of 0 and is given more steps must go on learning."""
+    """A run that ended at a learning rate of 0 and gets more steps must learn again."""
     policy = small_policy(make_model(), lr=1e-2, total=2, schedule="linear")
     steps(policy, 1, 2)
     assert policy.optimizer.param_groups[0]["lr"] == 0
@@ -188,7 +188,7 @@ def test_only_the_last_critics_are_kept_though_all_checkpoints_stay(
     policy = policy_on(make_model())
     for step in (1, 2, 3):
         store.save(step, policy, tokenizer, more=[critic])
-        if step == 2:  # as a kill between forgetting and removing would leave it
+        if step == 2:  # as after a kill between unregistering and deleting
             critic(store.folder / "global_step_1")
     assert names(store) == ["global_step_1", "global_step_2", "global_step_3"]
     assert [path.parent.name for path in store.folder.glob("*/critic")] == ["global_step_3"]
@@ -199,7 +199,7 @@ def test_only_the_last_critics_are_kept_though_all_checkpoints_stay(
 def test_what_was_just_written_is_kept_whatever_lies_after_it(
     store: CheckpointStore, tokenizer: PreTrainedTokenizerBase, warnings: list[str]
 ) -> None:
-    """A torn checkpoint of a later step must not push the good ones out."""
+    """An incomplete checkpoint of a later step must not displace the good ones."""
     saved(store, tokenizer, 1, 3)
     tear(store.folder / "global_step_3", "missing")
     store.keep = 1

@@ -1,4 +1,4 @@
-"""Folders of weights for servers are, byte for byte, those that transformers would write, and never half of one."""
+"""Weight folders for servers equal, byte for byte, those of transformers, and are never incomplete."""
 
 import os
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_large_weight_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, write = make_model("qwen2"), os.pwrite
     monkeypatch.setattr("rally.train.checkpoint.weight_files.PIECE", 1000)
-    monkeypatch.setattr("os.pwrite", lambda file, data, start: write(file, data[:300], start))  # as a kernel may do
+    monkeypatch.setattr("os.pwrite", lambda file, data, start: write(file, data[:300], start))  # short writes
     writer = WeightWriter(model.save_pretrained, model.state_dict)
     for name in ("first", "second"):
         writer(tmp_path / name)

@@ -1,4 +1,4 @@
-"""The fused training forward computes what the module computes, for every family, with adapters and checkpointing."""
+"""The fused training forward equals the module's, for every family, with adapters and gradient checkpointing."""
 
 import copy
 import random
@@ -137,7 +137,7 @@ def test_switched_off_adapters_leave_the_base() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_may_be_switched_off_between_forward_and_backward(checkpointing: bool) -> None:
-    """As a reference that is asked for a KL term does."""
+    """As a reference does for a KL term."""
     model, packed = with_adapters(model_of("qwen2")), pack(rows((9, 4), 5), torch.device("cpu"))
     given = (packed.ids_T, packed.positions_T, PackedAttention(packed), SPECIFIED)
     plain = gradients(model, fused_layers.fused_hidden(model, *given))

@@ -1,4 +1,4 @@
-"""What is trained is what an ordinary forward says: packed, cut, chunked or checkpointed, the gradient is the same."""
+"""Log-probabilities and gradients equal an ordinary forward's: packed, split, chunked or checkpointed."""
 
 import copy
 import random
@@ -49,7 +49,7 @@ def gradient(episodes: list[Episode], settings: UpdateSettings, *, checkpointing
 
 
 def padded_gradient(episodes: list[Episode], settings: UpdateSettings) -> Gradients:
-    """The specification: one ordinary padded forward over every segment, the loss written out token by token."""
+    """The reference: one ordinary padded forward over every segment, the loss written out token by token."""
     model, batch = calm_model(), build_batch(episodes)
     pairs = [(i, s) for i, e in enumerate(episodes) for s in e.segments]
     width = max(len(s.ids) for _, s in pairs)
@@ -151,7 +151,7 @@ def test_what_is_observed_after_the_last_sampled_token_changes_nothing() -> None
 
 
 def test_an_observed_token_in_the_middle_is_context() -> None:
-    """The counterpart of the test above: what is observed before a sampled token does matter."""
+    """The counterpart of the test above: tokens observed before a sampled token do matter."""
     rng = random.Random(4)
     one = segment(rng, "ssooss")
     ids = list(one.response_ids)

@@ -1,4 +1,5 @@
-"""A failure never biases a group: it follows its policy and is counted; past the budget the run stops."""
+"""A failed episode never biases its group: the failure policy decides, it is counted, and past the budget the run
+stops."""
 
 import asyncio
 import random
@@ -35,7 +36,7 @@ def ids(episodes: Sequence[Episode]) -> list[str]:
 
 @dataclass
 class FakeRunner:
-    """Ends each job as `endings` says, by episode id; what is not named ends well."""
+    """Ends each job as `endings` says, by episode id; all others succeed."""
 
     endings: dict[str, Callable[[str, str], Episode]] = field(default_factory=dict)
     reward: float | None = None
@@ -59,7 +60,7 @@ class FakeRunner:
 
 @dataclass
 class FakeScorer:
-    """Fails the first `failures[id]` times it is asked about an episode, then gives 0.5."""
+    """Fails the first `failures[id]` times for an episode, then gives 0.5."""
 
     failures: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -190,7 +191,7 @@ def test_the_budget_holds_for_zeroed_episodes_too() -> None:
 
 
 def test_a_mistake_of_the_user_comes_out_as_itself() -> None:
-    """Not as a group of exceptions: the command line shows its one sentence."""
+    """The error is not an exception group: the command line shows its one sentence."""
 
     class Refusing(FakeScorer):
         async def score(self, one: Episode) -> Score:

@@ -1,4 +1,4 @@
-"""Episodes that were sampled once are not sampled again, and are scored and trained on as before."""
+"""Cached episodes are not sampled again, and are scored and trained on as before."""
 
 import asyncio
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_a_second_run_takes_what_the_first_sampled(home: Path, tmp_path: Path) -
     assert not any(skipped(first)) and all(skipped(again)) and len(again) == 12
     assert [e.segments for e in again] == [e.segments for e in first]
     assert all(b.reward == a.reward + 1.0 for a, b in zip(first, again, strict=True)), "scored anew"
-    [file] = (tmp_path / "dump").glob("default_rally/GBS3_N4_in32_out24_*/1.jsonl")  # other numbers are another folder
+    [file] = (tmp_path / "dump").glob("default_rally/GBS3_N4_in32_out24_*/1.jsonl")  # other values give another folder
     file.write_text(file.read_text()[:-40])
     torn = run(home, tmp_path / "torn", tmp_path / "dump")
     assert skipped(torn).count(False) == 1, "what is torn is sampled again"

@@ -1,4 +1,4 @@
-"""A step trains on the first live groups in the order of their prompts, and when an episode ends changes nothing."""
+"""A step trains on the first groups with signal in the order of their prompts, whatever order the episodes end in."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def live_groups(
 
 
 def ended(job: Job, kind: str) -> Episode:
-    """The two episodes of a group are equal where it is dead; of one that failed the second has no reward."""
+    """The two episodes of a group have equal rewards if it has no signal; in a failed group the second has none."""
     second = job.episode_id.endswith("-1")
     if kind == "failed" and second:
         return episode(job.episode_id, job.group, None, stop_reason=StopReason.ERROR, error="KeyError: 'x'")
@@ -54,7 +54,7 @@ def place(group: str) -> int:
 
 
 def played(groups: LiveGroups, kinds: Sequence[str], order: random.Random) -> RolloutResult:
-    """A rollout whose episodes end in an order that `order` draws."""
+    """A rollout whose episodes end in an order drawn by `order`."""
     begun = groups.begin()
     running, done = list(begun), {}
     while running:
@@ -161,7 +161,7 @@ def test_the_metrics_a_group_may_be_judged_by() -> None:
 
 
 class Waves:
-    """A runner and a scorer in one: what ends together is scored together, and most groups are dead."""
+    """A runner and a scorer in one: episodes that end together are scored together; most groups have no signal."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -195,7 +195,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def filtered_run(home: Path, out: Path, *overrides: str) -> Paper:
-    """Two episodes a prompt and a reward that one in five gets, so that most groups are dead, in the first step all."""
+    """Two episodes a prompt and a reward for one in five: most groups have no signal; in step 1 no group has."""
     reward, paper = out.parent / "coarse.py", Paper()
     reward.write_text(COARSE, encoding="utf-8")
     config = run_config(

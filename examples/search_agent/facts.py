@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.data import write_rows
-from rally.tools.builtin.search import told
+from rally.tools.builtin.search import format_passages
 from rally.types import Message
 
 DATA_SOURCE = "searchR1_facts"
@@ -139,7 +139,7 @@ def _searched(query: str, found: Fact) -> list[Message]:
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": told([found.passage]), "name": "search"},
+        {"role": "tool", "content": format_passages([found.passage]), "name": "search"},
         _answer(found.value),
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rally.doctor.rollout_logprobs import reached
+from rally.doctor.rollout_logprobs import check_server
 from rally.engines import EngineError
 from rally.engines.remote import RallyReplica, ServerReplica, Vllm
 from rally.engines.remote.client import Address
@@ -57,12 +57,12 @@ async def test_no_sentence_tells_them(gate: Gate) -> None:
         with pytest.raises(EngineError) as caught:
             await health(url)
         assert "http://127.0.0.1:" in str(caught.value) and "mistaken" not in str(caught.value)
-    found = await asyncio.to_thread(reached, wrong)
+    found = await asyncio.to_thread(check_server, wrong)
     assert found.status == "error" and "401" in found.text and "mistaken" not in found.text
 
 
 async def test_the_doctor_goes_through_the_gate_too(gate: Gate) -> None:
-    found = await asyncio.to_thread(reached, f"http://{WHO}@127.0.0.1:{gate.port}")
+    found = await asyncio.to_thread(check_server, f"http://{WHO}@127.0.0.1:{gate.port}")
     assert (found.status, found.text) == ("ok", f"the rollout server http://127.0.0.1:{gate.port} answers")
 
 

@@ -160,9 +160,9 @@ def test_reference_extend_is_a_dense_softmax(case: Case) -> None:
 
 def decode(made: History, q: Tensor, out: Tensor, lengths: list[int], max_length: int, case: Case) -> Tensor:
     """The kernel, in a workspace full of NaN; in the interpreter with small splits, so that short rows have several."""
-    from rally.models.kernels.paged_decode import ExtendTuning, paged_decode
+    from rally.models.kernels.paged_decode import DecodeTuning, paged_decode
 
-    tuned = ExtendTuning(block=32, warps=4, stages=2, split=64) if INTERPRETED else None
+    tuned = DecodeTuning(block=32, warps=4, stages=2, split=64) if INTERPRETED else None
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     settings = options(case) | {"max_length": max_length, "tuned": tuned}
     settings["workspace"] = torch.full((2 * q.numel() * (max_length // 64 + 1),), NAN, device=DEVICE)

@@ -62,6 +62,9 @@ def advantages_and_returns(made: Decisions, values_D: Tensor, settings: CreditSe
     return GaeResult(whiten(estimate.advantages_M.repeat_interleave(made.tokens_D)), estimate.returns_M)
 
 
+judged = advantages_and_returns  # the name in earlier documentation
+
+
 def value_loss(values_D: Tensor, old_D: Tensor, returns_D: Tensor, clip: float) -> ValueLoss:
     """PPO's value loss: half the squared error, or that of the value clipped to `clip` around the old one if larger."""
     near_D = old_D + (values_D - old_D).clamp(-clip, clip)

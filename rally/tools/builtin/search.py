@@ -279,3 +279,6 @@ def read_queries(parameters: Mapping[str, Any]) -> list[str]:
     if len(queries) > MAX_QUERIES:
         raise BadArguments(f"a call takes at most {MAX_QUERIES} queries, not {len(queries)}")
     return queries
+
+
+told = format_passages  # the name that earlier documentation used

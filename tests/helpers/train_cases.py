@@ -90,8 +90,8 @@ def _tool_turn(reward: float | None, text: str, **where: int) -> Turn:
 
 
 def observed_otherwise(one: Episode, seed: int) -> Episode:
-    """The same turns; what was observed between them has other content and another length. Spans that were equal are
-    equal still: whether two episodes saw the same is something an estimator may ask."""
+    """The same turns with observed spans of other content and length between them. Equal spans stay equal, because
+    an estimator may compare the observations of two episodes."""
     return replace(one, segments=tuple(_observed_otherwise(old, seed) for old in one.segments))
 
 

@@ -145,8 +145,8 @@ def _made(model: Any) -> PreTrainedModel:
 
 
 def full_logits(model: PreTrainedModel, ids: Sequence[int], images: Sequence[ImageSpan]) -> torch.Tensor:
-    """The specification: one ordinary multimodal forward of the module over a whole history. It would take every
-    placeholder for an image, so one that was sampled is given as another token with the same embedding."""
+    """The reference: one ordinary multimodal forward of the module over a whole history. The module would read every
+    placeholder as an image, so a sampled one is replaced by another token with the same embedding."""
     tokenizer, kinds = make_tokenizer(), torch.zeros((1, len(ids)), dtype=torch.int)
     pad = tokenizer.convert_tokens_to_ids(PAD)
     for span in images:

@@ -132,8 +132,8 @@ def test_losses_by_hand(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 
 
 class Reached:
-    """Stands where the hidden states come from: those that predict a sampled token depend on that token alone, all
-    others on their place. Keeps the gradient that reaches each."""
+    """Replaces the hidden states: those that predict a sampled token depend only on that token, all others on their
+    position. Keeps the gradient of each."""
 
     def __init__(self) -> None:
         self.hidden_TC: list[Tensor] = []
@@ -203,8 +203,8 @@ def test_no_advantage_and_no_weight_depends_on_what_was_observed(estimator: str)
 
 @pytest.mark.parametrize("mode", [*SURROGATES])
 def test_no_gradient_goes_through_what_was_observed(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """For every estimator: only places that predict sampled tokens receive a gradient from the head, and each the same
-    one when observed tokens between them are others and more or fewer."""
+    """For every estimator, only positions that predict sampled tokens receive a gradient from the head, and it does
+    not depend on the content or number of observed tokens between them."""
     policy = KeepingPolicy(calm_model())
     plain, changed = [replace(e, turns=()) for e in EPISODES], otherwise(0)
     for estimator in EVERY_ESTIMATOR:

@@ -78,8 +78,8 @@ kinds_of_groups = st.lists(st.sampled_from(["live", "dead", "failed"]), min_size
 def test_what_is_trained_on_is_a_function_of_how_groups_end_and_not_of_when(
     kinds: list[str], wanted: int, extra: int, most: int, order: random.Random
 ) -> None:
-    """Whatever the order of ending: the shortest run of prompts with enough live groups begins, and its first are
-    trained on."""
+    """In any order of ending, the rollout starts the shortest sequence of prompts with enough groups with signal, and
+    the step trains on the first of these groups."""
     reach = min(most, len(kinds))
     live = [i for i, kind in enumerate(kinds[:reach]) if kind == "live"]
     enough = live[wanted - 1] + 1 if len(live) >= wanted else reach

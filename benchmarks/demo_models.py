@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.data import load_tasks
-from rally.demo.curriculum import CourseSettings, small_model, teach
 from rally.demo.demo import CALCULATOR, write_data
+from rally.demo.training_stages import CourseSettings, small_model, teach
 from rally.track import RunConsole
 
 

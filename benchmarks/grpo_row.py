@@ -19,8 +19,8 @@ from rich.console import Console
 from benchmarks.demo_models import DemoModels
 from benchmarks.measure import REPETITIONS, Row, Timings
 from rally.config import load_config
-from rally.demo.curriculum import CourseSettings, course_config
 from rally.demo.demo import CALCULATOR
+from rally.demo.training_stages import CourseSettings, course_config
 from rally.runs import train as run
 from rally.track import RunConsole, RunFolder
 

@@ -29,8 +29,8 @@ from rally.config import Config, load_config
 from rally.config.actor import PolicyLossConfig
 from rally.config.algorithm import AlgorithmConfig
 from rally.config.errors import ConfigError
-from rally.demo.curriculum import CourseResult, CourseSettings, before_and_after, course_config
 from rally.demo.demo import CALCULATOR
+from rally.demo.training_stages import CourseResult, CourseSettings, before_and_after, course_config
 from rally.runs import train as run
 from rally.track import RunConsole
 

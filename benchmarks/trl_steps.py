@@ -81,7 +81,7 @@ def trl_steps(demo: DemoModels, count: int, seed: int) -> list[Step]:
 
 
 def _settings(folder: Path, steps: int, seed: int) -> GRPOConfig:
-    """The demo's training settings (rally.demo.curriculum.course_config) as TRL's arguments."""
+    """The demo's training settings (rally.demo.training_stages.course_config) as TRL's arguments."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,

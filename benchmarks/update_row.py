@@ -21,8 +21,8 @@ from benchmarks.demo_models import DemoModels
 from benchmarks.measure import Row, alternate
 from rally.algos import losses
 from rally.config import load_config
-from rally.demo.curriculum import CourseSettings, course_config
 from rally.demo.demo import CALCULATOR
+from rally.demo.training_stages import CourseSettings, course_config
 from rally.models import attention
 from rally.models.load import load_model
 from rally.runs import train as run

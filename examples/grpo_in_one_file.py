@@ -33,7 +33,7 @@ from rally.rewards import compute_score
 from rally.tools import load_tools
 from rally.tools.builtin.calculator import calculate
 
-PROMPTS, GROUP = 16, 8  # prompts of a step, and episodes of each prompt
+GROUP = 8  # episodes of each prompt
 MAX_TURNS, MAX_TOKENS = 3, 96
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LEARNING_RATE = 5e-4
@@ -108,19 +108,19 @@ def per_token(values: list[tuple[float, ...]], segments: list[Segment]) -> Tenso
     return pad_sequence([torch.tensor(w) for w in whole], batch_first=True)
 
 
-async def train(agent: Agent, tasks: list[Task], steps: int, seed: int) -> list[float]:
+async def train(agent: Agent, tasks: list[Task], steps: int, prompts: int, seed: int) -> list[float]:
     """GRPO. Returns the mean reward of each step."""
     optimizer = torch.optim.AdamW(agent.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     order, history = random.Random(seed), []
     for step in range(1, steps + 1):
-        prompts = order.sample(tasks, PROMPTS)
+        chosen = order.sample(tasks, prompts)
         seeds = itertools.count(seed + step * 1_000_000, MAX_TURNS)
-        jobs = [agent.play(task, next(seeds)) for task in prompts for _ in range(GROUP)]
+        jobs = [agent.play(task, next(seeds)) for task in chosen for _ in range(GROUP)]
         episodes = await asyncio.gather(*jobs)
         rewards = torch.tensor([episode.reward for episode in episodes])
         with agent.engine.updating():  # the engine samples from these very weights: what it cached is now stale
             loss = grpo_loss(
-                agent.model, [episode.segment for episode in episodes], group_advantages(rewards.view(PROMPTS, GROUP))
+                agent.model, [episode.segment for episode in episodes], group_advantages(rewards.view(prompts, GROUP))
             )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(agent.model.parameters(), 1.0)
@@ -144,11 +144,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/demo/start"), help="the agent before training")
     parser.add_argument("--data", type=Path, default=Path("data/arithmetic/train.parquet"), help="made if missing")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not options.data.exists():
         write_rows(arithmetic_rows(1024, options.seed, "train"), options.data)
-    asyncio.run(train(load_agent(options.model), list(load_tasks(options.data)), options.steps, options.seed))
+    tasks = list(load_tasks(options.data))
+    asyncio.run(train(load_agent(options.model), tasks, options.steps, options.prompts, options.seed))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import sums
 
-from rally.demo.curriculum import Course, CourseResult, CourseSettings, run_course
+from rally.demo.training_stages import Course, CourseResult, CourseSettings, run_course
 from rally.track import RunConsole
 from rally.types import RallyError
 

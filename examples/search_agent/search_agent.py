@@ -24,7 +24,7 @@ from pathlib import Path
 import facts
 import httpx
 
-from rally.demo.curriculum import Course, CourseResult, CourseSettings, run_course
+from rally.demo.training_stages import Course, CourseResult, CourseSettings, run_course
 from rally.retrieval import IndexSpec, build_index
 from rally.track import RunConsole
 from rally.types import RallyError

@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Train a small agent from nothing, on a CPU, in a few minutes: it learns to use a calculator."""
     console = quiet_console()
-    from rally.demo.curriculum import CourseSettings, run_course
     from rally.demo.demo import CALCULATOR
+    from rally.demo.training_stages import CourseSettings, run_course
 
     run_course(CALCULATOR, out, CourseSettings(seed=seed, grpo_steps=steps), console, overrides or [])

@@ -33,7 +33,7 @@ def doctor(
     where = recipe_path(recipe, path, "train")
     console = quiet_console()
     from rally.doctor import doctor as checks
-    from rally.doctor.case import DoctorOptions
+    from rally.doctor.check_context import DoctorOptions
 
     began, findings = time.perf_counter(), []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # output of a user's code must not break the JSON

@@ -32,7 +32,7 @@ def toy_model(
     """Make the demo's small model with random weights, for recipes that train on a CPU from nothing."""
     console = quiet_console()
     from rally.chat import tiny_tokenizer
-    from rally.demo.curriculum import small_model
+    from rally.demo.training_stages import small_model
 
     tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
     small_model(tokenizer, seed).save_pretrained(out)

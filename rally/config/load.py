@@ -17,9 +17,9 @@ from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
 from rally.config.errors import ConfigError, sentence
-from rally.config.files import Document, Notes, Tree, first_line, merge, read_document
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
+from rally.config.yaml_files import Document, Notes, Tree, first_line, merge, read_document
 from rally.redact import learn_tree
 
 C = TypeVar("C", bound=Root)

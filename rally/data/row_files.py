@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rally.types import RallyError
-from rally.util.atomic import atomic_file
+from rally.util.atomic_files import atomic_file
 
 Row = dict[str, Any]
 Files = str | Path | Sequence[str | Path]

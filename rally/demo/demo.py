@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from rally.data import write_rows
-from rally.demo.curriculum import Course
+from rally.demo.training_stages import Course
 from rally.recipes.arithmetic import data as arithmetic
 from rally.recipes.arithmetic.data import Habit, conversation
 from rally.types import Message

@@ -14,7 +14,7 @@ from rally.distributed.controller import Controller, ControllerSettings
 from rally.models.load import pick_device
 from rally.runs import sft as sft_run
 from rally.runs import train as run
-from rally.runs.build.inputs import RunOutcome
+from rally.runs.build.run_inputs import RunOutcome
 from rally.track import RunConsole
 
 __all__ = ["sft", "train"]

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.distributed.process_group import ProcessGroup
-from rally.models.parallel import Message
-from rally.train.messages import Shutdown
+from rally.models.sharding import Message
+from rally.train.rank_messages import Shutdown
 from rally.types import RallyError
 from rally.util.subprocesses import ServerProcess
 

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from rally.distributed.messages import decode, encode
+from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
-from rally.models.parallel import RANKS_ATTRIBUTE, Message
+from rally.models.sharding import RANKS_ATTRIBUTE, Message
 from rally.train.value_model import HEAD
 
 FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length

@@ -20,17 +20,18 @@ from transformers import PreTrainedModel
 from rally.config import SftConfig
 from rally.distributed.controller import ready_file
 from rally.distributed.process_group import ProcessGroup
-from rally.models.parallel import Message, model_state
+from rally.models.sharding import Message, model_state
 from rally.runs import build
 from rally.runs.build.engines import logits_of
 from rally.runs.build.models import RunPlan
-from rally.runs.build.policies import critic_of, policy_of
+from rally.runs.build.policy_and_critic import critic_of, policy_of
 from rally.runs.sft import sft_policy_of, sft_settings_of
 from rally.sft.training import SftSettings, sft_loss, sft_step
 from rally.train.checkpoint.snapshot import copied, copied_weights
 from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.critic import Critic
-from rally.train.messages import (
+from rally.train.policy import Policy
+from rally.train.rank_messages import (
     ComputeLogits,
     ComputeLoss,
     ComputeReference,
@@ -43,7 +44,6 @@ from rally.train.messages import (
     UpdateCritic,
     UpdatePolicy,
 )
-from rally.train.policy import Policy
 from rally.train.reference import Reference
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 

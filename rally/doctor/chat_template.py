@@ -12,7 +12,7 @@ from typing import Any
 
 from rally.chat import ChatCodec
 from rally.chat.formats import FORMATS
-from rally.doctor.case import DoctorCase, Finding, ReportText, Status
+from rally.doctor.check_context import DoctorCase, Finding, ReportText, Status
 from rally.models.untrained_tokens import KEY, advice, untrained_tokens
 from rally.tools import BaseTool
 from rally.tools.sample_arguments import example_of

@@ -14,7 +14,7 @@ from rich.text import Text
 from rally.config import Config, ConfigError, read_config
 from rally.doctor import chat_template, environment, memory_and_time, reward_function, rollout_logprobs, tool_calls
 from rally.doctor import rows as doctor_rows
-from rally.doctor.case import DoctorCase, DoctorOptions, Finding, MissingPart
+from rally.doctor.check_context import DoctorCase, DoctorOptions, Finding, MissingPart
 from rally.redact import redact
 from rally.track.display_text import OBSERVED_STYLE, PROMPT_STYLE, SAMPLED_STYLE, visible
 from rally.types import RallyError

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from rally.config import Config
 from rally.config.checks.multi_gpu import with_rollout_servers
-from rally.doctor.case import DoctorCase, Finding
+from rally.doctor.check_context import DoctorCase, Finding
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import probe_package
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from rally.doctor.case import DoctorCase, Finding, ReportText, Status
+from rally.doctor.check_context import DoctorCase, Finding, ReportText, Status
 from rally.engines.embedded.memory_plan import free_bytes, kv_bytes_per_token, step_bytes
 from rally.models.load import pick_dtype
 from rally.runs import build
-from rally.runs.build.training import total_steps_of
+from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import (
     UTILISATION,
     Hardware,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rally.doctor.case import DoctorCase, Finding
+from rally.doctor.check_context import DoctorCase, Finding
 from rally.rewards import RewardSpec, Score, Scorer
 from rally.runs import build
 from rally.types import Episode, Generation, Segment, StopReason, Task, Turn

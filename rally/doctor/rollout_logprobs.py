@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
-from rally.doctor.case import DoctorCase, Finding
+from rally.doctor.check_context import DoctorCase, Finding
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
 from rally.engines.remote.client import Address
 from rally.models.load import load_model, weights_folder
-from rally.models.vision_io import auto_class
+from rally.models.vision_loading import auto_class
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, pack
 from rally.types import SamplingParams, Segment

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rally.data import TaskSet
-from rally.doctor.case import DoctorCase, Finding, listed, some
+from rally.doctor.check_context import DoctorCase, Finding, listed, some
 from rally.loops import find_loop
 from rally.runs import build
-from rally.runs.build.training import total_steps_of
+from rally.runs.build.update_settings import total_steps_of
 from rally.track.display_text import one_line
 from rally.types import Task
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rally.doctor.case import DoctorCase, Finding
+from rally.doctor.check_context import DoctorCase, Finding
 from rally.tools.sample_arguments import Example, example_of
 from rally.track.display_text import one_line
 from rally.types import Task, ToolCall, ToolResult, ToolStatus

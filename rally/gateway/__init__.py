@@ -1,6 +1,6 @@
 """Trains agents that use OpenAI's chat API: an HTTP gateway records their completions as token-exact episodes."""
 
 from rally.gateway.agent_runner import AgentClient
-from rally.gateway.black_box import BlackBoxAgentLoop
+from rally.gateway.black_box_loop import BlackBoxAgentLoop
 
 __all__ = ["AgentClient", "BlackBoxAgentLoop"]

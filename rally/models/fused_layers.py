@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rally.models.attention import head_logits
-from rally.models.families import (
+from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
     Norm,

@@ -26,7 +26,7 @@ from transformers import (
 
 from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.models.lora import is_adapter_folder
-from rally.models.vision_io import auto_class
+from rally.models.vision_loading import auto_class
 from rally.types import RallyError
 
 WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel
 
-from rally.models.parallel import model_state, ranks_of
+from rally.models.sharding import model_state, ranks_of
 from rally.models.vision import tower_of
 from rally.types import RallyError
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rally.config.files import read_document
+from rally.config.yaml_files import read_document
 from rally.types import RallyError
 
 FOLDER = Path(__file__).parent

@@ -17,7 +17,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from rally.config import Config, load_config
-from rally.config.files import merge, read_document
+from rally.config.yaml_files import merge, read_document
 from rally.recipes.catalog import Command, RecipeError, find_recipe
 from rally.runs.build import total_steps_of
 from rally.runs.build.data import tasks_of

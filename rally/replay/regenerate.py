@@ -17,8 +17,8 @@ from rally.engines import EmbeddedEngine
 from rally.loops import Job, Runner
 from rally.models.load import pick_device
 from rally.runs import build
-from rally.runs.build.episodes import runner_of
-from rally.runs.build.inputs import RunInputs
+from rally.runs.build.rollout import runner_of
+from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.rollout.dynamic_sampling import LiveGroups
 from rally.types import Episode, RallyError, SamplingParams

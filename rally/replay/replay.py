@@ -22,8 +22,8 @@ from rally.replay.regenerate import ID, batch_of_episode, same_rollout, sample_a
 from rally.rewards import RewardError
 from rally.rewards.shaping import ON_TURNS
 from rally.runs import build
-from rally.runs.build.episodes import scorer_of
-from rally.runs.build.inputs import RunInputs
+from rally.runs.build.rollout import scorer_of
+from rally.runs.build.run_inputs import RunInputs
 from rally.track import RunFolder
 from rally.track.metrics.episode_metrics import of_agent
 from rally.train.batch import GREEDY

@@ -20,7 +20,7 @@ from rally.retrieval.corpus import Passages, PassageWriter, count_passages, read
 from rally.retrieval.dense import Dense, Floats, Vectors, import_vectors, write_vectors
 from rally.retrieval.encoder import Encoder, EncoderSettings, settings_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
-from rally.util.atomic import atomic_folder
+from rally.util.atomic_files import atomic_folder
 
 DAMPING = 60
 """The usual constant of reciprocal rank fusion: second in both rankings beats first in only one."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rally.rewards.custom import load_reward_function
+from rally.rewards.custom_functions import load_reward_function
 from rally.rewards.registry import built_in_score
 from rally.rewards.score import Score, describe
 from rally.types import Episode, Message

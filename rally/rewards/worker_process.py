@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, BinaryIO, NamedTuple
 
-from rally.rewards.custom import load_reward_function
+from rally.rewards.custom_functions import load_reward_function
 from rally.rewards.registry import RewardFunction
 from rally.rewards.score import RewardError, Score, decode, describe, encode
 

@@ -16,15 +16,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.config import Config
 from rally.engines.embedded.memory_plan import kv_bytes_per_token
-from rally.models.families import FAMILIES, mlp_size, shape_of
+from rally.models.decoder_families import FAMILIES, mlp_size, shape_of
 from rally.models.lm_head import MAX_LOGITS
 from rally.models.load import load_model_config
 from rally.models.lora import LoraSettings, lora_rank
 from rally.models.vision import tower_of
-from rally.models.vision_io import auto_class, freeze_tower
+from rally.models.vision_loading import auto_class, freeze_tower
 from rally.models.vision_memory import vision_shape
 from rally.runs.build.models import lora_of
-from rally.runs.build.training import reward_kl_coef
+from rally.runs.build.update_settings import reward_kl_coef
 
 UTILISATION = 0.35
 USED_BUDGET = 0.5

@@ -13,9 +13,9 @@ from rally.config import Config
 from rally.config.checks.multi_gpu import with_rollout_servers
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.runs import build
-from rally.runs.build.episodes import scorer_of
-from rally.runs.build.inputs import RunInputs, read_inputs
-from rally.runs.build.training import total_steps_of
+from rally.runs.build.rollout import scorer_of
+from rally.runs.build.run_inputs import RunInputs, read_inputs
+from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
 from rally.track import RunConsole
 from rally.track.display_text import visible

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 
 from rally.config import Config
-from rally.models.parallel import ALONE
+from rally.models.sharding import ALONE
 from rally.runs import build
-from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
+from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.trainer import run

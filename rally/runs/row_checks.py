@@ -16,7 +16,7 @@ from rally.rewards import check_source
 from rally.tools import ToolBox
 from rally.track import RunConsole
 from rally.types import RallyError, Task
-from rally.util.threads import available_cores
+from rally.util.background_threads import available_cores
 
 MOST_WORKERS = 16
 

@@ -17,13 +17,13 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
-from rally.models.parallel import ALONE, Ranks
+from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
-from rally.runs.build.inputs import RunError, RunOutcome, check_images, check_ranks
 from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
+from rally.runs.build.run_inputs import RunError, RunOutcome, check_images, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
-from rally.runs.build.training import gradient_limits_of, optimizer_settings
+from rally.runs.build.update_settings import gradient_limits_of, optimizer_settings
 from rally.runs.row_checks import warn_of_repeats
 from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
@@ -31,7 +31,7 @@ from rally.track import RunConsole, RunFolder, Sinks, sole_writer
 from rally.track.display_text import visible
 from rally.train.checkpoint.store import Checkpoint, CheckpointStore
 from rally.train.divergence import keeping_diverged
-from rally.train.interrupt import Interrupt, resume_command, stopped
+from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import Row
 from rally.train.policy import Policy, due, step_seed

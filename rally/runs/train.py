@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from rally.config import Config
-from rally.models.parallel import ALONE, Ranks
+from rally.models.sharding import ALONE, Ranks
 from rally.runs import build
-from rally.runs.build.episodes import rollout_cache_dir
-from rally.runs.build.inputs import RunError, RunInputs, RunOutcome, check_images, check_ranks, read_inputs
+from rally.runs.build.rollout import rollout_cache_dir
+from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_images, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
-from rally.runs.build.training import total_steps_of
+from rally.runs.build.update_settings import total_steps_of
 from rally.runs.evaluate import evaluate_inputs
 from rally.runs.row_checks import warn_of_repeats
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train.checkpoint.store import CheckpointStore
-from rally.train.interrupt import resume_command, stopped
+from rally.train.interrupt_signals import resume_command, stopped
 from rally.train.trainer import run
 
 RARE_COLLECTIONS = (50_000, 20, 100)  # thresholds of the garbage collector

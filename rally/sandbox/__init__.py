@@ -2,8 +2,8 @@
 
 from rally.sandbox.isolation_levels import Isolation
 from rally.sandbox.languages import LANGUAGES, installed
-from rally.sandbox.program import CommandResult, Limits, Outcome, Program, SandboxError
 from rally.sandbox.sandbox import Sandbox, SandboxSession, SandboxSettings, shared_sandbox
+from rally.sandbox.types import CommandResult, Limits, Outcome, Program, SandboxError
 
 __all__ = [
     "CommandResult",

@@ -14,8 +14,8 @@ from rally.sandbox.fork_server import INSTALL_BUBBLEWRAP, ForkServer, ForkServer
 from rally.sandbox.inside import landlock
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import plan
-from rally.sandbox.messages import outcome_of, request_message, scratch_folder
-from rally.sandbox.program import Limits, Program, SandboxError
+from rally.sandbox.program_messages import outcome_of, request_message, scratch_folder
+from rally.sandbox.types import Limits, Program, SandboxError
 
 Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
 

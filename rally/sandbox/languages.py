@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rally.sandbox.program import Program, SandboxError
+from rally.sandbox.types import Program, SandboxError
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 LANGUAGES = ("python", "pytest", "bash", "nodejs", "cpp")

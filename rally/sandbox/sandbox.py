@@ -27,8 +27,8 @@ from rally.sandbox.fork_server import ForkServer
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.isolation_levels import Isolation, strongest
 from rally.sandbox.languages import plan
-from rally.sandbox.messages import outcome_of, request_message, scratch_folder
-from rally.sandbox.program import Limits, Outcome, Program, SandboxError
+from rally.sandbox.program_messages import outcome_of, request_message, scratch_folder
+from rally.sandbox.types import Limits, Outcome, Program, SandboxError
 from rally.util.rate_limit import RateLimiter
 
 END_SECONDS = 5.0  # for a supervisor without a pid namespace to kill its process tree

@@ -20,10 +20,10 @@ from rally.data import batch_indices
 from rally.train.divergence import Tried
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.loss_inputs import over_rows
-from rally.train.messages import ComputeLoss, SftStep
 from rally.train.micro_batches import MicroBatchLimits, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
+from rally.train.rank_messages import ComputeLoss, SftStep
 from rally.train.update import take_step
 from rally.types import Message, RallyError
 

@@ -31,9 +31,9 @@ from rally.tools.builtin.calculator import Calculator
 from rally.tools.builtin.code_interpreter import CodeInterpreter
 from rally.tools.builtin.image_zoom import ImageZoomInTool
 from rally.tools.builtin.search import SearchTool
-from rally.tools.duck_typed import PlainTool
 from rally.tools.function_tool import FunctionTool
 from rally.tools.mcp.config import is_mcp
+from rally.tools.plain_class_tool import PlainTool
 from rally.tools.schema import ToolConfigError
 from rally.types import RallyError
 

@@ -23,7 +23,7 @@ from rally.track.metrics.episode_metrics import (
 from rally.track.run_folder.folder import MetricsRow, RunFolder
 from rally.track.svg_chart import COLORS, Panel, Series, bounds, marks, svg
 from rally.types import RallyError
-from rally.util.atomic import atomic_file, write_atomic
+from rally.util.atomic_files import atomic_file, write_atomic
 
 _DARK = ("#60a5fa", "#fbbf24", "#34d399", "#c084fc", "#f472b6", "#22d3ee")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

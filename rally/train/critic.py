@@ -19,15 +19,15 @@ from torch import Tensor
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.gae import advantages_and_returns, decisions, explained_variance, value_loss
 from rally.algos.losses import Aggregation, token_weights
-from rally.models.parallel import Ranks
+from rally.models.sharding import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
 from rally.train.checkpoint.snapshot import Part, state_part
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
-from rally.train.messages import ComputeValues, GatherCritic, UpdateCritic
 from rally.train.micro_batches import MicroBatchLimits, MicroBatchShare, micro_batches_for, share_of
 from rally.train.packing import Row, pack
 from rally.train.policy import Policy
+from rally.train.rank_messages import ComputeValues, GatherCritic, UpdateCritic
 from rally.train.update import take_step, visit_order
 from rally.train.value_model import token_values, value_model_part
 from rally.types import Episode

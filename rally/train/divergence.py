@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rally.train.packing import Row
 from rally.types import RallyError
-from rally.util.atomic import atomic_file, write_atomic
+from rally.util.atomic_files import atomic_file, write_atomic
 
 WINDOW = 64  # norms in the running median
 ENOUGH = 8  # fewest norms for a meaningful median

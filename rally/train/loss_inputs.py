@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rally.algos.losses import SurrogateSettings, kl_estimate, mark_tokens
 from rally.algos.off_policy_correction import CorrectionSettings, kept_tokens, of_mean_one, truncated_weights
-from rally.models.parallel import ALONE, Ranks
+from rally.models.sharding import ALONE, Ranks
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rally.models.parallel import Ranks
+from rally.models.sharding import Ranks
 from rally.train.packing import Row, micro_batches, shared
 
 UNBOUND = sys.maxsize

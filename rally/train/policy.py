@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
-from rally.models.parallel import Ranks, ranks_of, shard_like
+from rally.models.sharding import Ranks, ranks_of, shard_like
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 

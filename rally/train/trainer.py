@@ -40,7 +40,7 @@ from rally.train.checkpoint.store import COUNTERS, CheckpointStore
 from rally.train.critic import Critic
 from rally.train.divergence import keeping_diverged
 from rally.train.health_checks import HealthSettings, findings, watched
-from rally.train.interrupt import Interrupt
+from rally.train.interrupt_signals import Interrupt
 from rally.train.loss_inputs import kl_rewards
 from rally.train.policy import Policy, due, step_seed
 from rally.train.reference import KlController, Reference, awake
@@ -48,7 +48,7 @@ from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
 from rally.train.rollout.rollout import Rollout, RolloutResult, ValidationPass
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.types import Episode, SamplingParams
-from rally.util.threads import BackgroundWriter
+from rally.util.background_threads import BackgroundWriter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,17 +18,17 @@ from torch import Tensor
 from rally.algos import losses
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
-from rally.models.parallel import Ranks
+from rally.models.sharding import Ranks
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
 from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
 from rally.train.loss_inputs import corrected_rows, marked_rows, over_rows
-from rally.train.messages import ComputeReference, UpdatePolicy
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
+from rally.train.rank_messages import ComputeReference, UpdatePolicy
 from rally.train.reference import Reference
 
 

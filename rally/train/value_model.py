@@ -20,7 +20,7 @@ from transformers import AutoModel, PreTrainedModel
 from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import plain_twin
-from rally.models.parallel import model_state, ranks_of
+from rally.models.sharding import model_state, ranks_of
 from rally.train.checkpoint.snapshot import copied
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from rally.types import RallyError
-from rally.util.atomic import names_file, write_atomic
+from rally.util.atomic_files import names_file, write_atomic
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.types import RallyError
-from rally.util.atomic import atomic_file
+from rally.util.atomic_files import atomic_file
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"

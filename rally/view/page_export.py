@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from rally.redact import redacted_json
 from rally.types import RallyError
-from rally.util.atomic import write_atomic
+from rally.util.atomic_files import write_atomic
 from rally.view.episode_query import Query
 from rally.view.page import INDEX, page_files
 from rally.view.run_data import RunData

@@ -8,7 +8,7 @@ from benchmarks.demo_models import DemoModels
 from benchmarks.learn import Learned, Method, configured, lines, methods
 from rally.algos.advantages import ESTIMATORS
 from rally.algos.losses import SURROGATES
-from rally.demo.curriculum import CourseResult
+from rally.demo.training_stages import CourseResult
 
 
 @pytest.fixture

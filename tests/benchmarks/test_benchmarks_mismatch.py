@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import mismatch
 from rally.chat import tiny_tokenizer
-from rally.demo.curriculum import small_model
+from rally.demo.training_stages import small_model
 from rally.engines.embedded import EngineSettings
 from rally.models.load import load_model
 

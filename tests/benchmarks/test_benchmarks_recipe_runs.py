@@ -9,7 +9,7 @@ import pytest
 from benchmarks import recipe_runs
 from benchmarks.recipe_runs import Stage, plans, play
 from rally.config import load_config, load_sft_config
-from rally.config.files import read_document
+from rally.config.yaml_files import read_document
 from rally.recipes import find_recipe, list_recipes
 
 TRAINING = """

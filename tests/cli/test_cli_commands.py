@@ -80,7 +80,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_a_bug_keeps_its_traceback() -> 
 
 @pytest.mark.parametrize("how", ["atomic", "append"])
 def test_a_disk_that_fills_up_names_the_file(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rally.util import atomic, jsonl
+    from rally.util import atomic_files, jsonl
 
     def full(path: Path, *args: object, **kwargs: object) -> object:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,6 +88,6 @@ def test_a_disk_that_fills_up_names_the_file(how: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError, match=r"No space left on device: .*x\.jsonl"):
         if how == "atomic":
-            atomic.write_atomic(tmp_path / "x.jsonl", "text")
+            atomic_files.write_atomic(tmp_path / "x.jsonl", "text")
         else:
             jsonl.StepLines(tmp_path / "x.jsonl").append({"step": 1})

@@ -8,7 +8,7 @@ from train_cases import write_model
 from typer.testing import CliRunner
 
 from rally.cli.main import app
-from rally.compat.verl.run_config import config_for_loops
+from rally.compat.verl.config_for_loops import config_for_loops
 from rally.config import load_config
 from rally.data import write_rows
 from rally.track import RunFolder

@@ -3,7 +3,7 @@
 import pytest
 from test_config_checks import error_text, load
 
-from rally.runs.build.policies import critic_settings_of, kl_control_of
+from rally.runs.build.policy_and_critic import critic_settings_of, kl_control_of
 
 GAE = "algorithm.adv_estimator=gae"
 KL = "algorithm.use_kl_in_reward=true"

@@ -9,8 +9,15 @@ import torch
 from train_cases import Paper, same, weights
 
 from rally.chat import ChatCodec, tiny_tokenizer
-from rally.demo.curriculum import CourseSettings, Teacher, TeachingMaterial, TeachingSettings, run_course, small_model
 from rally.demo.demo import CALCULATOR
+from rally.demo.training_stages import (
+    CourseSettings,
+    Teacher,
+    TeachingMaterial,
+    TeachingSettings,
+    run_course,
+    small_model,
+)
 from rally.engines.embedded import EmbeddedEngine
 from rally.types import RallyError
 

@@ -18,7 +18,7 @@ from rally.distributed.process_group import ProcessGroup
 from rally.distributed.worker import Worker
 from rally.models import attention
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.parallel import ALONE, Ranks, model_state
+from rally.models.sharding import ALONE, Ranks, model_state
 from rally.runs.build.engines import full_weights
 from rally.train.batch import build_batch, rows_of
 from rally.train.checkpoint.snapshot import copied

@@ -16,7 +16,7 @@ from rally.distributed import controller as controller_module
 from rally.distributed import process_group
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
 from rally.runs.build.models import RunPlan
-from rally.train.messages import GatherWeights, Shutdown
+from rally.train.rank_messages import GatherWeights, Shutdown
 from rally.util.subprocesses import ServerProcess
 
 PLAN = RunPlan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.device=cpu"]), None, 1)

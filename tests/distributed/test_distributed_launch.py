@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from rally.config import Config
 from rally.distributed import train
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
-from rally.models.parallel import Message
+from rally.models.sharding import Message
 from rally.runs.build.models import RunPlan
 from rally.track import RunFolder
-from rally.train.messages import UpdatePolicy
+from rally.train.rank_messages import UpdatePolicy
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -11,14 +11,16 @@ from train_cases import uneven_episodes
 
 from rally.config import ConfigError, load_config
 from rally.config.checks.multi_gpu import with_rollout_servers
-from rally.distributed.messages import decode, encode
-from rally.models.parallel import ALONE, Alone, Message
-from rally.runs.build.inputs import RunError
+from rally.distributed.message_encoding import decode, encode
+from rally.models.sharding import ALONE, Alone, Message
 from rally.runs.build.models import RunPlan
+from rally.runs.build.run_inputs import RunError
 from rally.runs.evaluate import evaluate
 from rally.runs.train import train
 from rally.train.batch import build_batch, rows_of
-from rally.train.messages import (
+from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
+from rally.train.packing import Row
+from rally.train.rank_messages import (
     ComputeLogits,
     ComputeReference,
     GatherCritic,
@@ -27,8 +29,6 @@ from rally.train.messages import (
     Shutdown,
     UpdatePolicy,
 )
-from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
-from rally.train.packing import Row
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")

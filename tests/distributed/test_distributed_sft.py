@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from rally.config import ConfigError, SftConfig, load_sft_config
 from rally.data import write_rows
 from rally.distributed import sft
-from rally.models.parallel import ALONE
+from rally.models.sharding import ALONE
 from rally.recipes.arithmetic.data import conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.inputs import RunError, check_images
+from rally.runs.build.run_inputs import RunError, check_images
 from rally.track import RunFolder
 
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")

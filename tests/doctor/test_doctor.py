@@ -18,7 +18,7 @@ from rally.cli.main import app
 from rally.config import load_config
 from rally.data import load_tasks, write_rows
 from rally.doctor import doctor, environment, memory_and_time, rollout_logprobs
-from rally.doctor.case import DoctorCase, DoctorOptions, Finding
+from rally.doctor.check_context import DoctorCase, DoctorOptions, Finding
 from rally.doctor.doctor import CHECKS, Check, examine, exit_code, run_check
 from rally.doctor.environment import Driver, judge_driver
 from rally.runs.cost_estimate import StepTime

@@ -15,7 +15,7 @@ from rally.engines import EmbeddedEngine, Engine, EngineError, EngineSettings
 from rally.engines.embedded import EngineCore
 from rally.engines.embedded.engine import SWITCH_INTERVAL
 from rally.engines.embedded.request_slots import Request
-from rally.engines.embedded.runner import ModelRunner
+from rally.engines.embedded.torch_runner import ModelRunner
 from rally.types import Generation, SamplingParams
 
 TOLERANCE = 1e-5

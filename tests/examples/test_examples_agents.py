@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rally.chat import tiny_tokenizer
 from rally.data import load_tasks
-from rally.demo.curriculum import CourseResult
+from rally.demo.training_stages import CourseResult
 from rally.retrieval import IndexSpec, build_index
 from rally.tools import ToolBox, load_tools
 from rally.track import RunConsole, RunFolder

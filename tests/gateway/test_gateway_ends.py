@@ -14,7 +14,7 @@ from loop_cases import Reply, ScriptedEngine, Talker, asking, check_sampled_once
 
 from rally.gateway import BlackBoxAgentLoop, session
 from rally.gateway.agent_runner import AgentThread, RunningAgent
-from rally.gateway.black_box import returned_by
+from rally.gateway.black_box_loop import returned_by
 from rally.gateway.server import gateway_at
 from rally.interactions import Interactions
 from rally.loops import LoopError

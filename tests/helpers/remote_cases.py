@@ -10,10 +10,7 @@ from fake_server import RULE_LOGPROB, rule
 from small_models import VOCABULARY
 from transformers import PreTrainedModel
 
-from rally.engines.remote import (
-    Oracle,
-    RemoteSettings,
-)
+from rally.engines.remote import Oracle, RemoteSettings
 from rally.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, seed=5, temperature=0.8)

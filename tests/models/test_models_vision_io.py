@@ -26,7 +26,7 @@ from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import patches_of
-from rally.models.vision_io import VisionError, share_patches
+from rally.models.vision_loading import VisionError, share_patches
 from rally.recipes.geometry import data as geometry
 from rally.runs import build
 from rally.runs import sft as sft_run

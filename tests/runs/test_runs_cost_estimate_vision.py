@@ -13,7 +13,7 @@ from rally.engines.embedded import EngineSettings, memory_plan
 from rally.engines.embedded.memory_plan import plan_memory, step_bytes
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import FEATURE_CACHE_BYTES, image_features, tower_of
-from rally.models.vision_io import freeze_tower
+from rally.models.vision_loading import freeze_tower
 from rally.models.vision_memory import vision_shape
 from rally.runs.cost_estimate import activation_bytes, size_from, size_of
 

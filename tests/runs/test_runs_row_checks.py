@@ -8,7 +8,7 @@ from train_cases import Paper, run_config
 
 from rally.data import load_tasks, write_rows
 from rally.interactions import Interactions
-from rally.runs.build.inputs import read_inputs
+from rally.runs.build.run_inputs import read_inputs
 from rally.runs.row_checks import RowError, check_rows, warn_of_repeats
 from rally.tools import ToolBox
 

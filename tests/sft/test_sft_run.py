@@ -22,12 +22,12 @@ from rally.models.load import load_model
 from rally.recipes.arithmetic import data as arithmetic
 from rally.recipes.arithmetic.data import conversation, conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.inputs import RunError
+from rally.runs.build.run_inputs import RunError
 from rally.runs.sft import sft, show
 from rally.sft.training import SftError, SftSettings, conversation_row, sft_loss, sft_step
 from rally.track import RunFolder
 from rally.train.forward import logprobs
-from rally.train.interrupt import RunStopped
+from rally.train.interrupt_signals import RunStopped
 from rally.train.packing import Row
 from rally.train.policy import DivergedError, OptimizerSettings, Policy
 

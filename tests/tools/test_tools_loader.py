@@ -10,7 +10,7 @@ import pytest
 from rally.tools import ToolBox, ToolConfigError, load_function_tools, load_tools
 from rally.tools.builtin.answer_check import Gsm8kTool
 from rally.tools.builtin.calculator import Calculator
-from rally.tools.duck_typed import snake_case
+from rally.tools.plain_class_tool import snake_case
 from rally.types import Task, ToolCall
 
 

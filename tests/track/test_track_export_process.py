@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rally.track import RunConsole, RunFolder, build_sinks
-from rally.track.export import ExportSettings, process
+from rally.track.export import ExportSettings, export_process
 from rally.types import RallyError
 
 
@@ -58,7 +58,7 @@ def test_a_process_that_never_gets_ready_stops_the_run_too(tmp_path: Path, monke
     with pytest.raises(RallyError, match=r"cannot be opened: the export process ended; see .*tracking/log\.txt"):
         build_sinks(["tensorboard"], folder, paper()[0], 3, settings).__enter__()
     assert "JSONDecodeError" in (tmp_path / "tracking" / "log.txt").read_text()
-    monkeypatch.setattr(process, "OPENING_SECONDS", 0.0)
+    monkeypatch.setattr(export_process, "OPENING_SECONDS", 0.0)
     with pytest.raises(RallyError, match=r"they did not answer within 0 s"):
         build_sinks(["tensorboard"], folder, paper()[0], 3, settings).__enter__()
 

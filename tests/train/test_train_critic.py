@@ -276,7 +276,7 @@ def test_a_run_over_turns(home: Path, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_loads_no_critic(ppo: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rally.runs.build.policies.load_value_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("rally.runs.build.policy_and_critic.load_value_model", lambda *_: pytest.fail("loaded"))
     config = run_config(home, tmp_path, *PPO[:2], f"actor_rollout_ref.model.path={ppo}/checkpoints/global_step_3/actor")
     assert evaluate(config, Paper().console).metrics
 

@@ -122,7 +122,7 @@ def test_another_sampler_begins_anew_and_says_so(home: Path, measured: Path, tmp
     run = Path(shutil.copytree(measured, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints" / "global_step_3")
     train(run_config(home, run, *BY_SUCCESS[1:]), paper.console)
-    assert "rows were chosen by SolvedSometimes; RowSampler chooses now" in paper.text
+    assert "state of the sampler SolvedSometimes; RowSampler starts without a state" in paper.text
     assert curriculum(run, 3) == {}
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import Config, load_config
 from rally.data import write_rows
-from rally.demo.curriculum import small_model
+from rally.demo.training_stages import small_model
 from rally.interactions import InteractionError
 from rally.interactions.gsm8k import WRONG
 from rally.models import attention

@@ -18,7 +18,7 @@ from train_cases import run_tree
 
 from rally.cli.main import main
 from rally.track import RunFolder
-from rally.train.interrupt import EXIT_CODE, Interrupt, resume_command
+from rally.train.interrupt_signals import EXIT_CODE, Interrupt, resume_command
 
 FORK = multiprocessing.get_context("fork")  # keeps the modules that are imported already
 STEPS, EPISODES = 3, 12  # a step's episodes: 3 prompts x 4

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import load_config
 from rally.data import load_tasks, write_rows
-from rally.demo.curriculum import small_model, success
 from rally.demo.demo import CALCULATOR
+from rally.demo.training_stages import small_model, success
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.models import attention
 from rally.recipes.arithmetic import data as arithmetic
@@ -156,5 +156,5 @@ def test_the_algorithm_in_one_file_raises_the_reward(pupil: Path) -> None:
     examples = Path(__file__).resolve().parents[2] / "examples"
     one_file = runpy.run_path(str(examples / "grpo_in_one_file.py"))
     agent, tasks = one_file["load_agent"](pupil / "model"), list(load_tasks(pupil / "train.parquet"))
-    rewards = asyncio.run(one_file["train"](agent, tasks, steps=STEPS, seed=1))
+    rewards = asyncio.run(one_file["train"](agent, tasks, steps=STEPS, prompts=8, seed=1))
     assert len(rewards) == STEPS and fmean(rewards[-3:]) - fmean(rewards[:2]) > 0.25

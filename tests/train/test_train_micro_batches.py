@@ -9,7 +9,7 @@ from train_cases import same, uneven_episodes, weights
 
 from rally.config import load_config
 from rally.models import attention
-from rally.runs.build.training import update_settings_of
+from rally.runs.build.update_settings import update_settings_of
 from rally.train.batch import build_batch
 from rally.train.micro_batches import UNBOUND, MicroBatchLimits
 from rally.train.packing import micro_batches, pack

@@ -17,7 +17,7 @@ from rally.track.timing import PhaseClock
 from rally.train.batch import advantage_spans, build_batch, rows_of
 from rally.train.packing import Row
 from rally.types import Episode
-from rally.util.threads import BackgroundWriter
+from rally.util.background_threads import BackgroundWriter
 
 BATCHED = """
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None):

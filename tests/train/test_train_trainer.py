@@ -18,7 +18,7 @@ from rally.data import DataError, load_tasks, write_rows
 from rally.loops import Job
 from rally.recipes.arithmetic import data as arithmetic
 from rally.rewards import RewardError
-from rally.runs.build.inputs import RunError
+from rally.runs.build.run_inputs import RunError
 from rally.runs.dry_run import dry_run
 from rally.runs.evaluate import evaluate
 from rally.runs.row_checks import fitting

@@ -10,7 +10,7 @@ from rally.config import load_config
 from rally.data import write_rows
 from rally.recipes.geometry import data as geometry
 from rally.replay.replay import Verdict, first_difference, replay
-from rally.runs.build.inputs import RunError
+from rally.runs.build.run_inputs import RunError
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.batch import turns_of_episodes

@@ -53,7 +53,7 @@ NAMES: dict[str, dict[str, str]] = {
         "AgentLoopBase": "rally.compat.verl.agent_loops.MessageLoop",
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     },
-    "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom.RewardManager"},
+    "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom_functions.RewardManager"},
     SCORES: {
         "default_compute_score": "rally.rewards.compute_score",
         "_default_compute_score": "rally.rewards.compute_score",

@@ -21,11 +21,17 @@ from rally.engines.embedded.kv_cache import KVStore, PagePool
 from rally.engines.embedded.memory_plan import plan_memory
 from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
-from rally.engines.embedded.runner import ModelRunner, PendingStep, StepRunner
 from rally.engines.embedded.scheduler import Scheduler, StepPlan
 from rally.engines.embedded.settings import EngineSettings, OptionNames
+from rally.engines.embedded.torch_runner import ModelRunner, PendingStep, StepRunner
 from rally.models import attention
-from rally.models.families import FAMILIES, kv_shape, power_of_two, unsupported_attention, unsupported_by_kernels
+from rally.models.decoder_families import (
+    FAMILIES,
+    kv_shape,
+    power_of_two,
+    unsupported_attention,
+    unsupported_by_kernels,
+)
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
 from rally.models.vision import ImageIds, ImageInputError, check_images

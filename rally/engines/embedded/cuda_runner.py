@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Slots
-from rally.engines.embedded.runner import FinishedStep, ImageInputs
 from rally.engines.embedded.sampler import Draw, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
+from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
 from rally.models.attention import Scores, head_logits, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens

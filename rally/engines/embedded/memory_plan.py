@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
 from rally.images.patches import Patches
-from rally.models.families import mlp_size, shape_of
+from rally.models.decoder_families import mlp_size, shape_of
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 

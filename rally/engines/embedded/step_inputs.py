@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rally.engines.embedded.request_slots import Ints, Slots
-from rally.engines.embedded.runner import packed_tokens
 from rally.engines.embedded.sampler import uniforms
 from rally.engines.embedded.scheduler import StepPlan
+from rally.engines.embedded.torch_runner import packed_tokens
 from rally.models.kernels.attention_tiles import extend_tiles
 
 SAMPLING = ("last", "slots", "temperature", "uniform")

@@ -24,7 +24,18 @@ from rally.runs.build.engines import (
     weights_folder_of,
     write_full_model,
 )
-from rally.runs.build.episodes import (
+from rally.runs.build.models import (
+    RunPlan,
+    lora_of,
+    model_of,
+    patches_at,
+    patches_of,
+    tokenizer_at,
+    tokenizer_of,
+    trained_model,
+)
+from rally.runs.build.policy_and_critic import critic_of, critic_settings_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.rollout import (
     engine_settings_of,
     failure_policy_of,
     loop_settings_of,
@@ -39,7 +50,7 @@ from rally.runs.build.episodes import (
     validation_passes,
     with_rollout_cache,
 )
-from rally.runs.build.inputs import (
+from rally.runs.build.run_inputs import (
     RunError,
     RunInputs,
     RunOutcome,
@@ -50,20 +61,9 @@ from rally.runs.build.inputs import (
     read_inputs,
     toolbox_of,
 )
-from rally.runs.build.models import (
-    RunPlan,
-    lora_of,
-    model_of,
-    patches_at,
-    patches_of,
-    tokenizer_at,
-    tokenizer_of,
-    trained_model,
-)
-from rally.runs.build.policies import critic_of, critic_settings_of, kl_control_of, policy_of, reference_of
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, set_evaluation_aside, sinks_of, trace_of
 from rally.runs.build.trainer import resume_point, rewind, trainer_of
-from rally.runs.build.training import (
+from rally.runs.build.update_settings import (
     correction_settings_of,
     credit_settings_of,
     filter_settings_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rally.compat.verl.run_config import as_written
+from rally.compat.verl.config_for_loops import as_written
 from rally.config import Config
 from rally.data import (
     EasyToHard,

@@ -45,14 +45,14 @@ from rally.engines.remote import (
 from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
-from rally.models.parallel import model_state, ranks_of
-from rally.runs.build.episodes import engine_settings_of, lends_memory, sampling_of
-from rally.runs.build.inputs import RunError, RunInputs
-from rally.train.checkpoint.weight_files import WeightWriter
-from rally.train.messages import ComputeLogits, GatherWeights
+from rally.models.sharding import model_state, ranks_of
+from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
+from rally.runs.build.run_inputs import RunError, RunInputs
+from rally.train.checkpoint.server_weight_files import WeightWriter
 from rally.train.policy import Policy
+from rally.train.rank_messages import ComputeLogits, GatherWeights
 from rally.types import SamplingParams
-from rally.util.threads import available_cores
+from rally.util.background_threads import available_cores
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
 Place = tuple[int, ...]

@@ -18,9 +18,9 @@ from rally.config.trainer import RunConfig
 from rally.images.patches import Patches
 from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.models.lora import LoraSettings, add_adapters, check_resumable
-from rally.models.parallel import ALONE, Message, Ranks
+from rally.models.sharding import ALONE, Message, Ranks
 from rally.models.vision import set_patches
-from rally.models.vision_io import freeze_tower, patches_for
+from rally.models.vision_loading import freeze_tower, patches_for
 
 
 def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from rally.track import ExportSettings, RunConsole, RunFolder, Sinks, TraceSetti
 from rally.track.export import TRACKERS
 from rally.track.export.delivery import sole_exporter
 from rally.types import RallyError
-from rally.util.atomic import write_atomic
+from rally.util.atomic_files import write_atomic
 
 
 def sinks_of(

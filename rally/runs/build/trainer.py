@@ -8,16 +8,16 @@ from pathlib import Path
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import restore
-from rally.models.parallel import ALONE, Ranks
+from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of
-from rally.runs.build.episodes import rollout_of, sampling_of, validation_passes
-from rally.runs.build.inputs import RunError, RunInputs
 from rally.runs.build.models import RunPlan
-from rally.runs.build.policies import critic_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
+from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
-from rally.runs.build.training import trainer_settings_of, update_settings_of
+from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
 from rally.track import RunConsole, RunFolder
 from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched

@@ -16,7 +16,7 @@ import sys
 from typing import Literal
 
 from rally.sandbox.inside import landlock, seccomp, syscalls
-from rally.sandbox.inside.request import ExecutionRequest
+from rally.sandbox.inside.execution_request import ExecutionRequest
 
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 

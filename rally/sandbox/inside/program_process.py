@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from rally.sandbox.inside import python_program
 from rally.sandbox.inside.confine import LevelName, confine
-from rally.sandbox.inside.request import ExecutionRequest, Step
+from rally.sandbox.inside.execution_request import ExecutionRequest, Step
 
 FETCH_BYTES = 32 << 20  # of all fetched files together
 _LINK = 3

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rally.sandbox.inside.request import ExecutionRequest
+from rally.sandbox.inside.execution_request import ExecutionRequest
 
 _SEEDED = (("numpy.random", "seed"), ("sympy.core.random", "seed"))
 

@@ -20,9 +20,9 @@ from typing import Any
 from rally.sandbox import json_socket
 from rally.sandbox.inside import program_process
 from rally.sandbox.inside.confine import LevelName
+from rally.sandbox.inside.execution_request import Caps, ExecutionRequest, Step
 from rally.sandbox.inside.program_process import ProgramProcess
-from rally.sandbox.inside.request import Caps, ExecutionRequest, Step
-from rally.sandbox.inside.resource_limits import ProcessTree, ResourceWatch, reap
+from rally.sandbox.inside.resource_monitor import ProcessTree, ResourceWatch, reap
 
 TICK = 0.02  # seconds between measurements; memory may exceed its limit for that long
 GRACE = 1.0  # seconds for an interrupted session to respond

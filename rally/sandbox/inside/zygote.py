@@ -21,7 +21,7 @@ from typing import NoReturn, cast
 from rally.sandbox import json_socket
 from rally.sandbox.inside import confine, syscalls
 from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
-from rally.sandbox.inside.request import ExecutionRequest
+from rally.sandbox.inside.execution_request import ExecutionRequest
 from rally.sandbox.inside.supervisor import Supervisor
 
 

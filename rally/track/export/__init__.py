@@ -4,7 +4,7 @@ It reads what the run wrote, so training does not wait for it, nothing is lost, 
 what it missed.
 """
 
-from rally.track.export.process import Exporter
+from rally.track.export.export_process import Exporter
 from rally.track.export.settings import TRACKERS, ExportSettings, TraceSettings, require_packages
 
 __all__ = ["TRACKERS", "ExportSettings", "Exporter", "TraceSettings", "require_packages"]

@@ -20,7 +20,7 @@ from rally.track.export.settings import without_password
 from rally.track.metrics.statistics import Metrics
 from rally.track.run_folder.folder import RunFolder
 from rally.types import RallyError
-from rally.util.atomic import write_atomic
+from rally.util.atomic_files import write_atomic
 from rally.util.jsonl import StepLinesTail
 from rally.util.locks import LockFile
 

@@ -29,7 +29,7 @@ from rally.images.loading import FORMATS, loaded_images
 from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
-from rally.util.atomic import write_atomic
+from rally.util.atomic_files import write_atomic
 from rally.util.jsonl import StepLines, checked_lines
 from rally.util.locks import LockFile
 

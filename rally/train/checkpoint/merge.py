@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from rally.models.load import INDEX, WHOLE, LoadError, load_model, load_model_config, load_tokenizer
 from rally.models.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
-from rally.models.vision_io import auto_class, patches_for
+from rally.models.vision_loading import auto_class, patches_for
 from rally.types import RallyError
 
 NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
-from rally.models.parallel import full_tensor, model_state, ranks_of
-from rally.models.vision_io import processor_files
-from rally.util.threads import started
+from rally.models.sharding import full_tensor, model_state, ranks_of
+from rally.models.vision_loading import processor_files
+from rally.util.background_threads import started
 
 THREADS = 8
 PIECE = 32 * 2**20

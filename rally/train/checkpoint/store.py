@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from rally.train.checkpoint.snapshot import Part, json_part, model_part, state_part
-from rally.train.messages import GatherState
 from rally.train.policy import Policy
+from rally.train.rank_messages import GatherState
 from rally.types import RallyError
-from rally.util.atomic import sync, write_atomic
-from rally.util.threads import BackgroundJobs, side_by_side
+from rally.util.atomic_files import sync, write_atomic
+from rally.util.background_threads import BackgroundJobs, side_by_side
 
 _STEP = re.compile(r"global_step_(\d+)")
 MANIFEST = "manifest.json"

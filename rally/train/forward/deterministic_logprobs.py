@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
-from rally.models.families import FAMILIES, kv_shape
+from rally.models.decoder_families import FAMILIES, kv_shape
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import extend_tiles
 from rally.models.kernels.dispatch import kernels_for

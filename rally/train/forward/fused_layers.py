@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rally.models.attention import Scores, grouped_attention, packed_hidden, visible
-from rally.models.families import (
+from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
     Norm,
@@ -34,7 +34,7 @@ from rally.models.families import (
 )
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
-from rally.models.parallel import ranks_of
+from rally.models.sharding import ranks_of
 from rally.models.vision import SeenImages, image_features
 from rally.train.packing import PackedImages, PackedRows, placed
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rally.models.attention import head_logits
 from rally.models.lm_head import HeadLogprobs, chunk_rows, plain_weight
-from rally.models.parallel import ranks_of
+from rally.models.sharding import ranks_of
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
 

@@ -15,7 +15,7 @@ from train_cases import Paper, run_config, same, small_policy, uneven_episodes, 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rally.chat import tiny_tokenizer
-from rally.runs.build.inputs import RunError
+from rally.runs.build.run_inputs import RunError
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.batch import build_batch

@@ -27,7 +27,7 @@ from rally.train.batch import build_batch
 from rally.train.checkpoint.snapshot import write_state
 from rally.train.checkpoint.store import CheckpointError, CheckpointStore, open_checkpoint
 from rally.train.update import UpdateSettings, update_policy
-from rally.util.threads import side_by_side
+from rally.util.background_threads import side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -176,7 +176,7 @@ def test_a_program_that_ends_meanwhile_still_writes_all(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         import torch
-        from rally.util.threads import BackgroundJobs, side_by_side
+        from rally.util.background_threads import BackgroundJobs, side_by_side
         from rally.train.checkpoint.snapshot import write_state
 
         def job():

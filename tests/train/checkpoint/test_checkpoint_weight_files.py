@@ -8,7 +8,7 @@ import torch
 from small_models import make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rally.train.checkpoint.weight_files import WeightWriter, layout_of
+from rally.train.checkpoint.server_weight_files import WeightWriter, layout_of
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -68,7 +68,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_large_weight_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, write = make_model("qwen2"), os.pwrite
-    monkeypatch.setattr("rally.train.checkpoint.weight_files.PIECE", 1000)
+    monkeypatch.setattr("rally.train.checkpoint.server_weight_files.PIECE", 1000)
     monkeypatch.setattr("os.pwrite", lambda file, data, start: write(file, data[:300], start))  # short writes
     writer = WeightWriter(model.save_pretrained, model.state_dict)
     for name in ("first", "second"):

@@ -11,7 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Tex
 
 from rally.models import attention
 from rally.models.attention import packed_hidden
-from rally.models.families import known
+from rally.models.decoder_families import known
 from rally.models.kernels import reference
 from rally.models.lora import LoraSettings, add_adapters, without_adapters
 from rally.train.forward import fused_layers

@@ -10,7 +10,7 @@ from vision_cases import picture
 
 from rally.images.loading import read_image
 from rally.loops import Job, Runner
-from rally.runs.build.episodes import rollout_cache_dir
+from rally.runs.build.rollout import rollout_cache_dir
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.rollout.rollout_cache import CachedRolloutRunner

@@ -16,10 +16,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rally.config import Config, SftConfig
-from rally.models.parallel import Message
+from rally.models.sharding import Message
 from rally.runs.build.models import RunPlan
 from rally.train.batch import TrainBatch
-from rally.train.messages import (
+from rally.train.packing import Row
+from rally.train.rank_messages import (
     ComputeLogits,
     ComputeLoss,
     ComputeReference,
@@ -32,7 +33,6 @@ from rally.train.messages import (
     UpdateCritic,
     UpdatePolicy,
 )
-from rally.train.packing import Row
 
 PER_ROW = {
     "ids": torch.int64,

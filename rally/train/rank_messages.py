@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rally.models.parallel import Message
+from rally.models.sharding import Message
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rally.sandbox.inside.request import Caps
+from rally.sandbox.inside.execution_request import Caps
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _SOCKET_BYTES = 256 << 10  # the maximum of a socket's buffer

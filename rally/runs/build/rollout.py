@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rally.chat import ChatCodec
-from rally.compat.verl.run_config import config_for_loops
+from rally.compat.verl.config_for_loops import config_for_loops
 from rally.config import Config
 from rally.engines.base import TrainingEngine
 from rally.engines.embedded import EngineSettings
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
 from rally.rewards.worker_pool import Scorer
-from rally.runs.build.inputs import RunInputs
+from rally.runs.build.run_inputs import RunInputs
 from rally.train.rollout.rollout import FailurePolicy, Rollout, ValidationPass
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import SamplingParams

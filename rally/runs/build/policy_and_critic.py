@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from rally.config import Config
 from rally.models.load import PATH_KEY, pick_device, pick_dtype
 from rally.models.lora import has_adapters
-from rally.models.parallel import ALONE, Ranks, ranks_of
-from rally.models.vision_io import share_patches
+from rally.models.sharding import ALONE, Ranks, ranks_of
+from rally.models.vision_loading import share_patches
 from rally.runs.build.models import model_of, patches_of
-from rally.runs.build.training import (
+from rally.runs.build.update_settings import (
     gradient_limits_of,
     optimizer_settings,
     optimizer_settings_of,

@@ -19,7 +19,7 @@ from rally.data import TaskSet
 from rally.images.patches import Patches
 from rally.interactions import Interactions
 from rally.interactions.loader import load_interactions
-from rally.models.parallel import Ranks
+from rally.models.sharding import Ranks
 from rally.runs.build.data import tasks_of
 from rally.runs.build.models import patches_of, tokenizer_of
 from rally.runs.row_checks import check_rows, fitting

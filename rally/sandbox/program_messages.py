@@ -13,7 +13,7 @@ from rally.sandbox import json_socket
 from rally.sandbox.fork_server import readable_folders
 from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
 from rally.sandbox.languages import CommandPlan
-from rally.sandbox.program import CommandResult, Limits, Outcome, Program
+from rally.sandbox.types import CommandResult, Limits, Outcome, Program
 
 FOLDER = "/tmp/work"
 

@@ -86,6 +86,8 @@ class ImageTokens:
         return first + "".join(token * count + piece for count, piece in zip(counts, rest, strict=True))
 
     def _images(self, messages: Sequence[Message]) -> list[Image]:
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            return []  # text alone
         if self.patches is None and has_images(messages):
             raise TemplateError("the messages contain images, but this is a text model; use a vision model")
         return image_parts(messages)

@@ -139,7 +139,7 @@ class GatewaySession:
             self._end(StopReason.MAX_TURNS)
         if draft.after and settings.max_user_turns and transcript.user_turns >= settings.max_user_turns:
             self._end(StopReason.MAX_USER_TURNS)
-        max_model_len = self._context.server.engine.max_model_len
+        max_model_len = self._context.server.max_model_len
         remaining = settings.response_length - transcript.used - len(draft.observed)
         window = max_model_len - len(draft.ids)
         budget = TurnBudget(min(remaining, window), StopReason.LENGTH if remaining <= window else StopReason.CONTEXT)

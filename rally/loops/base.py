@@ -137,6 +137,7 @@ class EpisodeServer:
 
     def __init__(self, engine: Engine, *, defaults: SamplingParams, seed: int, session: str) -> None:
         self.engine = engine
+        self.max_model_len = engine.max_model_len
         self.defaults = defaults
         self.seed = seed
         self.session = session
@@ -154,7 +155,7 @@ class EpisodeServer:
     ) -> Generation:
         """Sample one turn. Missing `sampling_params` come from the configuration of the run. `images` are the image
         spans of the prompt, as returned by `codec.prompt` and `codec.delta`."""
-        params = self._params(sampling_params, self.engine.max_model_len - len(prompt_ids))
+        params = self._params(sampling_params, self.max_model_len - len(prompt_ids))
         began = time.perf_counter()
         try:
             keywords: dict[str, Any] = {"images": images} if images else {}  # a text engine may not take it

@@ -17,7 +17,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
     """Samples one reply."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        max_model_len = self.server.engine.max_model_len
+        max_model_len = self.server.max_model_len
         exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         reason = StopReason.CONTEXT
         if exchange.tokens_left > 0:

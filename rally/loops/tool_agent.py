@@ -28,7 +28,7 @@ class ToolAgentLoop(AgentLoopBase):
     """Plays an episode with tools and a simulated user, under all stop conditions of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        max_model_len = self.server.engine.max_model_len
+        max_model_len = self.server.max_model_len
         self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)

@@ -255,7 +255,7 @@ class MessageLoop(VerlAgentLoop):
         `kwargs` are the sampling parameters to pass to `llm_server.generate`."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        max_model_len = self.server.engine.max_model_len
+        max_model_len = self.server.max_model_len
         exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
         server = MessageServer(self, exchange)
         data = DataProto(

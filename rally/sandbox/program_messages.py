@@ -21,7 +21,7 @@ FOLDER = "/tmp/work"
 def request_message(
     program: Program, steps: CommandPlan, limits: Limits, folder: str, session: bool
 ) -> json_socket.Message:
-    """The message to a supervisor; inside/request.py reads it."""
+    """The message to a supervisor; inside/execution_request.py reads it."""
     caps = {
         "memory": (program.memory_mb or limits.memory_mb) << 20,
         "disk": limits.disk_mb << 20,

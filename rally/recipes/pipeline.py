@@ -2,7 +2,8 @@
 
 `plan` reads the recipe's `needs` and lists the commands that make them, in order, a supervised start with its own needs
 before it; then training; then the evaluation of the last checkpoint. A stage whose outputs exist is done and is
-skipped, so a second call continues where the first one ended. Training and fine-tuning resume by themselves.
+skipped, so a second call continues where the first one ended. Training and fine-tuning resume by themselves. Outputs of
+a run with another model or other settings are an error, not a reason to skip.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from rally.config import Config, load_config
@@ -74,6 +77,8 @@ def training(name: str, options: RecipeOptions) -> Stage:
     config = load_config(find_recipe(name, "train"), overrides)
     config.require_training()
     last = config.run_dir / "checkpoints" / f"global_step_{_last_step(config)}"
+    if last.exists():
+        _check_settings(config)
     return Stage("training", ("train", "--recipe", name, *overrides), (last,))
 
 
@@ -107,12 +112,52 @@ def _needs_of(name: str, command: Command, options: RecipeOptions) -> Iterator[S
         read = [Path(path) for path in document.notes.paths_below(need, tree)]
         for words in _commands(line):
             if words[0] == "sft":
-                yield from _needs_of(words[words.index("--recipe") + 1], "sft", options)
+                start = words[words.index("--recipe") + 1]
+                yield from _needs_of(start, "sft", options)
+                if Path(need).exists():
+                    _check_model(Path(need).parents[2], start, options)
                 yield Stage("supervised start", (*words, *_sft_overrides(options)), (Path(need),))
             else:
                 made = [Path(value) for option, value in pairwise(words) if option == "--out"]
                 title = "data" if words[0] == "data" else "model"
                 yield Stage(title, _from_source(words, options.source), tuple(dict.fromkeys((*made, *read))))
+
+
+def _check_model(run: Path, name: str, options: RecipeOptions) -> None:
+    """The supervised start of another model must not be taken for the one that is asked for."""
+    wanted = options.model or str(read_document(find_recipe(name, "sft")).merged["model"]["path"])
+    saved = _saved_config(run)
+    if saved is not None and saved["model"]["path"] != wanted:
+        raise RecipeError(
+            f"{run} is the supervised start of {saved['model']['path']}, not of {wanted}; move or remove that folder, "
+            "or run in another one"
+        )
+
+
+def _check_settings(config: Config) -> None:
+    """A finished run with other settings must not be taken for the one that is asked for."""
+    saved, asked = _saved_config(config.run_dir), yaml.safe_load(config.to_yaml())
+    changed = [] if saved is None else sorted(_differences(saved, asked, ""))
+    if changed:
+        raise RecipeError(
+            f"{config.run_dir} holds a finished run with other settings ({', '.join(changed[:5])}); choose another "
+            "trainer.experiment_name, or remove the folder"
+        )
+
+
+def _saved_config(run: Path) -> dict[str, Any] | None:
+    path = run / "config.yaml"
+    saved: dict[str, Any] | None = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return saved
+
+
+def _differences(saved: Any, asked: Any, key: str) -> Iterator[str]:
+    """The keys in which two configurations differ."""
+    if isinstance(saved, dict) and isinstance(asked, dict):
+        for name in {*saved, *asked}:
+            yield from _differences(saved.get(name), asked.get(name), f"{key}.{name}" if key else name)
+    elif saved != asked:
+        yield key
 
 
 def _sft_overrides(options: RecipeOptions) -> tuple[str, ...]:

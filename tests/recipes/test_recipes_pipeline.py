@@ -9,6 +9,7 @@ from recipes.recipe_cases import SMALL_TRAIN
 from typer.testing import CliRunner
 
 from rally.cli.main import app
+from rally.recipes import RecipeError
 from rally.recipes.pipeline import RecipeOptions, preparation
 from rally.track import RunFolder
 from rally.types import RallyError
@@ -52,6 +53,16 @@ def test_data_that_is_there_in_part_is_made_again(tmp_path: Path, monkeypatch: p
     assert not preparation("gsm8k_tool/shaping", NONE)[0].done, "the supervised start reads sft.parquet too"
 
 
+def test_the_supervised_start_of_another_model_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "rally" / "gsm8k_tool_sft"
+    (run / "checkpoints" / "global_step_4" / "actor").mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {path: Qwen/Qwen2.5-Coder-1.5B-Instruct}")
+    assert preparation("gsm8k_tool/shaping", NONE)[1].done
+    with pytest.raises(RecipeError, match=r"supervised start of Qwen/Qwen2.5-Coder-1.5B-Instruct, not of my/model"):
+        preparation("gsm8k_tool/shaping", RecipeOptions(model="my/model"))
+
+
 def test_files_of_the_user_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = RecipeOptions(overrides=("data.train_files=mine.parquet", "data.val_files=mine.parquet"))
@@ -74,6 +85,8 @@ def test_one_command_trains_and_evaluates_and_a_second_one_does_nothing(home: Pa
     second = subprocess.run(command, cwd=home, capture_output=True, text=True)
     assert second.returncode == 0 and "training: already done" in second.stdout.replace("\n", " ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == before
+    other = subprocess.run([*command, "data.seed=5"], cwd=home, capture_output=True, text=True)
+    assert other.returncode == 2 and "a finished run with other settings (data.seed)" in other.stderr
 
 
 def test_a_file_is_no_recipe(tmp_path: Path) -> None:

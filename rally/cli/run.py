@@ -22,7 +22,7 @@ app = typer.Typer()
 @app.command(context_settings=LOOSE)
 def run(
     recipe: Annotated[str, typer.Argument(help="Its name, such as gsm8k_tool/shaping; `rally recipes` lists them.")],
-    words: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Overrides of the training stage.", metavar="[KEY=VALUE]...", show_default=False),
     ] = None,
@@ -39,10 +39,10 @@ def run(
     """Run a whole recipe: data, supervised start, training, evaluation. A second call continues where it ended."""
     from rally.recipes import pipeline
 
-    path, overrides = split_config_args(words)
+    path, keys = split_config_args(overrides)
     if path is not None:
         raise RallyError(f"{path} is not key=value; `rally run` takes one recipe by its name, then overrides")
-    options = pipeline.RecipeOptions(overrides=overrides, model=model, source=source)
+    options = pipeline.RecipeOptions(overrides=keys, model=model, source=source)
     console = quiet_console()
     stages = pipeline.preparation(recipe, options)
     if show_plan:

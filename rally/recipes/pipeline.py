@@ -9,6 +9,7 @@ a run with another model or other settings are an error, not a reason to skip.
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -156,8 +157,13 @@ def _differences(saved: Any, asked: Any, key: str) -> Iterator[str]:
     if isinstance(saved, dict) and isinstance(asked, dict):
         for name in {*saved, *asked}:
             yield from _differences(saved.get(name), asked.get(name), f"{key}.{name}" if key else name)
-    elif saved != asked:
+    elif _portable(saved) != _portable(asked):
         yield key
+
+
+def _portable(value: Any) -> Any:
+    """Paths into this package differ between installations of it."""
+    return re.sub(r"^.*/rally/recipes/", "recipes/", value) if isinstance(value, str) else value
 
 
 def _sft_overrides(options: RecipeOptions) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rally.track import RunConsole
 
 app = typer.Typer()
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP)  # a stage saves what it has and ends
 
 
 @app.command(context_settings=LOOSE)
@@ -65,12 +68,20 @@ def _execute(stage: Stage, console: RunConsole) -> None:
         return
     console.note(f"{stage.title}: {stage.line}")
     child = subprocess.Popen([sys.executable, "-m", "rally", *stage.args])
+    before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in FORWARDED}
     try:
         code = child.wait()
     except KeyboardInterrupt:  # the stage received it too, saves what it has and ends
         code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code:
-        raise typer.Exit(code)
+        raise typer.Exit(code if code > 0 else 128 - code)
+    missing = [str(path) for path in stage.outputs if not path.exists()]
+    if missing:
+        raise RallyError(f"`{stage.line}` ended without {', '.join(missing)}; run it alone to see why")
+    stage.write_record()
 
 
 def _report(training: Stage, evaluation: Stage, console: RunConsole) -> None:

@@ -22,15 +22,18 @@ from omegaconf import OmegaConf
 
 from rally.config import Config, load_config
 from rally.config.yaml_files import merge, read_document
+from rally.models.lora import is_adapter_folder
 from rally.recipes.catalog import Command, RecipeError, find_recipe
-from rally.runs.build import total_steps_of
-from rally.runs.build.data import tasks_of
-from rally.train.checkpoint.store import CheckpointStore
+from rally.track.run_folder.folder import redacted_yaml
+from rally.train.checkpoint.store import MANIFEST, CheckpointStore
 
 _log = logging.getLogger(__name__)
 
 SOURCES = {"gsm8k": "--source", "search_r1": "--source", "geometry": "--source", "retool": "--gsm8k"}
 """The option of `rally data NAME` that names a folder to read instead of the hub."""
+ADAPTERS = "actor_rollout_ref.model.lora_adapter_path"
+OF_THE_RESULT = ("trainer.seed", "trainer.critic_warmup")
+"""Keys of `trainer.*` that change what is trained; the others say how long, where to and how often."""
 MODEL_KEYS: dict[Command, str] = {"train": "actor_rollout_ref.model.path", "sft": "model.path"}
 
 
@@ -41,10 +44,22 @@ class Stage:
     title: str
     args: tuple[str, ...]
     outputs: tuple[Path, ...]
+    record: Path | None = None  # where the command that made the outputs is written
+    stale: bool = False  # the outputs exist and are of something else
 
     @property
     def done(self) -> bool:
-        return all(path.exists() for path in self.outputs)
+        return not self.stale and all(path.exists() for path in self.outputs)
+
+    def check_record(self) -> None:
+        """Outputs that another command made, such as one with another source, must not be taken for these."""
+        made_by = self.record.read_text(encoding="utf-8") if self.record and self.record.is_file() else self.line
+        if self.done and made_by != self.line:
+            raise RecipeError(f"{self.outputs[0]} was made by `{made_by}`, not by `{self.line}`; move or remove it")
+
+    def write_record(self) -> None:
+        if self.record is not None:
+            self.record.write_text(self.line, encoding="utf-8")
 
     def making(self, outputs: Iterable[Path]) -> Stage:
         """The same command where more of what it makes is read."""
@@ -77,9 +92,10 @@ def training(name: str, options: RecipeOptions) -> Stage:
     overrides = training_overrides(name, options)
     config = load_config(find_recipe(name, "train"), overrides)
     config.require_training()
-    last = config.run_dir / "checkpoints" / f"global_step_{_last_step(config)}"
-    if last.exists():
-        _check_settings(config)
+    if not config.trainer.total_training_steps:
+        raise RecipeError("rally run must know the last step; set trainer.total_training_steps")
+    last = config.run_dir / "checkpoints" / f"global_step_{config.trainer.total_training_steps}"
+    _check_settings(config, finished=last.exists())
     return Stage("training", ("train", "--recipe", name, *overrides), (last,))
 
 
@@ -91,9 +107,13 @@ def evaluation(name: str, options: RecipeOptions) -> Stage:
     if checkpoint is None:
         raise RecipeError(f"{config.run_dir} has no checkpoint to evaluate; train first: rally run {name}")
     folder = config.run_dir / "eval" / checkpoint.path.name
-    args = ("eval", "--recipe", name, *overrides)
-    keys = (f"{MODEL_KEYS['train']}={checkpoint.actor}", f"trainer.default_local_dir={folder}")
-    return Stage("evaluation", (*args, *keys), (folder / "eval" / "metrics.jsonl",))
+    model = ADAPTERS if is_adapter_folder(checkpoint.actor) else MODEL_KEYS["train"]
+    keys = [f"{model}={checkpoint.actor}", f"trainer.default_local_dir={folder}"]
+    if config.trainer.n_gpus_per_node > 1:
+        keys.append("trainer.n_gpus_per_node=1")  # an evaluation has one process
+    metrics = folder / "eval" / "metrics.jsonl"
+    stale = metrics.is_file() and _older(metrics, checkpoint.path / MANIFEST)
+    return Stage("evaluation", ("eval", "--recipe", name, *overrides, *keys), (metrics,), stale=stale)
 
 
 def training_overrides(name: str, options: RecipeOptions) -> tuple[str, ...]:
@@ -115,48 +135,62 @@ def _needs_of(name: str, command: Command, options: RecipeOptions) -> Iterator[S
             if words[0] == "sft":
                 start = words[words.index("--recipe") + 1]
                 yield from _needs_of(start, "sft", options)
-                if Path(need).exists():
-                    _check_model(Path(need).parents[2], start, options)
+                _check_model(Path(need).parents[2], start, options)
                 yield Stage("supervised start", (*words, *_sft_overrides(options)), (Path(need),))
             else:
                 made = [Path(value) for option, value in pairwise(words) if option == "--out"]
                 title = "data" if words[0] == "data" else "model"
-                yield Stage(title, _from_source(words, options.source), tuple(dict.fromkeys((*made, *read))))
+                stage = Stage(
+                    title,
+                    _from_source(words, options.source),
+                    tuple(dict.fromkeys((*made, *read))),
+                    record=made[0].with_name(f".{made[0].name}.made_by"),
+                )
+                stage.check_record()
+                yield stage
 
 
 def _check_model(run: Path, name: str, options: RecipeOptions) -> None:
     """The supervised start of another model must not be taken for the one that is asked for."""
     wanted = options.model or str(read_document(find_recipe(name, "sft")).merged["model"]["path"])
     saved = _saved_config(run)
-    if saved is not None and saved["model"]["path"] != wanted:
+    if saved is not None and _portable(saved["model"]["path"]) != _portable(wanted):
         raise RecipeError(
             f"{run} is the supervised start of {saved['model']['path']}, not of {wanted}; move or remove that folder, "
             "or run in another one"
         )
 
 
-def _check_settings(config: Config) -> None:
-    """A finished run with other settings must not be taken for the one that is asked for."""
-    saved, asked = _saved_config(config.run_dir), yaml.safe_load(config.to_yaml())
+def _check_settings(config: Config, *, finished: bool) -> None:
+    """A run with other settings must not be taken for the one that is asked for. An unfinished one may continue with
+    other settings, as `rally train` allows, but not with another model."""
+    saved, asked = _saved_config(config.run_dir), yaml.safe_load(redacted_yaml(config.to_yaml()))
     changed = [] if saved is None else sorted(_differences(saved, asked, ""))
+    if not finished:
+        changed = [key for key in changed if key == MODEL_KEYS["train"]]
     if changed:
         raise RecipeError(
-            f"{config.run_dir} holds a finished run with other settings ({', '.join(changed[:5])}); choose another "
+            f"{config.run_dir} holds a run with other settings ({', '.join(changed[:5])}); choose another "
             "trainer.experiment_name, or remove the folder"
         )
 
 
 def _saved_config(run: Path) -> dict[str, Any] | None:
+    """Of a run that has written a checkpoint; None if there is none to go on from."""
     path = run / "config.yaml"
-    saved: dict[str, Any] | None = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file() or not any((run / "checkpoints").glob("global_step_*")):
+        return None
+    saved: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return saved
 
 
 def _differences(saved: Any, asked: Any, key: str) -> Iterator[str]:
-    """The keys in which two configurations differ."""
+    """The keys in which two configurations differ. A key that the saved one lacks is newer than it."""
     if isinstance(saved, dict) and isinstance(asked, dict):
-        for name in {*saved, *asked}:
-            yield from _differences(saved.get(name), asked.get(name), f"{key}.{name}" if key else name)
+        for name in saved.keys() & asked.keys():
+            where = f"{key}.{name}" if key else name
+            if not where.startswith("trainer.") or where in OF_THE_RESULT:
+                yield from _differences(saved[name], asked[name], where)
     elif _portable(saved) != _portable(asked):
         yield key
 
@@ -188,7 +222,6 @@ def _from_source(words: tuple[str, ...], source: str | None) -> tuple[str, ...]:
     return (*words, option, source)
 
 
-def _last_step(config: Config) -> int:
-    if config.trainer.total_training_steps:
-        return config.trainer.total_training_steps
-    return total_steps_of(config, len(tasks_of(config, config.data.train_files, validate=False)))
+def _older(file: Path, other: Path) -> bool:
+    """Whether a file is empty, or was written before the other one."""
+    return file.stat().st_size == 0 or file.stat().st_mtime < other.stat().st_mtime

@@ -65,10 +65,11 @@ class StepLines:
 
 
 class StepLinesTail:
-    """Follows a growing file of steps. `rows` are all rows read so far.
+    """Follows a growing file of steps.
 
-    By default an invalid line is skipped and counted in `bad`, and a file that was replaced or truncated is read again
-    from its start. `strict`: the file is only appended to, and an invalid line raises at every read until it is gone.
+    By default `rows` are all rows read so far, an invalid line is skipped and counted in `bad`, and a file that was
+    replaced or truncated is read again from its start. `strict`: the file is only appended to, rows are not kept, and
+    an invalid line raises at every read until it is gone.
     """
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
@@ -78,6 +79,7 @@ class StepLinesTail:
         self._strict = strict
         self._inode = 0
         self._offset = 0
+        self._lines = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Read the lines that were finished since the last call, and return their rows."""
@@ -96,16 +98,18 @@ class StepLinesTail:
             lines = file.read(stat.st_size - self._offset).split(b"\n")[:-1]
         parsed = [_parse(line) for line in lines]
         if self._strict and None in parsed:
-            n = len(self.rows) + parsed.index(None) + 1
+            n = self._lines + parsed.index(None) + 1
             raise RallyError(f"line {n} of {self.path} is not a JSON object with a step; remove that line")
         new = [row for row in parsed if row is not None]
         self._offset += sum(len(line) + 1 for line in lines)
-        self.rows += new
+        self._lines += len(lines)
+        if not self._strict:
+            self.rows += new
         self.bad += len(parsed) - len(new)
         return new
 
     def _restart(self, inode: int) -> None:
-        self.rows, self.bad, self._inode, self._offset = [], 0, inode, 0
+        self.rows, self.bad, self._inode, self._offset, self._lines = [], 0, inode, 0, 0
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

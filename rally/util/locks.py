@@ -101,9 +101,10 @@ def hold(path: Path) -> Lock | None:
             return None  # another user's, or created at this moment by another program
         try:
             acquired = file.acquire()
+            current = acquired and file.is_at(path)
         except OSError:  # the file system has no locks, so nobody can tell whether it is held
-            acquired = False
-        if acquired and file.is_at(path):
+            acquired = current = False
+        if current:
             return Lock(path, file)
         file.close()
         if not acquired:

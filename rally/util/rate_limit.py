@@ -36,6 +36,7 @@ class TokenBucket:
     def __init__(self, rate: float | None, burst_seconds: float = 1.0) -> None:
         self._interval = 1 / rate if rate else 0.0
         self._tolerance = max(0.0, burst_seconds - self._interval)
+        self._even = burst_seconds == 0
         self._next = 0.0  # when the next call is due at an even rate (the theoretical arrival time of GCRA)
 
     def delay(self) -> float:
@@ -45,12 +46,13 @@ class TokenBucket:
     async def acquire(self) -> float:
         """Wait for a token. Returns the seconds waited."""
         delay = self.delay()
-        self._next = max(self._next, time.monotonic()) + self._interval
+        self._next = mine = max(self._next, time.monotonic()) + self._interval
         if delay > 0:
             try:
                 await asyncio.sleep(delay)
             except asyncio.CancelledError:
-                self._next -= self._interval
+                if not self._even or self._next == mine:  # else a later call would start together with another one
+                    self._next -= self._interval
                 raise
         return delay
 

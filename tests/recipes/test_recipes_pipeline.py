@@ -1,16 +1,19 @@
 """`rally run` plans the stages of a recipe from its needs, runs them in order, and never runs one twice."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from recipes.recipe_cases import SMALL_TRAIN
+from recipes.recipe_cases import ADAPTERS, SMALL_TRAIN
 from typer.testing import CliRunner
 
 from rally.cli.main import app
-from rally.recipes import RecipeError
-from rally.recipes.pipeline import RecipeOptions, preparation
+from rally.config import load_config
+from rally.recipes import RecipeError, find_recipe
+from rally.recipes.pipeline import RecipeOptions, evaluation, preparation, training
 from rally.track import RunFolder
 from rally.types import RallyError
 
@@ -63,6 +66,37 @@ def test_the_supervised_start_of_another_model_is_not_taken(tmp_path: Path, monk
         preparation("gsm8k_tool/shaping", RecipeOptions(model="my/model"))
 
 
+def test_data_of_another_source_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [stage] = preparation("gsm8k_tool", RecipeOptions(source="small"))
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / "data" / "gsm8k" / name).touch()
+    stage.write_record()
+    assert preparation("gsm8k_tool", RecipeOptions(source="small"))[0].done
+    with pytest.raises(RecipeError, match=r"data/gsm8k was made by `rally data gsm8k .* --source small`, not by"):
+        preparation("gsm8k_tool", NONE)
+
+
+def test_a_run_must_know_its_last_step(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(RecipeError, match=r"set trainer\.total_training_steps"):
+        training("triage", RecipeOptions(overrides=("trainer.total_training_steps=null",)))
+
+
+def test_adapters_are_evaluated_over_their_base(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    out = f"trainer.default_local_dir={tmp_path}"
+    tiny = ("actor_rollout_ref.model.path=models/tiny", "data.max_prompt_length=3000", out)
+    config = load_config(find_recipe("gsm8k_tool/lora", "train"), tiny)
+    shutil.copytree(home / ADAPTERS, tmp_path / "checkpoints" / "global_step_2" / "actor")
+    files = {f"actor/{path.name}": path.stat().st_size for path in (home / ADAPTERS).iterdir()}
+    (tmp_path / "checkpoints" / "global_step_2" / "manifest.json").write_text(json.dumps(files))
+    stage = evaluation("gsm8k_tool/lora", RecipeOptions(overrides=tiny))
+    assert config.model.lora_adapter_path is not None and not stage.done
+    assert f"actor_rollout_ref.model.lora_adapter_path={tmp_path}/checkpoints/global_step_2/actor" in stage.args
+
+
 def test_files_of_the_user_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = RecipeOptions(overrides=("data.train_files=mine.parquet", "data.val_files=mine.parquet"))
@@ -86,7 +120,7 @@ def test_one_command_trains_and_evaluates_and_a_second_one_does_nothing(home: Pa
     assert second.returncode == 0 and "training: already done" in second.stdout.replace("\n", " ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == before
     other = subprocess.run([*command, "data.seed=5"], cwd=home, capture_output=True, text=True)
-    assert other.returncode == 2 and "a finished run with other settings (data.seed)" in other.stderr
+    assert other.returncode == 2 and "a run with other settings (data.seed)" in other.stderr
 
 
 def test_a_file_is_no_recipe(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rally.tools import CallLimits
-from rally.util.rate_limit import AdaptiveConcurrency, QueueFull, RateLimiter
+from rally.util.rate_limit import AdaptiveConcurrency, QueueFull, RateLimiter, TokenBucket
 
 
 async def enter(limiter: RateLimiter, seconds: float = 0.0) -> float:
@@ -38,6 +38,23 @@ async def test_who_gives_up_waiting_leaves_the_token_to_the_next() -> None:
         task.cancel()
     await asyncio.gather(*impatient, return_exceptions=True)
     await asyncio.wait_for(enter(limiter), timeout=20)
+
+
+async def test_even_spacing_survives_callers_that_give_up() -> None:
+    bucket, began = TokenBucket(20, burst_seconds=0.0), time.monotonic()
+    starts: list[float] = []
+
+    async def call() -> None:
+        await bucket.acquire()
+        starts.append(time.monotonic() - began)
+
+    tasks = [asyncio.create_task(call()) for _ in range(6)]
+    await asyncio.sleep(0)
+    for task in tasks[2:4]:
+        task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.gather(*tasks, *(asyncio.create_task(call()) for _ in range(2)), return_exceptions=True)
+    assert starts[-1] >= 7 * 0.05, "the new calls come after those that were waiting"
 
 
 async def test_a_full_queue_refuses_at_once_and_a_free_limiter_never() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def run(
     stages = pipeline.preparation(recipe, options)
     if show_plan:
         rows = [[stage.title, "done" if stage.done else "to do", stage.line] for stage in stages]
-        console.table(f"stages of {recipe}", [*rows, ["training", "", f"rally train --recipe {recipe} ..."]])
+        train = shlex.join(["rally", "train", "--recipe", recipe, *pipeline.training_overrides(recipe, options)])
+        console.table(f"stages of {recipe}", [*rows, ["training", "", train], ["evaluation", "", "of its checkpoint"]])
         return
     for stage in stages:
         _execute(stage, console)

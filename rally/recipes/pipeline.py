@@ -84,6 +84,8 @@ def preparation(name: str, options: RecipeOptions) -> list[Stage]:
     stages: dict[str, Stage] = {}
     for stage in _needs_of(name, "train", options):
         stages[stage.line] = stages.get(stage.line, stage).making(stage.outputs)
+    if options.source is not None and not any(options.source in stage.args for stage in stages.values()):
+        raise RecipeError(f"{name} reads no data set from a source, so --source would have no effect; leave it out")
     return list(stages.values())
 
 
@@ -120,6 +122,8 @@ def training_overrides(name: str, options: RecipeOptions) -> tuple[str, ...]:
     """The user's keys; the base model among them where training does not start from a supervised start."""
     document = read_document(find_recipe(name, "train"))
     path = str(document.merged["actor_rollout_ref"]["model"]["path"])
+    if options.model is not None and any(key.startswith(f"{MODEL_KEYS['train']}=") for key in options.overrides):
+        raise RecipeError(f"--model and {MODEL_KEYS['train']} both name the model; give one of them")
     own = bool(document.notes.read_by({"path": path}))
     base = () if options.model is None or own else (f"{MODEL_KEYS['train']}={options.model}",)
     return (*base, *options.overrides)

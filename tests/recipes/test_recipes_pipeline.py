@@ -47,6 +47,15 @@ def test_a_model_and_a_source_reach_every_stage_that_reads_them(
     assert "--gsm8k my/gsm8k" in lines("retool", options)[0]
 
 
+def test_options_without_effect_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="triage reads no data set from a source"):
+        preparation("triage", RecipeOptions(source="somewhere"))
+    both = RecipeOptions(model="a", overrides=("actor_rollout_ref.model.path=b",))
+    with pytest.raises(RecipeError, match="both name the model"):
+        preparation("gsm8k_tool", both)
+
+
 def test_data_that_is_there_in_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from rally.cli.console import quiet_console
 from rally.cli.os_errors import os_error_message
 from rally.redact import redact
 from rally.types import RallyError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="rally",

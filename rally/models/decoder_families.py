@@ -26,11 +26,24 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 
 
 def shape_of(config: PreTrainedConfig) -> KVShape:
-    """The KV shape from a configuration alone."""
+    """The KV shape from a configuration alone; the largest one if layers differ."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KVShape(config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size)
+    shapes = _layer_shapes(config)
+    return KVShape(config.num_hidden_layers, *max(shapes, key=lambda shape: shape[0] * shape[1]))
+
+
+def _layer_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
+    """The different (key/value heads, head size) of the layers."""
+    if not hasattr(config, "num_attention_heads"):
+        return {(0, 0)}  # no attention
+    layers = getattr(config, "per_layer_config", None) or {}
+    each = list(layers.values()) if isinstance(layers, dict) else list(layers)
+    shapes = set()
+    for layer in each or [config]:
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        shapes.add((getattr(layer, "num_key_value_heads", None) or heads, size))
+    return shapes
 
 
 def mlp_size(config: PreTrainedConfig) -> int:
@@ -67,6 +80,8 @@ def unsupported_attention(model: PreTrainedModel) -> str | None:
         return f"layers of type {', '.join(sorted(kinds))}"
     if getattr(config, "kv_lora_rank", None):
         return "latent attention"
+    if len(_layer_shapes(config)) > 1:
+        return "keys and values of different sizes per layer"
     if not getattr(model, "_supports_attention_backend", False):
         return "its own attention function"
     return None
@@ -101,10 +116,10 @@ def known(model: PreTrainedModel) -> bool:
     """Whether `parts_of` describes the model's layers. It does not for the text model inside a vision-language
     model."""
     config = model.config.get_text_config()
-    if not hasattr(model.base_model, "layers"):
+    if config.model_type not in FAMILIES or not hasattr(model.base_model, "layers"):
         return False
     whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
-    return config.model_type in FAMILIES and activation_name(model) in ACTIVATIONS and whole_heads
+    return activation_name(model) in ACTIVATIONS and whole_heads
 
 
 def activation_name(model: PreTrainedModel) -> str:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rally.models.attention import head_logits
 from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
@@ -33,6 +32,7 @@ from rally.models.decoder_families import (
     rotary_of,
 )
 from rally.models.kernels.dispatch import Kernels
+from rally.models.lm_head import head_logits
 from rally.models.lora import add_adapted, plain_linear
 
 

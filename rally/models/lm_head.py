@@ -1,25 +1,142 @@
-"""Log-probabilities and entropies from hidden states, in chunks: logits are float32 and never all in memory at once.
+"""Logits, log-probabilities and entropies from hidden states, as the model's own class computes them.
+
+Some classes scale or cap their logits after the output layer. What a class does is not read from its configuration: its
+own forward is called on given hidden states, with the layers below replaced (`own_logits`). Where that is the output
+layer times a constant, the constant is found once (`head_scale`) and the fast paths apply it.
+
+Log-probabilities are computed in chunks: logits are float32 and never all in memory at once.
 
 Shapes: U positions, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from rally.models.attention import body_of
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
 
 
+SCALE_ATTRIBUTE = "rally_head_scale"
+PROBE_ROWS, PROBE_VOCABULARY = 6, 48
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A matrix product of (hidden, weight, bias)."""
+
+
+def head_logits(model: PreTrainedModel, hidden_UC: Tensor, product: Product | None = None) -> Tensor:
+    """Logits of hidden states, used by rollout and training. `product` computes the output layer if it is linear."""
+    scale = head_scale(model)
+    if scale is None:
+        return own_logits(model, hidden_UC, lambda head, hidden: _head(head, hidden, product))
+    logits = _head(_output_layer(model), hidden_UC, product)
+    return logits if scale == 1 else logits * scale
+
+
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
-    """The weight [V, C] of an LM head that is nothing but a matrix; None if the head does more."""
+    """The weight [V, C] of an output layer without a bias, whose logits the class at most scales; None for others."""
     head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    scaled = any(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale"))
-    return head.weight if type(head) is nn.Linear and head.bias is None and not scaled else None
+    plain = type(head) is nn.Linear and head.bias is None and head_scale(model) is not None
+    return head.weight if plain else None
+
+
+def head_scale(model: PreTrainedModel) -> float | None:
+    """The constant by which the class multiplies its output layer's product; None if its logits are another function
+    of that. Found once, with a small random output layer in float32."""
+    if not hasattr(model, SCALE_ATTRIBUTE):
+        setattr(model, SCALE_ATTRIBUTE, _probe_scale(model))
+    scale: float | None = getattr(model, SCALE_ATTRIBUTE)
+    return scale
+
+
+@torch.no_grad()
+def _probe_scale(model: PreTrainedModel) -> float | None:
+    weight_VC = _output_layer(model).weight
+    assert isinstance(weight_VC, Tensor)
+    size = weight_VC.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn((PROBE_ROWS, size), generator=generator) * torch.logspace(-1, 1, PROBE_ROWS)[:, None]
+    weight = torch.randn((PROBE_VOCABULARY, size), generator=generator)
+    product = F.linear(hidden, weight)
+    try:
+        own = own_logits(model, hidden, lambda _, hidden: F.linear(hidden, weight))
+    except Exception:  # noqa: BLE001 a class that cannot be called so; the comparison at the start finds what it does
+        return 1.0
+    if own.shape != product.shape:
+        return None
+    scale = float((own * product).sum() / product.square().sum())
+    if float((own - scale * product).abs().max()) > 1e-5 * float(own.abs().max()):
+        return None
+    return 1.0 if abs(scale - 1) < 1e-5 else scale
+
+
+def own_logits(model: PreTrainedModel, hidden_UC: Tensor, layer: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    """Logits from the class's own forward, with the layers below replaced by given hidden states and the product of
+    the output layer by `layer`. It works on a shallow copy, so other threads may use the model."""
+    twin = copy.copy(model)
+    twin._modules = dict(model._modules)
+    head, body = _output_layer(model), body_of(model)
+    names = {id(child): name for name, child in model._modules.items()}
+    twin._modules[names[id(body)]] = _Given()
+    if (name := names.get(id(head))) is not None:
+        twin._modules[name] = _Replaced(lambda hidden: layer(head, hidden))
+    output = twin.forward(inputs_embeds=hidden_UC.unsqueeze(0), use_cache=False)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class _Given(nn.Module):
+    """Stands for the layers below the head: the hidden states are the embeddings it is given."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Hidden:
+        return _Hidden(inputs_embeds)
+
+
+class _Hidden:
+    """The output of a base model that has hidden states and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, item: int | slice) -> Any:
+        return (self.last_hidden_state,)[item]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Replaced(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+def _output_layer(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Module)
+    return head
+
+
+def _head(head: nn.Module, hidden: Tensor, product: Product | None = None) -> Tensor:
+    """In float32 on a GPU: a bfloat16 logit of 20 is off by up to 0.06, and so would its log-probability be."""
+    if product is not None and isinstance(head, nn.Linear):
+        return product(hidden, head.weight, head.bias)
+    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    if half and isinstance(head, nn.Linear) and head.bias is None and not torch.is_grad_enabled():
+        leading = hidden.shape[:-1]
+        return torch.mm(hidden.flatten(0, -2), head.weight.t(), out_dtype=torch.float32).unflatten(0, leading)
+    return head(hidden)  # type: ignore[no-any-return]
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:

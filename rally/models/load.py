@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -32,6 +33,8 @@ from rally.types import RallyError
 WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """In the order in which transformers looks for them: if the first exists, the second is not read."""
 PATH_KEY = "model.path"
+TRAINING_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Attributes of routers. Others with similar names are thresholds that evaluation uses too."""
 
 
 class LoadError(RallyError):
@@ -74,6 +77,11 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal or vision-language model in eval mode; `kind` is another transformers class to load with."""
     device = device or torch.device("cpu")
+    if noisy := [name for name, value in (overrides or {}).items() if value and ("drop" in name or "jitter" in name)]:
+        raise LoadError(
+            f"model.override_config sets {', '.join(noisy)}, and models are trained without dropout or noise, because "
+            "the rollout has none; leave it out"
+        )
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
         "trust_remote_code": trust_remote_code,
@@ -95,7 +103,19 @@ def load_model(
         model = _without_quantization(model)
     model = _copied_from_file(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
+    turn_off_dropout(model)
     return model
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """Set every dropout, and the noise that routers add in training, to 0. Rollout, reference and update must be the
+    same function of the weights. The configuration, which is saved with the weights, keeps its values."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or name in TRAINING_NOISE):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 def _copied_from_file(model: Any) -> Any:

@@ -17,6 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
+from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
 from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
@@ -35,6 +36,7 @@ from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import Row
 from rally.train.policy import Policy, due, step_seed
+from rally.train.startup_check import check_training, compared_rows
 from rally.types import RallyError
 
 
@@ -100,6 +102,11 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
+    texts = [row.ids for row in itertools.islice((row for row in train.rows if not row.images), 2)]
+    if config.trainer.startup_check and (compared := compared_rows(texts)):
+        warn = functools.partial(console.warn_once, "startup")
+        found = check_training(policy, compared, config.data.max_length, warn)
+        console.note(f"start-up check: {found}")
     written = itertools.chain.from_iterable(row.ids for row in train.rows)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
@@ -246,6 +253,7 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
     path = str(start.actor) if start else None
     model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
     attention.install(model)
+    decide_rope(model, config.data.max_length)
     ranks.shard(model)
     limits = gradient_limits_of(config.trainer.guards)
     policy = Policy(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
+from rally.models.load import LoadError
 from rally.models.sharding import Ranks, ranks_of, shard_like
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
@@ -65,6 +66,9 @@ class Policy:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule_factor(settings, total_steps))
         self._norms: deque[float] = deque(maxlen=WINDOW)
         if gradient_checkpointing:
+            if not model.supports_gradient_checkpointing:
+                name = type(model).__name__
+                raise LoadError(f"{name} has no gradient checkpointing; set model.enable_gradient_checkpointing=false")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.eval()
         self._maybe_offload()

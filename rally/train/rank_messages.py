@@ -50,6 +50,22 @@ class ComputeLogits(Message):
 
 
 @dataclass(frozen=True)
+class CompareForwards(Message):
+    """The training forward over rows, and the module's own. The run allows rows of up to `max_length` tokens."""
+
+    rows: Sequence[Row]
+    max_length: int
+
+
+@dataclass(frozen=True)
+class ComputePlain(Message):
+    """The module's own forward over rows, one at a time."""
+
+    rows: Sequence[Row]
+    temperature: float
+
+
+@dataclass(frozen=True)
 class SftStep(Message):
     """One supervised step on conversations, with a seed for everything random."""
 

@@ -46,6 +46,7 @@ from rally.train.policy import Policy, due, step_seed
 from rally.train.reference import KlController, Reference, awake
 from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
 from rally.train.rollout.rollout import Rollout, RolloutResult, ValidationPass
+from rally.train.startup_check import check_rollout
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.types import Episode, SamplingParams
 from rally.util.background_threads import BackgroundWriter
@@ -95,6 +96,7 @@ class Trainer:
     reference: Reference | None = None
     reward_kl: KlController | None = None  # None: no KL in the reward
     critic: Critic | None = None
+    startup_texts: Sequence[Sequence[int]] = ()  # to compare the rollout with the model's own forward; () compares not
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
     start_step: int = 0
     recorder: BackgroundWriter = field(default_factory=BackgroundWriter)
@@ -107,6 +109,9 @@ class Trainer:
         self.done = self.start_step
         last: dict[str, float] = {}
         await self.engine.start()
+        if self.startup_texts:
+            found = await check_rollout(self.engine, self.policy.model, self.startup_texts, self.sampling)
+            self.console.note(f"start-up check: {found}")
         saving: dict[str, float] = {}  # the time of a checkpoint is logged with the next step
         if self.val_tasks and self.settings.val_before_train and self.start_step == 0:
             last = await self.validate(0)

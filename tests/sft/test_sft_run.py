@@ -191,7 +191,8 @@ def dropout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("dropout")
 def test_a_whole_run_and_its_resumption(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
-    outcome = sft(config(sft_home, tmp_path / "whole"), paper.console)
+    unchecked = "trainer.startup_check=false"  # which would refuse the dropout
+    outcome = sft(config(sft_home, tmp_path / "whole", unchecked), paper.console)
     assert outcome.steps == 6 and outcome.metrics["val/loss"] > 0
     assert steps_of(outcome.folder) == ["global_step_2", "global_step_4", "global_step_6"]
     whole = losses(outcome.folder)
@@ -204,7 +205,7 @@ def test_a_whole_run_and_its_resumption(sft_home: Path, tmp_path: Path, paper: P
     cut = tmp_path / "cut"
     (tmp_path / "whole").rename(cut)
     shutil.rmtree(cut / "checkpoints" / "global_step_6")
-    sft(config(sft_home, cut), paper.console)
+    sft(config(sft_home, cut, unchecked), paper.console)
     assert f"resuming from {cut / 'checkpoints' / 'global_step_4'}, step 4" in paper.text
     assert losses(cut) == whole, "the same steps, each once, with the same losses bit for bit"
     assert [row["step"] for row in _aside(cut)] == [5, 6]

@@ -34,6 +34,7 @@ from rally.models.decoder_families import (
 )
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
+from rally.models.rope import decide_rope
 from rally.models.vision import ImageIds, ImageInputError, check_images
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
@@ -67,6 +68,7 @@ class EngineCore:
         paged = self._paged(model)
         check_supported(model, self.settings.option_names, paged=paged)
         attention.install(model)
+        decide_rope(model, self.settings.max_model_len)
         shape = kv_shape(model)
         pages = num_pages or plan_memory(model, self.settings).pages
         store = KVStore(

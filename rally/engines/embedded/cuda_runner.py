@@ -23,10 +23,11 @@ from rally.engines.embedded.sampler import Draw, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
-from rally.models.attention import Scores, head_logits, packed_hidden
+from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens
 from rally.models.kernels.dispatch import Kernels, kernels_for
+from rally.models.lm_head import head_logits
 from rally.models.lora import switches
 from rally.models.vision import SeenImages, tower_of
 

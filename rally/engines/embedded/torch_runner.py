@@ -17,7 +17,8 @@ from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Ints, Slots
 from rally.engines.embedded.sampler import Draw, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
-from rally.models.attention import head_logits, packed_hidden
+from rally.models.attention import packed_hidden
+from rally.models.lm_head import head_logits
 from rally.models.vision import FeatureCache, Features, SeenImages, joined, tower_of
 
 

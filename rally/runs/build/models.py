@@ -16,8 +16,17 @@ from rally.config.model import LoraKeys, ModelConfig
 from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
 from rally.images.patches import Patches
-from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
+from rally.models.load import (
+    PATH_KEY,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    turn_off_dropout,
+)
 from rally.models.lora import LoraSettings, add_adapters, check_resumable
+from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Message, Ranks
 from rally.models.vision import set_patches
 from rally.models.vision_loading import freeze_tower, patches_for
@@ -27,6 +36,7 @@ def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> P
     """The policy's module: as configured, or from a checkpoint at `path`, which may hold only adapters."""
     images = config.data.mm_processor_kwargs
     model = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
+    decide_rope(model, config.max_model_len)
     if config.actor.freeze_vision_tower:
         freeze_tower(model)
     ranks.shard(model)
@@ -71,6 +81,7 @@ def trained_model(
         set_patches(module, patches)
     if lora:
         add_adapters(module, lora, base, path)
+        turn_off_dropout(module)
     return module
 
 

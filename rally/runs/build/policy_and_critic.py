@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from rally.config import Config
 from rally.models.load import PATH_KEY, pick_device, pick_dtype
 from rally.models.lora import has_adapters
+from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks, ranks_of
 from rally.models.vision_loading import share_patches
 from rally.runs.build.models import model_of, patches_of
@@ -45,6 +46,7 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         overrides=dict(model.override_config),
         option="critic.model.path" if config.critic.model.path else PATH_KEY,
     )
+    decide_rope(body, config.max_model_len)
     if patches := patches_of(config):
         share_patches(body, patches, "critic.model.path")
     ranks.shard(body)

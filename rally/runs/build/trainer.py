@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
-from rally.data import restore
+from rally.data import TaskSet, restore
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
@@ -21,6 +23,7 @@ from rally.runs.build.update_settings import trainer_settings_of, update_setting
 from rally.track import RunConsole, RunFolder
 from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
+from rally.train.startup_check import check_critic, check_training, compared_rows
 from rally.train.trainer import Trainer
 
 
@@ -44,8 +47,16 @@ def trainer_of(
     policy = policy_of(config, checkpoint, steps, ranks)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
+    texts = startup_texts(inputs.codec, train_tasks) if config.trainer.startup_check else ()
+    compared = compared_rows(texts) if steps else []
+    if compared:
+        found = check_training(policy, compared, config.max_model_len, partial(console.warn_once, "startup"))
+        console.note(f"start-up check: {found}")
     if checkpoint:
         engine.begin_at(checkpoint.counters().get("weight_version", 0))
+    critic = critic_of(config, checkpoint, steps, ranks) if steps else None
+    if critic is not None and compared and ranks.world_size == 1:
+        check_critic(critic.learner, compared, config.max_model_len, partial(console.warn_once, "critic"))
     sampling = sampling_of(config, inputs.codec)
     return Trainer(
         settings=trainer_settings_of(config, steps),
@@ -73,11 +84,28 @@ def trainer_of(
         ),
         reference=reference_of(config, policy.model) if steps else None,
         reward_kl=kl_control_of(config, checkpoint) if steps else None,
-        critic=critic_of(config, checkpoint, steps, ranks) if steps else None,
+        critic=critic,
         extra_episode_folders=extra_folders_of(config.trainer),
         start_step=checkpoint.step if checkpoint else 0,
+        startup_texts=texts,
         history=[watched(row.metrics) for row in folder.read_metrics() if row.step] if checkpoint else [],
     )
+
+
+def startup_texts(codec: ChatCodec, tasks: TaskSet) -> list[tuple[int, ...]]:
+    """The first two prompts, as real text for the comparison at the start. Prompts of a vision model are replaced by
+    their text."""
+    texts = []
+    for task in tasks.select(range(min(2, len(tasks)))):
+        prompt = list(task.prompt)
+        if codec.patches is not None:
+            contents = [message["content"] for message in prompt]
+            parts = [part for content in contents if not isinstance(content, str) for part in content]
+            words = [content for content in contents if isinstance(content, str)]
+            words += [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+            prompt = [{"role": "user", "content": " ".join(words).replace("<image>", "")}]
+        texts.append(codec.encode_prompt(prompt))
+    return texts
 
 
 def resume_point(trainer: RunConfig, store: CheckpointStore) -> Checkpoint | None:

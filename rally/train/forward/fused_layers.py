@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.models.attention import Scores, grouped_attention, packed_hidden, visible
+from rally.models.attention import Scores, body_of, grouped_attention, packed_hidden, visible
 from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
@@ -42,6 +43,7 @@ from rally.train.packing import PackedImages, PackedRows, placed
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+UNPACKED_ATTRIBUTE = "rally_unpacked"
 
 
 class PackedAttention:
@@ -63,10 +65,11 @@ class PackedAttention:
         return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scores)
 
     def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
+        size = v_SKD.shape[-1]
         output = varlen_attn(
             q_THD,
             k_SKD,
-            v_SKD,
+            F.pad(v_SKD, (0, q_THD.shape[-1] - size)),
             self.query_ends,
             self.key_ends,
             self.most_queries,
@@ -76,7 +79,7 @@ class PackedAttention:
             **GROUPED_HEADS,
         )
         assert isinstance(output, Tensor)
-        return output
+        return output[..., :size]
 
     def _by_shape(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
         # split, not slices: the gradient of a split is one concatenation, that of each slice a full-sized zero tensor
@@ -150,11 +153,31 @@ class Ops(NamedTuple):
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Last hidden states [T, C] of the packed tokens."""
+    if getattr(model, UNPACKED_ATTRIBUTE, False):
+        return _unpacked_hidden(model, packed)
     attention = PackedAttention(packed)
     if _can_fuse(model):
         return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
     positions = packed.positions_T if packed.positions_3T is None else packed.positions_3T
     return packed_hidden(model, packed.ids_T, positions, attention, _image_inputs(model, packed.images))
+
+
+def compute_unpacked(model: PreTrainedModel) -> None:
+    """From now on, compute each row alone, by the module's own forward. For models whose layers do not keep packed rows
+    apart. Shared prefixes are computed once per row."""
+    setattr(model, UNPACKED_ATTRIBUTE, True)
+
+
+def _unpacked_hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    assert packed.images is None, "rows with images are packed"
+    source_S = (
+        torch.arange(len(packed.ids_T), device=packed.ids_T.device) if packed.source_S is None else packed.source_S
+    )
+    parts = []
+    for queries, history in zip(packed.queries, source_S.split(packed.keys), strict=True):
+        output = body_of(model)(input_ids=packed.ids_T[history].unsqueeze(0), use_cache=False)
+        parts.append(output.last_hidden_state[0, -queries:])
+    return torch.cat(parts)
 
 
 def _image_inputs(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:
@@ -171,9 +194,10 @@ def compiled_ops() -> Ops:
 
 
 def _can_fuse(model: PreTrainedModel) -> bool:
-    size = torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device)
     unsharded = ranks_of(model).world_size == 1  # FSDP gathers a layer's weights only while the layer itself is called
-    return unsharded and has_triton() and fits_one_call(size) and known(model)
+    if not (unsharded and has_triton() and known(model)):
+        return False
+    return fits_one_call(torch.empty((0, 1, kv_shape(model).size), dtype=model.dtype, device=model.device))
 
 
 def fused_hidden(

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rally.models.attention import head_logits
-from rally.models.lm_head import HeadLogprobs, chunk_rows, plain_weight
+from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, plain_weight
 from rally.models.sharding import ranks_of
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
@@ -44,7 +43,8 @@ def _token_logprobs(
     if weight is None:
         logp_U, entropy_U = _any_head(model, hidden_UC, packed.targets_U, temperature, rows, entropy_gradient)
     else:
-        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, temperature, rows, entropy_gradient)
+        divisor = temperature / (head_scale(model) or 1.0)
+        logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, divisor, rows, entropy_gradient)
     return TokenLogprobs(*(x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U)))
 
 

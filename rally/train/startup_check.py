@@ -1,0 +1,373 @@
+"""Compares, before the first step, the forwards that a run will use with the module's own plain forward.
+
+The reference is the model as transformers runs it: one row at a time, eager attention, eval mode. Compared with it are
+
+- the training forward: several rows packed into one sequence, with a shared prefix and a branch inside it, in train
+  mode;
+- the rollout: two turns of three episodes at once, two of which share a prompt, as the engine recorded them.
+
+A difference that rounding does not explain is an error that states the numbers. Nothing has been trained by then.
+
+Shapes: M compared tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rally.engines import EmbeddedEngine
+from rally.engines.base import Engine
+from rally.models.sharding import ranks_of
+from rally.train.forward.fused_layers import compute_unpacked, hidden_states
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.micro_batches import UNBOUND
+from rally.train.packing import PackedRows, Row, micro_batches, pack
+from rally.train.policy import Policy
+from rally.train.rank_messages import CompareForwards, ComputePlain
+from rally.types import RallyError, SamplingParams, Segment
+
+LONGEST = 192  # tokens of a compared row
+NEW_TOKENS = 12  # of a sampled turn
+SMALL_PARAMETER = 2**16  # elements of a parameter whose gradient is compared
+CERTAIN, FLATTER = -0.05, 8.0  # a log-probability that says little, and the factor of a temperature that says more
+SHORT_WINDOW = 16
+WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window_size",
+    "floor_scale",
+    "index_topk",
+)
+KEY = "trainer.startup_check"
+
+
+class StartupCheckError(RallyError):
+    """A forward of this run computes something else than the model."""
+
+
+class Tolerance(NamedTuple):
+    """The largest and the mean difference that rounding explains, as shares of the spread of the logits, which is their
+    standard deviation over the vocabulary; and the relative difference of a gradient."""
+
+    largest: float
+    mean: float
+    gradient: float
+
+
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    whole = dtype in (torch.float32, torch.float64)
+    return Tolerance(1e-3, 1e-4, 1e-2) if whole else Tolerance(0.3, 0.03, 0.3)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much the log-probabilities of one forward differ from those of the plain one."""
+
+    forward: str
+    tokens: int
+    largest: float
+    mean: float
+    spread: float
+    certain: bool  # most of these tokens have a probability near 1, so that their log-probabilities say little
+
+    def within(self, tolerance: Tolerance) -> bool:
+        return self.largest <= tolerance.largest * self.spread and self.mean <= tolerance.mean * self.spread
+
+    def __str__(self) -> str:
+        return f"{self.forward} differs by at most {self.largest:.1e} (mean {self.mean:.1e}) over {self.tokens} tokens"
+
+
+def compared_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
+    """Rows over real text for the training forward: two texts, and two rows that leave the first one halfway and later.
+    Every token but the first is compared."""
+    usable = [list(text[:LONGEST]) for text in texts if len(text) > 1]
+    if not usable:
+        return []
+    first, second = usable[0], usable[1] if len(usable) > 1 else usable[0][::-1]
+    half, late, tail = len(first) // 2, 3 * len(first) // 4, -(-len(second) // 2)
+    histories = (first, first[:half] + second[-tail:], first[:late] + second[-tail:], second)
+    rows = [_row(ids, number) for number, ids in enumerate(histories) if len(ids) > 1]
+    return next(iter(micro_batches(rows, UNBOUND)))
+
+
+def _row(ids: Sequence[int], number: int) -> Row:
+    sampled = tuple(range(1, len(ids)))
+    return Row(ids=tuple(ids), sampled=sampled, logprobs=(0.0,) * len(sampled), episode=number)
+
+
+class PlainLogprobs(NamedTuple):
+    """The log-probabilities of the sampled tokens of all rows, and the spread of the logits there."""
+
+    logp_M: Tensor
+    spread: float
+
+
+def plain_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: float = 1.0) -> PlainLogprobs:
+    """From the module's own forward, one row at a time."""
+    parts, spreads = [], []
+    with _eager_attention(model):
+        for row in rows:
+            output = model(input_ids=torch.tensor([row.ids], device=model.device), use_cache=False)
+            at = torch.tensor(row.sampled, device=model.device)
+            logits_MV = output.logits[0].index_select(0, at - 1).float() / temperature
+            targets_M = torch.tensor(row.ids, device=model.device)[at]
+            parts.append(torch.log_softmax(logits_MV, -1).gather(1, targets_M[:, None])[:, 0])
+            spreads.append(float(logits_MV.detach().std(-1).mean()))
+    return PlainLogprobs(torch.cat(parts), max(spreads))
+
+
+@contextmanager
+def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the module computes attention in plain operations, as its class defines them."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class Readout(NamedTuple):
+    """What is compared: a number per token from the training forward, and from the module's own forward."""
+
+    packed: Callable[[PreTrainedModel, PackedRows], Tensor]
+    plain: Callable[[PreTrainedModel, Sequence[Row]], PlainLogprobs]
+
+
+def check_training(
+    policy: Policy,
+    rows: Sequence[Row],
+    max_length: int,
+    warn: Callable[[str], None],
+    readout: Readout | None = None,
+) -> Difference:
+    """Compare the training forward, and its gradient, with the plain one. If only packing is at fault, rows are
+    computed one at a time from now on, with a warning. Raises StartupCheckError if that does not help either.
+
+    Windows that rows of up to `max_length` tokens leave are compared a second time, shortened to fit the rows here.
+    """
+    packed = _compared(policy, rows, max_length, readout)
+    if isinstance(packed, Difference):
+        return packed
+    model = policy.model
+    advice = f"this model cannot be trained here; choose another one ({KEY}=false starts the run anyway)"
+    if policy.ranks.world_size > 1:
+        raise StartupCheckError(f"{packed}; {advice}")
+    compute_unpacked(model)
+    alone = _compared(policy, rows, max_length, readout)
+    if not isinstance(alone, Difference):
+        model.set_attn_implementation("eager")
+        alone = _compared(policy, rows, max_length, readout)
+    if not isinstance(alone, Difference):
+        raise StartupCheckError(f"{packed}; computing one row at a time does not help ({alone}); {advice}")
+    warn(f"{packed}; its rows are therefore computed one at a time, which is exact and slower")
+    return alone
+
+
+def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Callable[[str], None]) -> Difference:
+    """`check_training` for a value model, whose head is still 0: its hidden states are compared, projected on a fixed
+    vector. Sharded critics are not compared."""
+    size = critic.model.config.get_text_config().hidden_size
+    probe_C = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(critic.device)
+
+    def packed(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+        return (hidden_states(model, packed)[packed.predict_U].float() @ probe_C)[packed.pair_M]
+
+    def plain(model: PreTrainedModel, rows: Sequence[Row]) -> PlainLogprobs:
+        parts = []
+        with _eager_attention(model):
+            for row in rows:
+                output = model(input_ids=torch.tensor([row.ids], device=model.device), use_cache=False)
+                at = torch.tensor(row.sampled, device=model.device)
+                parts.append(output.last_hidden_state[0].index_select(0, at - 1).float() @ probe_C)
+        values_M = torch.cat(parts)
+        return PlainLogprobs(values_M, float(values_M.detach().std()))
+
+    return check_training(critic, rows, max_length, warn, Readout(packed, plain))
+
+
+def _compared(policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None) -> Difference | str:
+    with policy.ranks.broadcast(CompareForwards(rows, max_length)):
+        return compare_forwards(policy, rows, max_length, readout)
+
+
+def compare_forwards(
+    policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None = None
+) -> Difference | str:
+    """The larger difference of the training forward if rounding explains it, else a sentence. All ranks call it."""
+    readout = readout or Readout(lambda model, packed: token_logprobs(model, packed).logp_M, plain_logprobs)
+    found = _tried(policy, rows, readout)
+    if isinstance(found, Difference):
+        with _short_windows(policy.model, max_length) as shortened:
+            again = _tried(policy, rows, readout) if shortened else found
+        if not isinstance(again, Difference):
+            return f"{again} (with {', '.join(shortened)} shortened to {SHORT_WINDOW} to fit the compared rows)"
+        found = max(found, again, key=lambda one: one.largest)
+    return found
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel, max_length: int) -> Iterator[list[str]]:
+    """A context in which windows shorter than `max_length` are so short that the compared rows leave them. Yields their
+    names; none if there is nothing to shorten."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for owner in [*model.modules(), *configs.values()]:
+        values = vars(owner)
+        for name in WINDOWS:
+            value = values.get(name)
+            if isinstance(value, int) and SHORT_WINDOW < value < max_length:
+                changed.append((values, name, value))
+    for values, name, _ in changed:
+        values[name] = SHORT_WINDOW
+    try:
+        yield sorted({name for _, name, _ in changed})
+    finally:
+        for values, name, value in changed:
+            values[name] = value
+
+
+def _tried(policy: Policy, rows: Sequence[Row], readout: Readout) -> Difference | str:
+    """The difference of the training forward if rounding explains it, else a sentence about it."""
+    model, name = policy.model, type(policy.model).__name__
+    forward = "its own forward"
+    try:
+        plain, plain_gradients = _plain(model, rows, readout)
+        forward = "the training forward"
+        model.train()
+        watched = _watched(model)
+        with torch.set_grad_enabled(bool(watched)), torch.random.fork_rng(_devices(model)):
+            read_M = readout.packed(model, pack(rows, model.device))
+            gradients = _gradients(read_M, watched)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # noqa: BLE001 any failure means that this forward does not support the model
+        return f"{forward} fails for {name} ({_first_line(problem)})"
+    finally:
+        model.eval()
+    found = _difference("the training forward", read_M.detach(), plain)
+    tolerance = tolerance_of(model.dtype)
+    if not found.within(tolerance):
+        return f"{name} is not computed correctly: {found}, and rounding explains {tolerance.mean * found.spread:.1e}"
+    off = _relative(gradients, plain_gradients)
+    if off > tolerance.gradient:
+        return (
+            f"the gradient of {name} is not computed correctly: it differs from that of the model's own forward by a "
+            f"share of {off:.1e}, and rounding explains {tolerance.gradient:.1e}"
+        )
+    return found
+
+
+def _plain(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> tuple[PlainLogprobs, Tensor]:
+    watched = _watched(model)
+    with torch.set_grad_enabled(bool(watched)):
+        plain = readout.plain(model, rows)
+        gradients = _gradients(plain.logp_M, watched)
+    return PlainLogprobs(plain.logp_M.detach(), plain.spread), gradients
+
+
+def _watched(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The small trained parameters, norms and biases for example, which are enough to compare gradients. None if the
+    model is sharded, whose gradients exist only after a whole backward pass."""
+    if ranks_of(model).world_size > 1:
+        return []
+    return [p for p in model.parameters() if p.requires_grad and p.numel() <= SMALL_PARAMETER]
+
+
+def _gradients(logp_M: Tensor, watched: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients of the sum, in one vector; 0 for parameters that it does not depend on."""
+    if not watched:
+        return torch.zeros(1)
+    found = torch.autograd.grad(logp_M.sum(), watched, allow_unused=True)
+    zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(watched, found, strict=True))
+    return torch.cat([g.flatten().float().cpu() for g in zeros])
+
+
+def _difference(forward: str, logp_M: Tensor, plain: PlainLogprobs) -> Difference:
+    off_M = (logp_M.double().cpu() - plain.logp_M.double().cpu()).abs()
+    off_M = off_M.nan_to_num(nan=math.inf)
+    certain = int((plain.logp_M > CERTAIN).sum()) > len(off_M) // 2
+    return Difference(forward, len(off_M), float(off_M.max()), float(off_M.mean()), plain.spread, certain)
+
+
+def _relative(gradient: Tensor, plain: Tensor) -> float:
+    size, off = float(plain.norm()), float((gradient - plain).norm())
+    return off / size if size else float(off > 0)
+
+
+async def check_rollout(
+    engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> Difference:
+    """Compare what the engine records with the plain forward, over two turns of three episodes at once. Two of them
+    share a prompt. Raises StartupCheckError if rounding does not explain the difference."""
+    room = engine.max_model_len - 3 * NEW_TOKENS
+    usable = [list(prompt[: min(LONGEST, room)]) for prompt in prompts if prompt]
+    if room < 1 or not usable:
+        raise StartupCheckError(f"histories of {engine.max_model_len} tokens are too short to compare; set {KEY}=false")
+    temperature = sampling.temperature or 1.0
+    plain_params = replace(sampling, max_tokens=NEW_TOKENS, stop_ids=(), stop=(), ignore_eos=True)
+    found = await _rollout_difference(engine, model, usable, replace(plain_params, temperature=temperature))
+    if found.certain and isinstance(engine, EmbeddedEngine):  # a peaked distribution hides mistakes
+        flat = replace(plain_params, temperature=FLATTER * temperature)
+        found = max(found, await _rollout_difference(engine, model, usable, flat), key=lambda one: one.largest)
+    tolerance = tolerance_of(model.dtype)
+    if not found.within(tolerance):
+        raise StartupCheckError(
+            f"the engine does not sample from {type(model).__name__} as the model computes it: {found}, and rounding "
+            f"explains {tolerance.mean * found.spread:.1e}; use another rollout.name ({KEY}=false starts the run "
+            "anyway)"
+        )
+    return found
+
+
+async def _rollout_difference(
+    engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Difference:
+    async def episode(number: int, prompt: Sequence[int], answer: Sequence[int]) -> Segment:
+        history = Segment(prompt_ids=tuple(prompt))
+        for turn in range(2):
+            drawn = replace(params, seed=2 * number + turn)
+            generation = await engine.generate(history.ids, drawn, session=f"startup-{number}")
+            history = history.append_sampled(generation)
+            history = history if turn else history.append_observed(answer[:NEW_TOKENS])
+        return history
+
+    forward, name = "the engine", type(model).__name__
+    try:
+        episodes = (episode(i, p, prompts[-1]) for i, p in enumerate((prompts[0], prompts[0], prompts[-1])))
+        rows = [Row.of(history, number) for number, history in enumerate(await asyncio.gather(*episodes))]
+        recorded_M = torch.tensor([p for row in rows for p in row.logprobs])
+        forward = "its own forward"
+        with ranks_of(model).broadcast(ComputePlain(rows, params.temperature)):
+            plain = detached_plain(model, rows, params.temperature)
+    except (RallyError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise StartupCheckError(
+            f"{forward} fails for {name} ({_first_line(problem)}); use another rollout.name or another model"
+        ) from problem
+    return _difference("the rollout", recorded_M, plain)
+
+
+@torch.no_grad()
+def detached_plain(model: PreTrainedModel, rows: Sequence[Row], temperature: float) -> PlainLogprobs:
+    return plain_logprobs(model, rows, temperature)
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip()
+    return f"{type(problem).__name__}: {text.splitlines()[0]}" if text else type(problem).__name__
+
+
+def _devices(model: PreTrainedModel) -> list[int]:
+    return [model.device.index or 0] if model.device.type == "cuda" else []

@@ -1,0 +1,200 @@
+"""Before the first step, the forwards of a run are compared with the model's own, and a difference stops the run."""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_cases import EASY, Paper, run_config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from benchmarks.architectures import MAX_LENGTH, sampled, small_model, trained, words
+from rally.chat import tiny_tokenizer
+from rally.config import load_sft_config
+from rally.data import write_rows
+from rally.engines import EmbeddedEngine
+from rally.models import attention
+from rally.models.load import LoadError, load_model
+from rally.models.rope import RopeError, decide_rope
+from rally.recipes.arithmetic.data import conversations
+from rally.runs.sft import sft
+from rally.runs.train import train
+from rally.track import RunFolder
+from rally.train.forward.fused_layers import PackedAttention
+from rally.train.policy import OptimizerSettings, Policy
+from rally.train.startup_check import StartupCheckError, check_training, compared_rows
+
+CASES = {
+    "llama": ("packed", "exact"),
+    "gemma2": ("packed", "exact"),  # caps logits and scores
+    "granite": ("packed", "exact"),  # divides its logits
+    "mixtral": ("packed", "exact"),  # noise in its router
+    "seed_oss+dropout": ("packed", "exact"),
+    "phi3+longrope": ("packed", "exact"),
+    "gpt_oss": ("packed", "exact"),
+    "llama4_text": ("row by row", "refused"),  # chunked attention
+    "deepseek_v3": ("packed", "refused"),  # latent attention
+    "gemma4_text": ("packed", "refused"),
+    "diffllama": ("packed", "refused"),
+    "nemotron": ("row by row", "refused"),  # its layers drop keyword arguments
+    "qwen3_5_text": ("row by row", "refused"),  # state
+    "lfm2": ("row by row", "refused"),
+    "nemotron_h": ("row by row", "refused"),
+    "recurrent_gemma": ("row by row", "refused"),
+    "cpmant": ("refused", "refused"),
+}
+
+
+@pytest.mark.drill(
+    "reliability",
+    "A model whose layers keep state, scale logits, drop keywords or add noise",
+    "It is trained exactly, if need be row by row, or refused with the numbers",
+)
+@pytest.mark.parametrize("name", CASES)
+def test_architectures_are_exact_or_refused(name: str) -> None:
+    model = small_model(name)
+    forward = trained(copy.deepcopy(model), copy.deepcopy(model), checkpointing=name == "qwen3_5_text")
+    rollout = asyncio.run(sampled(copy.deepcopy(model), model))
+    assert (forward.outcome, rollout.outcome) == CASES[name], (forward, rollout)
+
+
+def test_the_sweep_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that the check accepts and that is wrong on other rows counts as wrong."""
+    history = PackedAttention._history
+
+    def forgetful(self: PackedAttention, x_TKD: torch.Tensor) -> torch.Tensor:
+        return history(self, x_TKD if len(x_TKD) < 300 else x_TKD.flip(0))
+
+    monkeypatch.setattr(PackedAttention, "_history", forgetful)
+    model = small_model("llama")
+    assert trained(model, copy.deepcopy(model), checkpointing=False).outcome == "WRONG"
+
+
+def policy_of(model: Any) -> Policy:
+    attention.install(model)
+    return Policy(model, OptimizerSettings(), 1)
+
+
+def test_windows_are_compared_though_the_rows_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral has a window of 128 here, and the compared rows have 70 tokens. A forward without windows differs only
+    beyond it."""
+    mask = PackedAttention._mask
+    monkeypatch.setattr(
+        PackedAttention, "_mask", lambda self, t, length, window, like: mask(self, t, length, None, like)
+    )
+    notes: list[str] = []
+    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)]), 400, notes.append)
+    assert "sliding_window shortened to 16" in notes[0] and "one at a time" in notes[0]
+    notes.clear()
+    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)]), 100, notes.append)
+    assert not notes, "no row of that run leaves the window"
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PackedAttention.attend
+
+    def doubled(self: PackedAttention, *args: Any) -> torch.Tensor:
+        output = attend(self, *args)
+        return output.detach() + 2 * (output - output.detach())
+
+    monkeypatch.setattr(PackedAttention, "attend", doubled)
+    notes: list[str] = []
+    check_training(policy_of(small_model("llama")), compared_rows([words(1, 70)]), MAX_LENGTH, notes.append)
+    assert "the gradient of LlamaForCausalLM is not computed correctly" in notes[0]
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Log-probabilities that are 1 % off."""
+
+    async def generate(*args: Any, **kwargs: Any) -> Any:
+        generation = await function(*args, **kwargs)
+        return replace(generation, logprobs=tuple(1.01 * p for p in generation.logprobs))
+
+    return generate
+
+
+@pytest.mark.drill(
+    "reliability",
+    "An engine that records other log-probabilities than the model's",
+    "The run stops before its first step and states the numbers",
+)
+def test_a_run_with_a_wrong_engine_stops_before_its_first_step(
+    home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedEngine, "generate", scaled(EmbeddedEngine.generate))
+    short = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "data.val_files=null")
+    with pytest.raises(StartupCheckError, match=r"does not sample from Qwen2ForCausalLM .* differs by at most .*mean"):
+        train(run_config(home, tmp_path / "a", *short), paper.console)
+    assert not RunFolder(tmp_path / "a").read_metrics()
+    train(run_config(home, tmp_path / "b", *short, "trainer.startup_check=false"), paper.console)
+
+
+def test_a_run_says_what_it_compared(home: Path, tmp_path: Path, paper: Paper) -> None:
+    short = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "data.val_files=null")
+    train(run_config(home, tmp_path, *short), paper.console)
+    assert "start-up check: the training forward differs by at most" in paper.text
+    assert "start-up check: the rollout differs by at most" in paper.text
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with linear attention, its tokenizer, and conversations."""
+    folder, tokenizer = tmp_path_factory.mktemp("recurrent"), tiny_tokenizer()
+    small = small_model("qwen3_5_text").config
+    config = CONFIG_MAPPING["qwen3_5_text"](**{**small.to_diff_dict(), "vocab_size": len(tokenizer)})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(conversations(8, {"good": 1.0}, EASY, 0), folder / "train.parquet")
+    return folder
+
+
+@pytest.mark.drill(
+    "reliability",
+    "`rally sft` of a recurrent model with 1 and with 8 rows per micro-batch",
+    "Both give the same losses",
+)
+def test_losses_of_a_recurrent_model_do_not_depend_on_packing(recurrent: Path, tmp_path: Path, paper: Paper) -> None:
+    losses = []
+    for rows in (1, 8):
+        out = tmp_path / str(rows)
+        overrides = [
+            f"model.path={recurrent / 'model'}",
+            f"data.train_files={recurrent / 'train.parquet'}",
+            f"data.micro_batch_size_per_gpu={rows}",
+            "data.train_batch_size=8",
+            "data.use_dynamic_bsz=false",
+            "trainer.total_training_steps=2",
+            "optim.lr=1e-3",
+            f"trainer.default_local_dir={out}",
+        ]
+        sft(load_sft_config(overrides=overrides), paper.console)
+        losses.append([row.metrics["train/loss"] for row in RunFolder(out).read_metrics()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert "its rows are therefore computed one at a time" in paper.text
+
+
+def test_longrope_is_decided_by_the_longest_history() -> None:
+    """A row's log-probabilities must not depend on the row beside it, nor its cached keys on how long it becomes."""
+    for length, long in ((64, False), (400, True)):
+        model = small_model("phi3+longrope")
+        short = model.model.rotary_emb.inv_freq.clone()
+        decide_rope(model, length)
+        alone = model(input_ids=torch.tensor([words(1, 40)])).logits[0]
+        beside = model(input_ids=torch.tensor([words(1, 40) + words(2, 40)])).logits[0, :40]
+        assert torch.allclose(alone, beside, atol=1e-5)
+        assert torch.equal(model.model.rotary_emb.inv_freq, short) != long
+
+
+def test_dynamic_rope_beyond_its_first_length_is_refused() -> None:
+    with pytest.raises(RopeError, match=r"beyond 512 tokens, and this run allows 600; lower the lengths to 512"):
+        decide_rope(small_model("llama+dynamic"), 600)
+
+
+def test_dropout_by_the_user_is_refused(home: Path) -> None:
+    with pytest.raises(LoadError, match=r"attention_dropout.*trained without dropout"):
+        load_model(str(home / "model"), overrides={"attention_dropout": 0.1})

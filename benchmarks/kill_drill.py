@@ -1,12 +1,14 @@
 """Kills a run repeatedly and checks that it ends exactly where an uninterrupted run ends.
 
-    python -m benchmarks.kill_drill --out FOLDER [--steps 30] [--kills 20] [--seed 0] [--model FOLDER] [KEY=VALUE]...
+    python -m benchmarks.kill_drill --out FOLDER [--steps 30] [--kills 20] [--signals KILL TERM HUP INT] [--seed 0]
+        [--model FOLDER] [KEY=VALUE]...
 
 The run is deterministic GRPO on the arithmetic task with the calculator, on a CPU, from the demo's model (or one of
-`--model`, with its rows beside it); keys change its configuration. It runs in a child process that is ended by SIGKILL
-at random moments: two thirds of them anywhere in a step, the start-up included, one third while a checkpoint is being
-written. After each kill the same run is started again. At the end weights, optimizer, sampler and every metric but
-seconds and rates must equal those of an uninterrupted run to the last bit.
+`--model`, with its rows beside it); keys change its configuration. It runs in a child process that is ended at random
+moments by SIGKILL, or by the given signals in turn, all others of which save a checkpoint first. Two thirds of the
+moments are anywhere in a step, the start-up included, one third while a checkpoint is being written. After each kill
+the same run is started again. At the end weights, optimizer, sampler and every metric but seconds and rates must equal
+those of an uninterrupted run to the last bit.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Kill(NamedTuple):
     step: int
     fraction: float
     saving: bool
+    signal: signal.Signals
 
 
 class Seconds(NamedTuple):
@@ -65,14 +68,15 @@ class Killed(NamedTuple):
     torn: bool
 
 
-def plan(steps: int, kills: int, seed: int) -> list[Kill]:
+def plan(steps: int, kills: int, seed: int, signals: Sequence[str] = ("KILL",)) -> list[Kill]:
     """Random moments in the order of the run, all before its last step, so that each hits a running process."""
     rng = random.Random(f"kill drill:{seed}")
     moments = []
     for number in range(kills):
         saving = number % 3 == 2
         last = steps - 2 - (SAVE_EVERY if saving else 0)
-        moments.append(Kill(rng.randint(0, max(0, last)), rng.random(), saving))
+        ended = signal.Signals[f"SIG{signals[number // 3 % len(signals)]}"]
+        moments.append(Kill(rng.randint(0, max(0, last)), rng.random(), saving, ended))
     return sorted(moments)
 
 
@@ -177,9 +181,9 @@ def disturbed(config: Config, run: Path, kill: Kill, seconds: Seconds) -> Killed
         length = seconds.step if kill.step else seconds.start
     time.sleep(kill.fraction * length)
     assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(child.pid, kill.signal)
     child.join()
-    assert child.exitcode == -signal.SIGKILL, f"the run had ended before the kill at {kill}"
+    assert child.exitcode != 0, f"the run had ended before the kill at {kill}"
     saved = [int(p.name.rpartition("_")[2]) for p in (run / "checkpoints").glob("global_step_*")]
     return Killed(kill, done_steps(run), max(saved, default=0), is_saving(run))
 
@@ -217,7 +221,15 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def drill(
-    model: Path, data: Path, out: Path, *, steps: int, kills: int, seed: int, overrides: Sequence[str] = ()
+    model: Path,
+    data: Path,
+    out: Path,
+    *,
+    steps: int,
+    kills: int,
+    seed: int,
+    signals: Sequence[str] = ("KILL",),
+    overrides: Sequence[str] = (),
 ) -> list[str]:
     """The whole drill; returns the differences at the end."""
     out.mkdir(parents=True, exist_ok=True)
@@ -228,11 +240,13 @@ def drill(
 
     seconds = undisturbed(config(whole), whole)
     print(f"undisturbed: {seconds.step:.2f} s a step, {1000 * seconds.saving:.0f} ms to write a checkpoint")
-    for number, kill in enumerate(plan(steps, kills, seed), start=1):
+    for number, kill in enumerate(plan(steps, kills, seed, signals), start=1):
         left = disturbed(config(broken), broken, kill, seconds)
         kind = "while saving" if kill.saving else "in a step"
         torn = ", a torn one beside it" if left.torn else ""
-        print(f"kill {number:2} {kind:12} after step {left.done:2}; newest checkpoint {left.saved:2}{torn}")
+        print(
+            f"{kill.signal.name} {number:2} {kind:12} after step {left.done:2}; newest checkpoint {left.saved:2}{torn}"
+        )
     last = in_child(lambda: train(config(broken), quiet_console()), broken.with_suffix(".log"))
     last.join()
     assert last.exitcode == 0, broken.with_suffix(".log").read_text()[-4000:]
@@ -251,6 +265,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--signals", nargs="+", default=["KILL"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_args()
@@ -261,7 +276,10 @@ def main() -> int:
         teacher.join()
         model, data = args.out / "models" / "start", args.out / "models" / "data"
     found = drill(
-        model, data, args.out, **{name: getattr(args, name) for name in ("steps", "kills", "seed", "overrides")}
+        model,
+        data,
+        args.out,
+        **{name: getattr(args, name) for name in ("steps", "kills", "seed", "signals", "overrides")},
     )
     for line in found:
         print(f"differs: {line}")

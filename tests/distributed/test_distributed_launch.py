@@ -74,6 +74,9 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return seen
 
 
+@pytest.mark.drill(
+    "reliability", "A rank of several is lost", "The run ends with a sentence and resumes on any number of ranks"
+)
 def test_runs_go_on_from_each_other_and_a_lost_rank_ends_one_in_words(
     home: Path, tmp_path: Path, killed: dict[int, float]
 ) -> None:
@@ -113,6 +116,7 @@ def first_rank(config: Config, told: Path) -> None:
         time.sleep(100)
 
 
+@pytest.mark.drill("reliability", "`kill -9` of rank 0", "No rank is left")
 def test_no_rank_outlives_the_first(home: Path, tmp_path: Path) -> None:
     told = tmp_path / "told"
     first = multiprocessing.get_context("fork").Process(

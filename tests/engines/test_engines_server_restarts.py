@@ -91,6 +91,7 @@ async def test_an_update_in_the_midst_of_requests_costs_no_server_its_standing(t
         await engine.close()
 
 
+@pytest.mark.drill("reliability", "The only rollout server dies", "It is started again and the requests wait")
 async def test_requests_wait_for_the_only_server_while_it_is_started_again(tmp_path: Path) -> None:
     server = own_server(tmp_path)
     engine = engine_over([server], tmp_path, replace(PLAIN, router=replace(TOUCHY, health_every=60.0)))
@@ -104,6 +105,9 @@ async def test_requests_wait_for_the_only_server_while_it_is_started_again(tmp_p
     await engine.close()
 
 
+@pytest.mark.drill(
+    "reliability", "One of several rollout servers dies", "The others take its requests while it is started again"
+)
 async def test_the_others_do_the_work_of_one_that_is_started_again(tmp_path: Path) -> None:
     servers = [own_server(tmp_path, name=name) for name in ("vllm-0", "vllm-1")]
     engine = engine_over(servers, tmp_path, replace(PLAIN, restart_delay=0.5))
@@ -207,6 +211,7 @@ async def test_weights_that_change_while_a_server_starts_are_what_it_gets(tmp_pa
     await engine.close()
 
 
+@pytest.mark.drill("reliability", "A rollout server dies again and again", "The run stops and names the server's log")
 async def test_a_server_that_dies_too_often_is_given_up(tmp_path: Path) -> None:
     server = own_server(tmp_path)
     engine = engine_over([server], tmp_path, replace(PLAIN, max_restarts=1))

@@ -43,6 +43,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     return left
 
 
+@pytest.mark.drill("reliability", "A reward process dies between requests", "No episode is lost")
 async def test_a_worker_killed_between_requests_costs_no_episode(write_reward: Any, make_episode: Any) -> None:
     async with Scorer(RewardSpec(path=write_reward(PID)), 1, 20) as scorer:
         before = (await scorer.score(make_episode())).info["pid"]
@@ -52,6 +53,7 @@ async def test_a_worker_killed_between_requests_costs_no_episode(write_reward: A
     assert after.reward == 1.0 and after.info["pid"] != before
 
 
+@pytest.mark.drill("reliability", "A reward process dies while it scores", "The error names the signal")
 async def test_a_worker_killed_while_it_runs_is_an_error_that_names_the_signal(
     write_reward: Any, make_episode: Any
 ) -> None:
@@ -99,6 +101,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.drill("reliability", "`kill -9` of a run with reward processes", "No process is left")
 def test_workers_end_when_the_parent_is_killed(write_reward: Any) -> None:
     command = [sys.executable, "-c", PARENT, write_reward(PID)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

@@ -69,6 +69,7 @@ def test_a_batch_that_the_disk_refuses_does_not_hide_why_the_step_was_not_taken(
         raise DivergedError("too steep")
 
 
+@pytest.mark.drill("reliability", "A gradient that is not finite or explodes", "No step is taken and the batch is kept")
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e8])
 def test_the_batch_is_kept_and_the_weights_are_not_changed(tmp_path: Path, factor: float) -> None:
     policy, batch = small_policy(make_model(), lr=1e-6), build_batch(uneven_episodes())
@@ -123,6 +124,7 @@ def test_the_norms_that_were_usual_are_in_the_checkpoint(tmp_path: Path) -> None
         update_policy(resumed, batch, UpdateSettings(mini_batch_groups=100))
 
 
+@pytest.mark.drill("reliability", "A loss that is not a number", "The run stops and names the saved batch")
 def test_a_run_whose_loss_is_not_a_number_stops_and_names_the_file(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paper: Paper
 ) -> None:

@@ -164,6 +164,11 @@ FAULTS = """
 FAULT_SCHEMA = "{name: drill, parameters: {type: object, properties: {how: {type: string}}, required: [how]}}"
 
 
+@pytest.mark.drill(
+    "reliability",
+    "Tools that raise, hang, return garbage or die, all in one step",
+    "The step ends, no episode is lost, and the counts are right",
+)
 def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     plan = [
         "fine",
@@ -205,6 +210,9 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     assert module.Drill.open == 0, "all twelve were released"
 
 
+@pytest.mark.drill(
+    "reliability", "Three in ten tool calls fail", "The step ends and the episodes say which calls failed"
+)
 def test_three_in_ten_calls_fail(drill: Callable[..., Stepped]) -> None:
     rng = random.Random(5)
     fails = {(episode, turn): rng.random() < 0.3 for episode in range(EPISODES) for turn in range(3)}
@@ -231,6 +239,11 @@ def test_three_in_ten_calls_fail(drill: Callable[..., Stepped]) -> None:
     assert stepped.texts().count("Error: ConnectionResetError: try again") == failed, "the model is told"
 
 
+@pytest.mark.drill(
+    "reliability",
+    "A retrieval server dies and comes back within a step",
+    "Searches wait for it and the step is complete",
+)
 def test_a_retrieval_server_killed_and_restarted_in_mid_step(
     drill: Callable[..., Stepped], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -265,6 +278,7 @@ def test_a_retrieval_server_killed_and_restarted_in_mid_step(
     )
 
 
+@pytest.mark.drill("reliability", "A step passes its deadline", "Episodes end with what they have")
 def test_at_the_step_s_deadline_episodes_end_with_what_they_have(drill: Callable[..., Stepped]) -> None:
     code = """
     import asyncio

@@ -20,6 +20,7 @@ from rally.view.server import create_app
 from rally.view.token_text import Decode, find_tokenizer, pieces
 
 
+@pytest.mark.drill("security", "A web page reaches `rally view` under another host name", "Refused")
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost@evil.example", ""]
 )
@@ -34,6 +35,7 @@ def test_this_machine_is_let_in_by_all_of_its_names(address: str, host: str) -> 
     assert httpx.get(address + "api/state", headers={"host": host}).json()["runs"][0]["name"] == "small"
 
 
+@pytest.mark.drill("security", "Paths outside the run folder in `rally view`", "Refused")
 @pytest.mark.parametrize(
     "path",
     [
@@ -59,12 +61,14 @@ def test_the_browser_may_run_and_load_nothing_of_strangers(address: str) -> None
         assert "access-control-allow-origin" not in headers
 
 
+@pytest.mark.drill("security", "Requests that would change something in `rally view`", "Refused")
 def test_it_only_shows(address: str) -> None:
     assert httpx.post(address + "api/state").status_code == 405
     answer = httpx.get(address + "api/runs/0/rows?sort=nothing")
     assert answer.status_code == 400 and "cannot sort by nothing" in answer.json()["error"]
 
 
+@pytest.mark.drill("security", "`rally view` without its token", "Refused")
 def test_with_a_token_only_its_bearer_is_let_in(run_path: Path) -> None:
     with served(run_path, token="s3cret") as url:
         assert httpx.get(url).status_code == 401

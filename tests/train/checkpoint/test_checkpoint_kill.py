@@ -114,6 +114,9 @@ def test_the_kill_was_in_the_middle_of_a_step(killed: Path) -> None:
     ]
 
 
+@pytest.mark.drill(
+    "reliability", "`kill -9` in the middle of a step", "The same command resumes and ends bit-identical"
+)
 def test_the_same_command_goes_on_to_the_same_end(
     resumable: Path, home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -134,6 +137,7 @@ def test_the_same_command_goes_on_to_the_same_end(
     assert moved > 1e-3 and apart <= 0.02 * moved, f"{apart} apart after moving by {moved}"
 
 
+@pytest.mark.drill("reliability", "A kill while a checkpoint is written", "The torn one is passed over with a warning")
 def test_a_torn_checkpoint_is_passed_over_with_a_warning(resumable: Path) -> None:
     run, paper = resumable / "run", Paper()
     torn = run / "checkpoints" / "global_step_4"

@@ -62,9 +62,10 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await request.body())
         self._check(body)
+        body.check_messages()
         codec = self._codec(json.dumps(body.offered_tools))
         prompt = codec.encode_prompt(body.messages)
-        requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        requested = body.length_limit
         limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
         asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids)) for choice in range(body.n)]
         return await self._answer(request, body, asks, ChatShape(codec, bool(body.offered_tools)))

@@ -134,9 +134,13 @@ class PagePool:
         assert num_pages > 0
         self.num_pages = num_pages
         self.stride = stride
-        self.num_free = num_pages
-        self._free = bytearray(FREE * num_pages)
-        self._references = [0] * num_pages
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every page, whoever holds it."""
+        self.num_free = self.num_pages
+        self._free = bytearray(FREE * self.num_pages)
+        self._references = [0] * self.num_pages
         self._cursor = self._stretch = 0  # where the last search ended
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,7 @@ import typer
 
 from rally.cli.console import quiet_console
 from rally.sandbox import Isolation
+from rally.types import RallyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +100,12 @@ def engine(
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file to use instead of the model's own chat template.")
+    ] = None,
+    hidden_tools: Annotated[
+        bool, typer.Option("--hidden-tools", help="Take tools that the chat template does not show to the model.")
+    ] = False,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
@@ -126,7 +134,13 @@ def engine(
     def create() -> object:
         from rally.services.engine import create_app
 
-        served = _served(module, tokenizer or model, settings, name or model, tool_format, max_requests)
+        served = replace(
+            _served(module, tokenizer or model, settings, chat_template),
+            name=name or model,
+            tool_format=tool_format,
+            max_requests=max_requests,
+            hidden_tools=hidden_tools,
+        )
         console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 
@@ -141,14 +155,14 @@ def _options() -> OptionNames:
     return OptionNames(max_model_len=length, lengths=length, memory="--memory", torch_attention="--dtype=float32")
 
 
-def _served(
-    module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
-) -> Served:
+def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:
     from rally.engines import EmbeddedEngine
     from rally.models.load import load_tokenizer
     from rally.services.admission import Served
 
     tokenizer = load_tokenizer(path, option="--tokenizer")
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))
@@ -157,8 +171,13 @@ def _served(
     return Served(
         engine=EmbeddedEngine(module, settings, decode=decode),
         tokenizer=tokenizer,
-        name=name,
-        tool_format=tool_format,
+        name=path,
         eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-        max_requests=max_requests,
     )
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RallyError(f"--chat-template={file} cannot be read ({problem}); name a Jinja file") from None

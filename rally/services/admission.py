@@ -45,6 +45,7 @@ class Served:
     tool_format: str = "hermes"
     eos_ids: tuple[int, ...] = ()
     max_requests: int = 1024  # running and waiting together
+    hidden_tools: bool = False  # the model was trained with a chat template that does not show its tools
 
 
 class SamplingAsk(NamedTuple):

@@ -25,6 +25,11 @@ app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
 InFlight = Literal["keep", "recompute", "abort"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(help="A further name by which clients may call the server; may be repeated.", show_default=False),
+]
+MaxBody = Annotated[float, typer.Option(help="MiB of a request's body; larger ones are rejected.", min=0.01)]
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
 
@@ -35,6 +40,8 @@ def retrieval(
     port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8000,
     topk: Annotated[int, typer.Option(help="Hits per query when the client names no number.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Where a dense index is searched: cpu, cuda, cuda:1.")] = "cpu",
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 8,
 ) -> None:
     """Answer searches over HTTP, in the protocol of Search-R1 (POST /retrieve)."""
     from rally.retrieval import open_index
@@ -51,7 +58,7 @@ def retrieval(
         return create_app(opened, topk, token)
 
     RunConsole().note(f"{len(opened):,} passages ({opened.kind}) at http://{host}:{port}/retrieve")
-    serve(create, host, port)
+    serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 @app.command()
@@ -61,6 +68,8 @@ def sandbox(
     isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
     memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
     max_concurrent: Annotated[int | None, typer.Option(help="At once; default twice the cores.", min=1)] = None,
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 64,
 ) -> None:
     """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
     from rally.sandbox import Limits, Sandbox, SandboxSettings
@@ -79,7 +88,7 @@ def sandbox(
 
         return create_app(running, token)
 
-    serve(create, host, port, log_level="info")
+    serve(create, host, port, log_level="info", allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 @app.command()
@@ -106,6 +115,8 @@ def engine(
     hidden_tools: Annotated[
         bool, typer.Option("--hidden-tools", help="Take tools that the chat template does not show to the model.")
     ] = False,
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 8,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
@@ -144,7 +155,7 @@ def engine(
         console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 
-    serve(create, host, port)
+    serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 def _options() -> OptionNames:

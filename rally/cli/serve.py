@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
+TOKEN = "RALLY_ENGINE_TOKEN"
 InFlight = Literal["keep", "recompute", "abort"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AllowHost = Annotated[
@@ -128,7 +130,10 @@ def engine(
     from rally.services.http_server import check_exposure, check_free, serve
 
     get_format(tool_format)  # raise for an unknown name before the first request
-    token = check_exposure(host, "RALLY_ENGINE_TOKEN")
+    token = check_exposure(host, TOKEN)
+    if accept_weights and token is None:
+        token = secrets.token_urlsafe(24)
+        console.note(f"who may replace the weights must know this token; set {TOKEN}={token} where the run starts")
     check_free(host, port)
     module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, option="MODEL")
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)

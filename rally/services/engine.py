@@ -2,7 +2,7 @@
 
     POST /generate, GET /health                              Rally's protocol, see rally/engines/remote/rally_api.py
     POST /v1/completions, /v1/chat/completions, GET /v1/models     OpenAI's API
-    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled
+    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled; with a token
     GET  /metrics                                            Prometheus metrics
 
 Token ids are passed unchanged in both directions, with the logprobs of sampled tokens. A request whose client
@@ -33,7 +33,7 @@ from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
 from rally.engines.remote.server_api import generation_to_wire
 from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
-from rally.services.http_server import carries
+from rally.services.http_server import ServeError, carries
 from rally.services.openai_api import OpenAI
 from rally.services.openai_errors import HANDLERS, refuse
 from rally.types import SamplingParams
@@ -90,7 +90,10 @@ class GenerateRequest(BaseModel):
 
 
 def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
-    """The server as an ASGI application. The engine is closed when the server stops."""
+    """The server as an ASGI application. The engine is closed when the server stops. Only a server with a token
+    accepts weights: they decide what a training run learns from."""
+    if accepts_weights and token is None:
+        raise ServeError("a server that accepts weights needs a token; set RALLY_ENGINE_TOKEN")
     service = _EngineService(served)
 
     @asynccontextmanager

@@ -30,7 +30,7 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
 )
 MALFORMED = [b"", b"null", b"[]", b"{" * 50_000, b"[" * 50_000, b"\xff", b'{"code":"\\ud800","language":"python"}']
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(suppress_health_check=list(HealthCheck))
 
 
 class Service:

@@ -32,6 +32,7 @@ AllowHost = Annotated[
     typer.Option(help="A further name by which clients may call the server; may be repeated.", show_default=False),
 ]
 MaxBody = Annotated[float, typer.Option(help="MiB of a request's body; larger ones are rejected.", min=0.01)]
+DEFAULT_SHARE, CPU_KV_BYTES = 0.5, 2 << 30
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
 
@@ -106,7 +107,15 @@ def engine(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 64,
     max_requests: Annotated[int, typer.Option(help="Running and waiting; more are rejected.", min=1)] = 1024,
-    memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the free memory for the KV cache; default 0.5, and on a CPU at most 2 GiB.",
+            min=0.01,
+            max=0.99,
+            show_default=False,
+        ),
+    ] = None,
     tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
@@ -126,6 +135,7 @@ def engine(
     console = quiet_console()
     from rally.chat import get_format
     from rally.engines import EngineSettings
+    from rally.engines.embedded.memory_plan import plan_words
     from rally.models.load import load_model, pick_device
     from rally.services.http_server import check_exposure, check_free, serve
 
@@ -141,7 +151,8 @@ def engine(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_share=memory,
+        memory_share=memory or DEFAULT_SHARE,
+        max_kv_bytes=CPU_KV_BYTES if memory is None and module.device.type == "cpu" else None,
         in_flight=in_flight,
         seed=seed,
         option_names=_options(),
@@ -157,6 +168,9 @@ def engine(
             max_requests=max_requests,
             hidden_tools=hidden_tools,
         )
+        plan = served.engine.core.memory_plan
+        assert plan is not None
+        console.note(f"memory: {plan_words(plan, settings)}")
         console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 

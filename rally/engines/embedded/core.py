@@ -69,7 +69,9 @@ class EngineCore:
         check_supported(model, self.settings.option_names, paged=paged)
         attention.install(model)
         shape = kv_shape(model)
-        pages = num_pages or plan_memory(model, self.settings).pages
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings)
+        pages = num_pages if self.memory_plan is None else self.memory_plan.pages
+        assert pages is not None
         store = KVStore(
             num_layers=shape.layers,
             num_pages=pages,

@@ -269,7 +269,9 @@ def test_a_rollout_from_other_weights_stops_the_update_before_its_step(corrected
     settings = replace(update_settings(), mismatch_limit=0.3, correction=correction)
     update_policy(KeepingPolicy(model), batches[0], settings)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(MismatchError, match=r"of -4\.575 in the rollout and of -\d.* over rollout\.mismatch_limit=0\.3; "):
+    with pytest.raises(
+        MismatchError, match=r"of -4\.575 in the rollout and of -\d.* over rollout\.mismatch_limit=0\.3; "
+    ):
         update_policy(KeepingPolicy(model), batches[1], settings)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     update_policy(KeepingPolicy(model), batches[1], replace(settings, mismatch_limit=None))

@@ -63,9 +63,9 @@ def load_weights(engine: EmbeddedEngine, request: LoadRequest) -> None:
     except (OSError, SafetensorError, ValueError) as problem:
         raise Refused(400, f"the weights in {request.folder} cannot be read: {problem}") from problem
     ours = engine.core.model.state_dict()
-    if problem := next(_mismatches(ours, loaded), None):
+    if misfit := next(_mismatches(ours, loaded), None):
         raise Refused(
-            400, f"the weights in {request.folder} do not fit this model: {problem}; serve the model of the run"
+            400, f"the weights in {request.folder} do not fit this model: {misfit}; serve the model of the run"
         )
     with torch.no_grad(), engine.updating(request.version):
         for name, weight in loaded.items():

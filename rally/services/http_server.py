@@ -75,8 +75,8 @@ def serve(
     host: str,
     port: int,
     log_level: str = "warning",
-    *,
     allow_hosts: Collection[str] | None = (),
+    *,
     max_body_mb: float | None = None,
     limits: HttpLimits | None = None,
 ) -> None:

@@ -1,16 +1,18 @@
 """Fields of OpenAI's API that cannot be honoured are refused with a sentence, and tools are never dropped silently."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from served_cases import QUESTION, TOOLS
+from served_cases import QUESTION, ROOT, TOOLS
 from small_models import make_model
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.engines import EmbeddedEngine, EngineSettings
+from rally.models.load import load_tokenizer
 from rally.services.admission import Served
 from rally.services.engine import create_app
 from rally.services.openai_api import left_out
@@ -108,3 +110,23 @@ async def test_what_would_be_ignored_is_refused_by_name(engine: EmbeddedEngine, 
         assert refused.status_code == 400 and name in str(refused.json()["error"])
         tier = {"store": False, "service_tier": "auto", "user": "u", "response_format": {"type": "text"}, "stop": ""}
         assert (await http.post("/v1/chat/completions", json=CHAT | tier)).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["llama3_2", "qwen2_5", "qwen3"])
+def test_templates_of_real_models_that_show_tools_are_not_refused(shared: Path, name: str) -> None:
+    properties = {"query": {"type": "string", "description": "what <to> find & 'where'"}, "max_results": {}}
+    search = {"name": "web_search", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": search}, {"type": "function", "function": {"name": "now-2"}}]
+    codec = ChatCodec(AutoTokenizer.from_pretrained(shared / "tokenizers" / name), tools=tools)
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "web_search", "arguments": {"query": "x"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for messages in (QUESTION, [{"role": "system", "content": "s"}, *QUESTION], [*QUESTION, turn]):
+        assert left_out(codec, messages) is None
+
+
+def test_the_template_of_smollm2_drops_tools() -> None:
+    model = ROOT / "models" / "smollm2-135m.gguf"
+    if not model.exists():
+        pytest.skip("no model (make models)")
+    codec = ChatCodec(load_tokenizer(str(model), option="MODEL"), tools=TOOLS)
+    assert left_out(codec, QUESTION) == "the tool calculator"

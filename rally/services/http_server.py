@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import resource
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rally.types import RallyError
 if TYPE_CHECKING:
     from rally.services.http_guard import HttpLimits
 
+MANY_FILES = 8192
 ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
@@ -82,6 +84,10 @@ def serve(
 ) -> None:
     """Run an ASGI application until it is stopped, behind a guard. `allow_hosts`: names beside `host` and the loopback
     names by which clients may call it; None if any may be used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < MANY_FILES:  # each connection is a file
+        most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         import uvicorn
 

@@ -63,9 +63,10 @@ def break_at(engine: EmbeddedEngine, place: str) -> None:
 @pytest.mark.drill(
     "reliability", "One request makes a batched step raise", "It fails alone; the others go on unchanged"
 )
+@pytest.mark.parametrize("backend", ["gather", "paged"])  # paged works one step ahead
 @pytest.mark.parametrize("place", ["forward", "admission", "read back"])
-async def test_a_request_that_breaks_the_step_fails_alone(place: str) -> None:
-    engine = engine_of()
+async def test_a_request_that_breaks_the_step_fails_alone(place: str, backend: str) -> None:
+    engine = engine_of(backend=backend)
     expected = [await engine.generate(p, params(i)) for i, p in enumerate(GOOD)]
     break_at(engine, place)
     for _ in range(2):
@@ -98,8 +99,9 @@ async def test_a_tokenizer_that_fails_at_a_stop_string_fails_its_request_only() 
 
 
 @pytest.mark.drill("reliability", "Weights that are NaN", "Requests fail with the reason; good weights end it")
-async def test_an_engine_with_nan_weights_works_again_after_good_ones() -> None:
-    engine = engine_of()
+@pytest.mark.parametrize("backend", ["gather", "paged"])
+async def test_an_engine_with_nan_weights_works_again_after_good_ones(backend: str) -> None:
+    engine = engine_of(backend=backend)
     wanted = await engine.generate(GOOD[0], params(0))
     weight = engine.core.model.get_input_embeddings().weight
     kept = weight.detach().clone()

@@ -7,9 +7,12 @@ policy sampled. An Episode has exactly one stop reason. This module imports noth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +58,12 @@ abandoned threads and creations; methods that failed."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
+TEMPERATURES = (1e-6, 1e6)
+"""Beyond 0: logits divided by less than the first overflow float32; more than the second is uniform."""
+MAX_STOP_IDS, MAX_STOPS, MAX_STOP_LENGTH = 1024, 64, 1024
+INT32 = 2**31 - 1
+FLOAT32_MIN, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -71,16 +80,40 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise RallyError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        """The one check of sampling parameters: every endpoint and every engine builds this class. Numbers are
+        normalized, and nothing passes that float32, int64 or a server could not represent."""
+        checked = {
+            "temperature": _real("temperature", self.temperature),
+            "top_p": _real("top_p", self.top_p),
+            "min_p": _real("min_p", self.min_p),
+            "top_k": _whole("top_k", self.top_k),
+            "max_tokens": _whole("max_tokens", self.max_tokens),
+            "seed": None if self.seed is None else _whole("seed", self.seed),
+            "stop_ids": tuple(_whole("stop_ids", i) for i in _several("stop_ids", self.stop_ids, MAX_STOP_IDS)),
+            "stop": _several("stop", self.stop, MAX_STOPS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        low, high = TEMPERATURES
+        if self.temperature and not low <= self.temperature <= high:
+            raise RallyError(f"temperature must be 0 (greedy) or lie in [{low:g}, {high:g}], not {self.temperature:g}")
         if not 0 < self.top_p <= 1:
             raise RallyError(f"top_p must lie in (0, 1], not {self.top_p}")
-        if not (self.top_k == -1 or self.top_k >= 1):
-            raise RallyError(f"top_k must be -1 (off) or at least 1, not {self.top_k}")
+        if not (self.top_k == -1 or 1 <= self.top_k <= INT32):
+            raise RallyError(f"top_k must be -1 (off) or lie in [1, {INT32}], not {_shown(self.top_k)}")
         if not 0 <= self.min_p < 1:
             raise RallyError(f"min_p must lie in [0, 1), not {self.min_p}")
-        if not self.max_tokens >= 1:
-            raise RallyError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 1 <= self.max_tokens <= INT32:
+            raise RallyError(f"max_tokens must lie in [1, {INT32}], not {_shown(self.max_tokens)}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RallyError(f"seed must fit into 64 bits, and {_shown(self.seed)} does not")
+        if self.stop_ids and not 0 <= min(self.stop_ids) <= max(self.stop_ids) <= INT32:
+            raise RallyError("stop_ids must be token ids, which are 0 or more and below the size of the vocabulary")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise RallyError(f"stop must be texts of 1 to {MAX_STOP_LENGTH} characters")
+        if not isinstance(self.ignore_eos, bool):
+            raise RallyError(f"ignore_eos must be true or false, not {_shown(self.ignore_eos)}")
 
     def greedy(self) -> SamplingParams:
         """These parameters with greedy sampling."""
@@ -91,15 +124,56 @@ class SamplingParams:
         """Parameters from a dictionary, as agent loops write it. An unknown name is an error."""
         if isinstance(values, SamplingParams):
             return values
+        if not isinstance(values, Mapping):
+            raise RallyError(f"sampling parameters must be a dictionary, not {_shown(values)}")
         alias = {"max_new_tokens": "max_tokens", "stop_token_ids": "stop_ids"}
-        named = {alias.get(k, k): v for k, v in values.items()}
+        named = {alias.get(str(key), str(key)): value for key, value in values.items()}
         known = cls.__dataclass_fields__
         if unknown := sorted(named.keys() - known.keys()):
             raise RallyError(f"unknown sampling parameter {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         for key in ("stop_ids", "stop"):
-            if key in named:
-                named[key] = (named[key],) if isinstance(named[key], (str, int)) else tuple(named[key] or ())
-        return cls(**named)
+            if isinstance(named.get(key), (str, int)):
+                named[key] = (named[key],)
+        return cls(**{name: value for name, value in named.items() if value is not None})
+
+
+def _real(name: str, value: Any) -> float:
+    """The value as a float that float32 represents too: finite, and 0 or not too small."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RallyError(f"{name} must be a number, not {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or abs(number) > FLOAT32_MAX or 0 < abs(number) < FLOAT32_MIN:
+        raise RallyError(f"{name} must be a number that float32 can represent, not {_shown(value)}")
+    return number
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise RallyError(f"{name} must be a whole number, not {_shown(value)}") from None
+
+
+def _several(name: str, values: Any, most: int) -> tuple[Any, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, Set)):
+        raise RallyError(f"{name} must be a list, not {_shown(values)}")
+    if len(values) > most:
+        raise RallyError(f"{name} has {len(values)} entries; give at most {most}")
+    return tuple(values)
+
+
+def _shown(value: Any) -> str:
+    """The value for an error message, of bounded length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @dataclass(frozen=True)

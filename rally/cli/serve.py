@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,7 @@ import typer
 
 from rally.cli.console import quiet_console
 from rally.sandbox import Isolation
+from rally.types import RallyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,8 +24,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
+TOKEN = "RALLY_ENGINE_TOKEN"
 InFlight = Literal["keep", "recompute", "abort"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(help="A further name by which clients may call the server; may be repeated.", show_default=False),
+]
+MaxBody = Annotated[float, typer.Option(help="MiB of a request's body; larger ones are rejected.", min=0.01)]
+DEFAULT_SHARE, CPU_KV_BYTES = 0.5, 2 << 30
 LONGEST_DEFAULT = 4096  # tokens; a model's own limit may be far more than memory can hold
 
 
@@ -33,6 +43,8 @@ def retrieval(
     port: Annotated[int, typer.Option(help="Where clients ask.", min=1, max=65535)] = 8000,
     topk: Annotated[int, typer.Option(help="Hits per query when the client names no number.", min=1)] = 3,
     device: Annotated[str, typer.Option(help="Where a dense index is searched: cpu, cuda, cuda:1.")] = "cpu",
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 8,
 ) -> None:
     """Answer searches over HTTP, in the protocol of Search-R1 (POST /retrieve)."""
     from rally.retrieval import open_index
@@ -49,7 +61,7 @@ def retrieval(
         return create_app(opened, topk, token)
 
     RunConsole().note(f"{len(opened):,} passages ({opened.kind}) at http://{host}:{port}/retrieve")
-    serve(create, host, port)
+    serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 @app.command()
@@ -59,6 +71,8 @@ def sandbox(
     isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
     memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
     max_concurrent: Annotated[int | None, typer.Option(help="At once; default twice the cores.", min=1)] = None,
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 64,
 ) -> None:
     """Run code of strangers for tools and rewards, in the protocol of SandboxFusion (POST /run_code)."""
     from rally.sandbox import Limits, Sandbox, SandboxSettings
@@ -77,7 +91,7 @@ def sandbox(
 
         return create_app(running, token)
 
-    serve(create, host, port, log_level="info")
+    serve(create, host, port, log_level="info", allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 @app.command()
@@ -93,11 +107,27 @@ def engine(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 64,
     max_requests: Annotated[int, typer.Option(help="Running and waiting; more are rejected.", min=1)] = 1024,
-    memory: Annotated[float, typer.Option(help="Share of the free memory for the KV cache.", min=0.01, max=0.99)] = 0.5,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the free memory for the KV cache; default 0.5, and on a CPU at most 2 GiB.",
+            min=0.01,
+            max=0.99,
+            show_default=False,
+        ),
+    ] = None,
     tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file to use instead of the model's own chat template.")
+    ] = None,
+    hidden_tools: Annotated[
+        bool, typer.Option("--hidden-tools", help="Take tools that the chat template does not show to the model.")
+    ] = False,
+    allow_host: AllowHost = None,
+    max_body_mb: MaxBody = 8,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
@@ -105,11 +135,15 @@ def engine(
     console = quiet_console()
     from rally.chat import get_format
     from rally.engines import EngineSettings
+    from rally.engines.embedded.memory_plan import plan_words
     from rally.models.load import load_model, pick_device
     from rally.services.http_server import check_exposure, check_free, serve
 
     get_format(tool_format)  # raise for an unknown name before the first request
-    token = check_exposure(host, "RALLY_ENGINE_TOKEN")
+    token = check_exposure(host, TOKEN)
+    if accept_weights and token is None:
+        token = secrets.token_urlsafe(24)
+        console.note(f"who may replace the weights must know this token; set {TOKEN}={token} where the run starts")
     check_free(host, port)
     module = load_model(model, device=pick_device(device, "--device"), dtype=dtype, option="MODEL")
     limit: int = getattr(module.config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT)
@@ -117,7 +151,8 @@ def engine(
         max_model_len=max_model_len or min(limit, LONGEST_DEFAULT),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_share=memory,
+        memory_share=memory or DEFAULT_SHARE,
+        max_kv_bytes=CPU_KV_BYTES if memory is None and module.device.type == "cpu" else None,
         in_flight=in_flight,
         seed=seed,
         option_names=_options(),
@@ -126,11 +161,20 @@ def engine(
     def create() -> object:
         from rally.services.engine import create_app
 
-        served = _served(module, tokenizer or model, settings, name or model, tool_format, max_requests)
+        served = replace(
+            _served(module, tokenizer or model, settings, chat_template),
+            name=name or model,
+            tool_format=tool_format,
+            max_requests=max_requests,
+            hidden_tools=hidden_tools,
+        )
+        plan = served.engine.core.memory_plan
+        assert plan is not None
+        console.note(f"memory: {plan_words(plan, settings)}")
         console.note(f"{name or model}, up to {settings.max_model_len:,} tokens, at http://{host}:{port}/v1")
         return create_app(served, token, accepts_weights=accept_weights)
 
-    serve(create, host, port)
+    serve(create, host, port, allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 
 
 def _options() -> OptionNames:
@@ -141,14 +185,14 @@ def _options() -> OptionNames:
     return OptionNames(max_model_len=length, lengths=length, memory="--memory", torch_attention="--dtype=float32")
 
 
-def _served(
-    module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
-) -> Served:
+def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:
     from rally.engines import EmbeddedEngine
     from rally.models.load import load_tokenizer
     from rally.services.admission import Served
 
     tokenizer = load_tokenizer(path, option="--tokenizer")
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))
@@ -157,8 +201,13 @@ def _served(
     return Served(
         engine=EmbeddedEngine(module, settings, decode=decode),
         tokenizer=tokenizer,
-        name=name,
-        tool_format=tool_format,
+        name=path,
         eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-        max_requests=max_requests,
     )
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RallyError(f"--chat-template={file} cannot be read ({problem}); name a Jinja file") from None

@@ -76,7 +76,7 @@ def view(
     if not no_browser and _has_screen():
         threading.Timer(1.0, webbrowser.open, [link]).start()
     with suppress(KeyboardInterrupt):  # the way to stop it
-        serve(create, host, port)
+        serve(create, host, port, "warning", None if token else ())  # with a token any host name: requests carry it
 
 
 def _has_screen() -> bool:

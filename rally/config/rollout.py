@@ -291,6 +291,9 @@ class RolloutConfig(LogProbKeys):
     after computing it again."""
     mismatch_alarm: Positive = 0.01
     """Warn when the KL between rollout and training log-probabilities exceeds this."""
+    mismatch_limit: Positive | None = 0.3
+    """Stop the run, before the step is applied, when that KL exceeds this: the episodes cannot have been sampled from
+    the policy that is trained. null is no limit."""
 
     calculate_log_probs: bool = True
     """Accepted and has no effect: log-probabilities of sampled tokens are always recorded."""

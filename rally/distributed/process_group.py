@@ -1,15 +1,19 @@
 """The torch.distributed process group of one machine, and FSDP2 sharding of a model over it.
 
 Numbers and messages go over gloo on the loopback device. Weights and gradients go over NCCL between GPUs and over gloo
-between CPU processes. The rendezvous is a file in a private folder, so no port is open to other machines.
+between CPU processes. The rendezvous is a file in a private folder, so no port is open to other machines. Other users
+of this machine can connect to gloo's ports while the group forms. Each rank therefore proves to all others, over every
+connection, that it knows a secret of that folder. (NCCL does the same with the random number of its group.)
 
 Shapes: X any numbers.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +32,11 @@ from rally.distributed.message_encoding import decode, encode
 from rally.models import attention
 from rally.models.sharding import RANKS_ATTRIBUTE, Message
 from rally.train.value_model import HEAD
+from rally.types import RallyError
 
 FOREVER = timedelta(days=3650)  # between two messages there may be a rollout of any length
 SUMMON_METHOD = "rally_summon"
+SECRET = "secret"
 T = TypeVar("T")
 
 
@@ -44,6 +50,8 @@ class ProcessGroup:
             torch.cuda.set_device(rank)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL reads it and opens ports at the first collective
         timeout = timedelta(seconds=seconds)
+        if rank == 0:
+            write_secret(rendezvous.parent)
         with _on_loopback():
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
@@ -54,8 +62,21 @@ class ProcessGroup:
             )
             self._numbers = dist.new_group(backend="gloo", timeout=timeout)
             self._messages = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+        if world_size > 1:
+            self._check_members(rendezvous.parent, [self._numbers, self._messages])
         self._mesh = init_device_mesh(device, (world_size,))
         self._sharded: list[FSDPModule] = []
+
+    def _check_members(self, folder: Path, groups: Sequence[Any]) -> None:
+        """Raise unless every member of the groups knows the secret, which exists since before they formed."""
+        secret = (folder / SECRET).read_bytes()
+        everyone = groups if self.device == "cuda" else [None, *groups]  # None: all ranks, over gloo
+        for number, group in enumerate(everyone):
+            proofs = [_proof(secret, number, rank) for rank in range(self.world_size)]
+            gathered = [torch.zeros_like(proofs[0]) for _ in proofs]
+            dist.all_gather(gathered, proofs[self.rank].clone(), group=group)
+            if not all(map(torch.equal, gathered, proofs)):
+                raise RallyError("a process that is not a rank of this run has joined its process group; the run stops")
 
     def send(self, message: Message) -> None:
         """Send from rank 0 to all others, each of which must call `receive`."""
@@ -116,6 +137,19 @@ class ProcessGroup:
     def leave(self) -> None:
         """Destroy the group. All ranks must do so together: with NCCL, one may wait forever for those that are gone."""
         dist.destroy_process_group()
+
+
+def write_secret(folder: Path) -> None:
+    """Write a new secret that only this user can read."""
+    descriptor = os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+
+
+def _proof(secret: bytes, group: int, rank: int) -> Tensor:
+    """What a rank sends to prove that it knows the secret. It differs for each, so that no other can repeat it."""
+    digest = hmac.new(secret, f"{group}/{rank}".encode(), "sha256").digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -28,12 +28,14 @@ from rally.gateway.agent_runner import MODEL, AgentClient, AgentThread
 from rally.gateway.session import GatewaySession, ended
 from rally.loops import LoopError
 from rally.services.admission import Refused, unless_gone
+from rally.services.http_guard import MEBIBYTE, Guard, HttpLimits, uvicorn_options
 from rally.services.openai_api import event
 from rally.services.openai_errors import HANDLERS
 from rally.services.openai_requests import ChatRequest
 from rally.services.openai_responses import Json
 
 PREFIX = "rally-"
+MAX_BODY = 32 * MEBIBYTE
 KEEP_ALIVE = 600  # seconds; a connection closed during a slow tool call would fail the agent's next request
 
 
@@ -64,10 +66,10 @@ class Gateway:
         self._socket = _listen(host, port)
         self.base_url = f"http://{_in_url(host)}:{self._socket.getsockname()[1]}/v1"
         routes = [Route("/v1/chat/completions", self._chat, methods=["POST"]), Route("/v1/models", self._models)]
-        app = Starlette(routes=routes, exception_handlers=HANDLERS)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE, lifespan="off"
-        )
+        limits = HttpLimits(max_body=MAX_BODY, keep_alive_seconds=KEEP_ALIVE)
+        # Any host name: every request carries the key of its episode, which no web page knows.
+        app = Guard(Starlette(routes=routes, exception_handlers=HANDLERS), None, limits)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", **uvicorn_options(limits))
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="rally-gateway", daemon=True

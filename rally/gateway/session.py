@@ -157,7 +157,7 @@ class GatewaySession:
         )
 
     def _params(self, request: ChatRequest, budget: TurnBudget) -> SamplingParams:
-        max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        max_tokens = request.length_limit
         stop = request.stop or []
         stop = [stop] if isinstance(stop, str) else stop
         rules = self._sampling

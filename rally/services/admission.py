@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rally.engines.embedded.engine import EmbeddedEngine, OnTokens
 from rally.engines.embedded.request_slots import SampledTokens
+from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.prometheus import Metric, labelled
 from rally.types import Generation, RallyError, SamplingParams
 
@@ -44,6 +45,7 @@ class Served:
     tool_format: str = "hermes"
     eos_ids: tuple[int, ...] = ()
     max_requests: int = 1024  # running and waiting together
+    hidden_tools: bool = False  # the model was trained with a chat template that does not show its tools
 
 
 class SamplingAsk(NamedTuple):
@@ -80,10 +82,16 @@ class Admission:
         except asyncio.CancelledError:
             self._ends["cancelled"] += 1
             raise
+        except NonFiniteLogits as error:
+            self._ends["failed"] += 1
+            raise Refused(500, f"{error}; load other weights", code="bad_weights") from error
         except RallyError as error:
             self._ends["refused"] += 1
-            if engine.failure is not None:
+            if engine.stopped:
                 raise Refused(500, str(error), code="engine_stopped") from error
+            raise
+        except Exception:
+            self._ends["failed"] += 1
             raise
         finally:
             self._held -= 1
@@ -97,6 +105,9 @@ class Admission:
     async def follow(self, asks: Sequence[SamplingAsk], *, as_sampled: bool) -> AsyncGenerator[RequestEvent, None]:
         """The ends of requests as they happen and, with `as_sampled`, their new tokens. Closing the generator cancels
         those that still run, and so does the failure of one."""
+        if len(asks) > self.served.max_requests:
+            most = self.served.max_requests
+            raise Refused(400, f"this asks for {len(asks)} generations, and the server holds {most}; ask for fewer")
         updates: asyncio.Queue[tuple[int, SampledTokens | None]] = asyncio.Queue()
 
         def start(index: int, ask: SamplingAsk) -> asyncio.Task[Generation]:

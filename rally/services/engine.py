@@ -2,7 +2,7 @@
 
     POST /generate, GET /health                              Rally's protocol, see rally/engines/remote/rally_api.py
     POST /v1/completions, /v1/chat/completions, GET /v1/models     OpenAI's API
-    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled
+    POST /load_weights {"folder", "version", "in_flight"}    new weights of the same model, if enabled; with a token
     GET  /metrics                                            Prometheus metrics
 
 Token ids are passed unchanged in both directions, with the logprobs of sampled tokens. A request whose client
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -32,17 +33,19 @@ from rally.engines.embedded.engine import EmbeddedEngine
 from rally.engines.prometheus import CONTENT_TYPE, exposition
 from rally.engines.remote.server_api import generation_to_wire
 from rally.services.admission import Admission, Refused, SamplingAsk, Served, unless_gone
-from rally.services.http_server import carries
+from rally.services.http_server import ServeError, carries
 from rally.services.openai_api import OpenAI
 from rally.services.openai_errors import HANDLERS, refuse
 from rally.types import SamplingParams
+
+TWO_NAMES = (("max_tokens", "max_new_tokens"), ("stop_ids", "stop_token_ids"))
 
 
 class LoadRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     folder: Path
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, lt=2**63, strict=True)
     in_flight: Literal["abort", "keep", "recompute"]
 
 
@@ -54,12 +57,15 @@ def load_weights(engine: EmbeddedEngine, request: LoadRequest) -> None:
             400, f"requests in flight follow {in_flight!r} here, not {request.in_flight!r}; set rollout.in_flight to it"
         )
     loaded: dict[str, Tensor] = {}
-    for file in sorted(request.folder.glob("*.safetensors")):
-        loaded |= load_file(file)
+    try:
+        for file in sorted(request.folder.glob("*.safetensors")):
+            loaded |= load_file(file)
+    except (OSError, SafetensorError, ValueError) as problem:
+        raise Refused(400, f"the weights in {request.folder} cannot be read: {problem}") from problem
     ours = engine.core.model.state_dict()
-    if problem := next(_mismatches(ours, loaded), None):
+    if misfit := next(_mismatches(ours, loaded), None):
         raise Refused(
-            400, f"the weights in {request.folder} do not fit this model: {problem}; serve the model of the run"
+            400, f"the weights in {request.folder} do not fit this model: {misfit}; serve the model of the run"
         )
     with torch.no_grad(), engine.updating(request.version):
         for name, weight in loaded.items():
@@ -77,14 +83,17 @@ def _mismatches(ours: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> Ite
 
 
 class GenerateRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt_ids: list[int]
     sampling: dict[str, Any] = {}
 
 
 def create_app(served: Served, token: str | None = None, *, accepts_weights: bool = False) -> Starlette:
-    """The server as an ASGI application. The engine is closed when the server stops."""
+    """The server as an ASGI application. The engine is closed when the server stops. Only a server with a token
+    accepts weights: they decide what a training run learns from."""
+    if accepts_weights and token is None:
+        raise ServeError("a server that accepts weights needs a token; set RALLY_ENGINE_TOKEN")
     service = _EngineService(served)
 
     @asynccontextmanager
@@ -113,6 +122,9 @@ class _EngineService:
 
     async def generate(self, request: Request) -> Response:
         body = GenerateRequest.model_validate_json(await request.body())
+        for pair in TWO_NAMES:
+            if body.sampling.keys() >= set(pair):
+                raise Refused(400, f"{pair[0]} and {pair[1]} are two names of one parameter; give one of them")
         ask = SamplingAsk(body.prompt_ids, SamplingParams.of(body.sampling))
         return JSONResponse(generation_to_wire(await unless_gone(request, self.admission.generate(ask))))
 
@@ -124,7 +136,8 @@ class _EngineService:
     async def health(self, request: Request) -> Response:
         engine = self._served.engine
         if engine.failure is not None:
-            raise Refused(500, f"the engine has stopped because a step failed: {engine.failure}", code="engine_stopped")
+            problem = f"the engine cannot sample, because a step failed: {engine.failure}"
+            raise Refused(500, problem, code="engine_stopped")
         facts = {"status": "ok", "model": self._served.name, "weight_version": engine.weight_version}
         return JSONResponse(facts | {"max_model_len": engine.max_model_len})
 

@@ -1,6 +1,6 @@
-"""What all HTTP servers share: the token check, the check of host and port, and the uvicorn runner.
+"""What all HTTP servers share: the token check, the check of host and port, and the uvicorn runner with its guard.
 
-A server that other machines can reach must have a token.
+A server that other machines can reach must have a token. Every server runs behind `http_guard.Guard`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,19 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rally.types import RallyError
 
+if TYPE_CHECKING:
+    from rally.services.http_guard import HttpLimits
+
+MANY_FILES = 8192
 ABSENT = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
@@ -66,17 +72,36 @@ def carries(token: str | None, header: str) -> bool:
     return token is None or hmac.compare_digest(header.encode("latin-1"), f"Bearer {token}".encode())
 
 
-def serve(create: Callable[[], Any], host: str, port: int, log_level: str = "warning") -> None:
-    """Run an ASGI application until it is stopped."""
+def serve(
+    create: Callable[[], Any],
+    host: str,
+    port: int,
+    log_level: str = "warning",
+    allow_hosts: Collection[str] | None = (),
+    *,
+    max_body_mb: float | None = None,
+    limits: HttpLimits | None = None,
+) -> None:
+    """Run an ASGI application until it is stopped, behind a guard. `allow_hosts`: names beside `host` and the loopback
+    names by which clients may call it; None if any may be used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < MANY_FILES:  # each connection is a file
+        most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         import uvicorn
 
-        app = create()
+        from rally.services.http_guard import MEBIBYTE, Guard, HostNames, HttpLimits, uvicorn_options
+
+        limits = limits or HttpLimits()
+        if max_body_mb is not None:
+            limits = replace(limits, max_body=int(max_body_mb * MEBIBYTE))
+        app = Guard(create(), None if allow_hosts is None else HostNames.of(host, allow_hosts), limits)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("rally"):
             raise
         raise ServeError(f"serving needs the package {error.name}; run: pip install 'rally-rl[services]'") from None
-    uvicorn.run(app, host=host, port=port, log_level=log_level, access_log=False)
+    uvicorn.run(app, host=host, port=port, log_level=log_level, **uvicorn_options(limits))
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ Tools are rendered and calls parsed by the chat codec of training, so a trained 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -21,7 +22,7 @@ from rally.services.admission import Admission, Refused, RequestEvent, SamplingA
 from rally.services.openai_errors import error_body
 from rally.services.openai_requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest, SamplingRequest
 from rally.services.openai_responses import ChatShape, CompletionResponse, CompletionShape, Json, ResponseOptions, Shape
-from rally.types import Generation, RallyError
+from rally.types import Generation, Message, RallyError
 
 TOOL_LISTS = 64  # the number of codecs that are cached
 
@@ -62,9 +63,17 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await request.body())
         self._check(body)
+        body.check_messages()
         codec = self._codec(json.dumps(body.offered_tools))
         prompt = codec.encode_prompt(body.messages)
-        requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if not self._served.hidden_tools and (missing := left_out(codec, body.messages)):
+            problem = (
+                f"the model's chat template leaves out {missing}, so the model would answer without it; serve the "
+                "model with a template that shows tools (--chat-template FILE), or, if it was trained without seeing "
+                "them, with --hidden-tools"
+            )
+            raise Refused(400, problem, param="tools")
+        requested = body.length_limit
         limit = requested if requested is not None else max(1, self._served.engine.max_model_len - len(prompt))
         asks = [SamplingAsk(prompt, body.sampling(choice, limit, codec.stop_ids)) for choice in range(body.n)]
         return await self._answer(request, body, asks, ChatShape(codec, bool(body.offered_tools)))
@@ -134,6 +143,25 @@ class OpenAI:
 
     def _codec_for(self, tools: str) -> ChatCodec:
         return ChatCodec(self._served.tokenizer, self._served.tool_format, json.loads(tools))
+
+
+def left_out(codec: ChatCodec, messages: Sequence[Message]) -> str | None:
+    """A tool, a parameter or a call of the request that the rendered prompt does not show; None if it shows all.
+
+    A word of a tool must occur more often than in the prompt without tools, where a message may mention it.
+    """
+    shown = codec.decode(codec.encode_prompt(messages))
+    without = codec.decode(codec.with_tools([]).encode_prompt(messages)) if codec.tools else shown
+    for tool in codec.tools:
+        name = str(tool["function"]["name"])
+        if shown.count(name) <= without.count(name):
+            return f"the tool {name}"
+        for parameter in (tool["function"].get("parameters") or {}).get("properties") or {}:
+            # Templates escape other characters, each in its own way.
+            if re.fullmatch(r"[\w.-]+", parameter, re.ASCII) and shown.count(parameter) <= without.count(parameter):
+                return f"the parameter {parameter} of the tool {name}"
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+    return next((f"the call of {name} in the messages" for name in calls if name not in shown), None)
 
 
 async def _prepend(first: RequestEvent, rest: AsyncGenerator[RequestEvent, None]) -> AsyncGenerator[RequestEvent, None]:

@@ -42,7 +42,9 @@ def _refuse_malformed(request: Request, error: Exception) -> Response:
 
 def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    answer = refuse(request, Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rally.services.admission import Refused
 from rally.types import Message, SamplingParams
 
 MAX_CHOICES = 128
 COMPLETION_TOKENS = 16  # OpenAI's default for a text completion
-HARMLESS = frozenset(
-    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-)
+HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -23,20 +21,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True),
     "presence_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
     "suffix": (None, ""),
     "top_logprobs": (None, 0),
 }
 
 
 class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against traffic analysis, which this server never adds
 
 
 class SamplingRequest(BaseModel):
     """The fields that both endpoints share. `top_k`, `min_p`, `stop_token_ids`, `ignore_eos` and `return_token_ids` are
     not OpenAI's; clients send them as `extra_body`."""
 
-    model_config = ConfigDict(extra="allow", strict=False)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str
     temperature: float | None = None
@@ -63,7 +66,9 @@ class SamplingRequest(BaseModel):
         """Raise Refused for a field that is not supported."""
         for name, value in (self.model_extra or {}).items():
             if name not in HARMLESS and not (name in NEUTRAL and value in NEUTRAL[name]):
-                raise Refused(400, f"{name}={value!r} is not supported; leave it out", param=name)
+                raise Refused(400, f"{name}={_shown(value)} is not supported; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise Refused(400, "stream_options needs stream=true", param="stream_options")
 
     def sampling(self, choice: int, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
         """The sampling parameters of the `choice`-th choice. With a seed, each choice gets its own."""
@@ -104,6 +109,40 @@ class CompletionRequest(SamplingRequest):
         return self.prompt  # type: ignore[return-value]
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _ChatMessage(BaseModel):
+    """What a chat template may be given. Other fields are passed on."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1)
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
 class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -114,6 +153,26 @@ class ChatRequest(SamplingRequest):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    def check_messages(self) -> None:
+        """Raise Refused for a message that is not text, or not one of OpenAI's. A chat template would print it as
+        something else, or fail."""
+        for at, message in enumerate(self.messages):
+            try:
+                _ChatMessage.model_validate(message)
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+                where = ".".join(map(str, ("messages", at, *first["loc"])))
+                raise Refused(400, f"{where}: {first['msg']}", param=where) from None
+
+    @property
+    def length_limit(self) -> int | None:
+        """The maximum number of new tokens, which has two names."""
+        both = {self.max_completion_tokens, self.max_tokens} - {None}
+        if len(both) > 1:
+            problem = "max_tokens and max_completion_tokens differ; give one of them"
+            raise Refused(400, problem, param="max_completion_tokens")
+        return both.pop() if both else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -128,6 +187,11 @@ class ChatRequest(SamplingRequest):
                 problem = f"tools.{at} is not a function with a name and parameters; only such tools are supported"
                 raise Refused(400, f"{problem}, so leave it out", param="tools")
         return [] if self.tool_choice == "none" else self.tools or []
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _is_function(tool: Any) -> bool:

@@ -16,18 +16,20 @@ from contextlib import asynccontextmanager
 
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rally.retrieval import Batcher, Overloaded, ScoredPassage, SearchIndex
+from rally.services.http_guard import http_error
 from rally.services.http_server import carries
 
-MAX_TOPK = 1000
+MAX_TOPK, MAX_QUERIES, MAX_HITS = 1000, 8192, 200_000
 
 
 class RetrieveRequest(BaseModel):
-    queries: list[str]
+    queries: list[str] = Field(max_length=MAX_QUERIES)
     topk: int | None = Field(default=None, ge=0, le=MAX_TOPK)
     return_scores: bool = False
 
@@ -36,7 +38,7 @@ def create_app(index: SearchIndex, topk: int = 3, token: str | None = None) -> S
     """The server as an ASGI application; with a token, `/retrieve` requires it as `Authorization: Bearer TOKEN`."""
     service = _RetrievalService(index, topk, token)
     routes = [Route("/retrieve", service.retrieve, methods=["POST"]), Route("/health", service.health)]
-    return Starlette(routes=routes, lifespan=service.lifespan)
+    return Starlette(routes=routes, lifespan=service.lifespan, exception_handlers={HTTPException: http_error})
 
 
 class _RetrievalService:
@@ -56,7 +58,12 @@ class _RetrievalService:
             return _error(401, "this server requires its token", {"WWW-Authenticate": "Bearer"})
         try:
             body = RetrieveRequest.model_validate_json(await request.body())
-            results = await self._batcher.search(body.queries, body.topk or self._topk)
+            topk = body.topk or self._topk
+            if len(body.queries) * topk > MAX_HITS:
+                return _error(
+                    422, f"{len(body.queries)} queries of {topk} hits are more than {MAX_HITS} hits; ask for fewer"
+                )
+            results = await self._batcher.search(body.queries, topk)
         except ValidationError as error:
             return _error(422, error.errors(include_url=False, include_context=False, include_input=False))
         except Overloaded as error:

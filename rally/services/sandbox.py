@@ -13,15 +13,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from rally.sandbox import CommandResult, Outcome, Program, Sandbox, SandboxError
+from rally.services.http_guard import http_error
 from rally.services.http_server import carries
 from rally.types import RallyError
 
 MAX_TIMEOUT = 3600.0
+MAX_MEMORY_MB = 1 << 24
 
 
 class RunCodeRequest(BaseModel):
@@ -29,7 +34,7 @@ class RunCodeRequest(BaseModel):
     language: str
     compile_timeout: float = Field(10, gt=0, le=MAX_TIMEOUT)
     run_timeout: float = Field(10, gt=0, le=MAX_TIMEOUT)
-    memory_limit_MB: int = -1
+    memory_limit_MB: int = Field(-1, ge=-1, le=MAX_MEMORY_MB)
     stdin: str | None = None
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
@@ -90,37 +95,46 @@ class RunCodeResponse(BaseModel):
         )
 
 
-def create_app(sandbox: Sandbox | None = None, token: str | None = None) -> FastAPI:
+def create_app(sandbox: Sandbox | None = None, token: str | None = None) -> Starlette:
     """The server as an ASGI application; with a token, every request must carry it as `Authorization: Bearer`."""
     sandbox = sandbox or Sandbox()
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with sandbox:
             yield
 
-    async def authorised(request: Request) -> None:
+    def check_token(request: Request) -> None:
         if not carries(token, request.headers.get("authorization", "")):
             raise HTTPException(401, "send the server's token in the header Authorization: Bearer TOKEN")
 
-    app = FastAPI(title="Rally sandbox", lifespan=lifespan, dependencies=[Depends(authorised)])
+    async def ping(request: Request) -> Response:
+        check_token(request)
+        return JSONResponse("pong")
 
-    @app.get("/v1/ping")
-    async def ping() -> str:
-        return "pong"
-
-    @app.post("/run_code")
-    async def run_code(request: RunCodeRequest) -> RunCodeResponse:
+    async def run_code(request: Request) -> Response:
+        check_token(request)
+        asked = RunCodeRequest.model_validate_json(await request.body())
         try:
-            return RunCodeResponse.of(await sandbox.run(request.program()))
+            answer = RunCodeResponse.of(await sandbox.run(asked.program()))
         except SandboxError as error:
-            return RunCodeResponse(status="SandboxError", message=str(error))
+            answer = RunCodeResponse(status="SandboxError", message=str(error))
+        return JSONResponse(answer.model_dump())
 
-    @app.exception_handler(RallyError)
-    async def refused(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, status_code=422)
+    return Starlette(
+        routes=[Route("/v1/ping", ping), Route("/run_code", run_code, methods=["POST"])],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: http_error, ValidationError: _malformed, RallyError: _refused},
+    )
 
-    return app
+
+def _malformed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    return JSONResponse({"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422)
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    return JSONResponse({"detail": str(error)}, 422)
 
 
 def _decoded(name: str, text: str) -> bytes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rally.algos import losses
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
-from rally.models.sharding import Ranks
+from rally.models.sharding import ALONE, Ranks
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
@@ -30,6 +30,7 @@ from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeReference, UpdatePolicy
 from rally.train.reference import Reference
+from rally.types import RallyError
 
 
 def probability_agreement(trained: Sequence[Tensor], recorded: Sequence[Tensor]) -> dict[str, float]:
@@ -63,6 +64,7 @@ class UpdateSettings:
     log_prob_limits: MicroBatchLimits | None = None  # for old log-probabilities; None: as in the update
     reference_limits: MicroBatchLimits | None = None  # for the reference's log-probabilities; None: as in the update
     temperature: float = 1.0
+    mismatch_limit: float | None = None  # of the KL (k3) between rollout and trainer, beyond which nothing is trained
     deterministic: bool = False  # compute log-probabilities with the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
 
@@ -127,6 +129,27 @@ class MicroBatchLoss(NamedTuple):
     result: MicroBatchResult
 
 
+class MismatchError(RallyError):
+    """The rollout's log-probabilities cannot be those of the policy that is trained."""
+
+
+def _check_mismatch(trained: Sequence[Tensor], recorded: Sequence[Tensor], limit: float | None, ranks: Ranks) -> None:
+    """Raise MismatchError before anything is trained. All ranks raise it or none does."""
+    if limit is None:
+        return
+    trained_M, recorded_M = (torch.cat([torch.zeros(0), *(x.float().cpu() for x in xs)]) for xs in (trained, recorded))
+    k3 = float(losses.kl_estimate(recorded_M, trained_M, "k3").sum(dtype=torch.float64))
+    mine = torch.tensor([len(trained_M), k3, trained_M.sum(), recorded_M.sum()], dtype=torch.float64)
+    tokens, k3, trained_sum, recorded_sum = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
+    if tokens and k3 / tokens > limit:  # a NaN is a matter of the gradient
+        raise MismatchError(
+            f"the sampled tokens have a mean log-probability of {recorded_sum / tokens:.3f} in the rollout and of "
+            f"{trained_sum / tokens:.3f} in the trainer, a KL of {k3 / tokens:.3g} over {tokens:.0f} tokens, over "
+            f"rollout.mismatch_limit={limit:g}; the rollout did not sample from this policy, so nothing was trained on "
+            "it. Check who can reach the rollout servers, and the dtype and temperature on both sides"
+        )
+
+
 def _mismatch(trained_M: Tensor, recorded_M: Tensor) -> dict[str, float]:
     """How far the rollout's log-probabilities are from the trainer's on the same weights."""
     k3_M = losses.kl_estimate(recorded_M, trained_M, "k3")
@@ -179,6 +202,8 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
         return _logprobs(policy, packed, settings).logp_M
 
     logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
+    recorded_M = torch.tensor([p for row in batch.rows for p in row.logprobs])
+    _check_mismatch([logp_M], [recorded_M], settings.mismatch_limit, ALONE)  # every rank has all of them
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
@@ -230,6 +255,8 @@ def _mini_batch(
         if part.counts:
             total = total + loss_M.detach().sum()
             tried.append(Tried(part.rows, loss_M.detach()))
+    if fresh:
+        _check_mismatch(metrics.trained, metrics.recorded, settings.mismatch_limit, policy.ranks)
     if rows:
         metrics.grad_norms.append(take_step(policy, parts, tried))
     metrics.losses.append(total)

@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from rally.config import load_config
 from rally.distributed import controller as controller_module
@@ -17,6 +18,7 @@ from rally.distributed import process_group
 from rally.distributed.controller import Controller, ControllerSettings, LostRank
 from rally.runs.build.models import RunPlan
 from rally.train.rank_messages import GatherWeights, Shutdown
+from rally.types import RallyError
 from rally.util.subprocesses import ServerProcess
 
 PLAN = RunPlan(load_config(overrides=["trainer.n_gpus_per_node=2", "trainer.device=cpu"]), None, 1)
@@ -44,6 +46,35 @@ def test_gpus_open_no_port_to_other_machines(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.setattr(process_group.dist, name, lambda *given, **named: None)
     process_group.ProcessGroup(0, 1, tmp_path / "rendezvous", "cuda", 1.0)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.drill("security", "A foreign process joins the ranks of a run", "The run stops: it lacks the secret")
+def test_a_process_without_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 1 of two is another process, which answers with what it saw on the wire, or with anything else."""
+    group = process_group.ProcessGroup.__new__(process_group.ProcessGroup)
+    group.rank, group.world_size, group.device = 0, 2, "cpu"
+    process_group.write_secret(tmp_path)
+    secret = (tmp_path / process_group.SECRET).read_bytes()
+    assert (tmp_path / process_group.SECRET).stat().st_mode & 0o077 == 0 and len(secret) == 32
+    asked: list[int] = []
+
+    def answering(proof: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        asked.clear()
+
+        def all_gather(gathered: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+            gathered[0].copy_(mine)
+            gathered[1].copy_(proof(len(asked), mine))
+            asked.append(1)
+
+        monkeypatch.setattr(process_group.dist, "all_gather", all_gather)
+
+    answering(lambda number, _: process_group._proof(secret, number, 1))
+    group._check_members(tmp_path, ["numbers", "messages"])
+    assert len(asked) == 3
+    for wrong in (lambda number, mine: mine, lambda number, mine: torch.zeros(32, dtype=torch.uint8)):
+        answering(wrong)
+        with pytest.raises(RallyError, match="not a rank of this run"):
+            group._check_members(tmp_path, ["numbers", "messages"])
 
 
 class Joined:

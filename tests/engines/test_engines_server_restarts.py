@@ -265,6 +265,7 @@ async def test_servers_on_the_trainers_gpu_sleep_during_the_update(name: str, tm
 
 ORDER = {
     "vllm": [
+        "/inference/v1/generate",  # the canary: it still has the run's weights
         "/sleep?level=2",
         "/wake_up?tags=weights",
         "/collective_rpc",
@@ -274,6 +275,7 @@ ORDER = {
         "/inference/v1/generate",
     ],
     "sglang": [
+        "/generate",
         "/pause_generation",
         "/release_memory_occupation",
         "/resume_memory_occupation",

@@ -16,6 +16,7 @@ from rally.chat import ChatCodec, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny"
+HIDDEN = ("--hidden-tools",)  # the tiny template does not show them
 QUESTION = [{"role": "user", "content": "What is 12*3?"}]
 CALL = {"name": "calculator", "arguments": {"expression": "12*3"}}
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
@@ -66,7 +67,19 @@ class EngineProcess:
     def __init__(self, folder: Path, *options: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        words = ["serve", "engine", str(folder), "--port", str(self.port), "--name", NAME, "--memory", "0.02", *options]
+        words = [
+            "serve",
+            "engine",
+            str(folder),
+            "--port",
+            str(self.port),
+            "--name",
+            NAME,
+            "--memory",
+            "0.02",
+            *HIDDEN,
+            *options,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rally.cli", *words], stdout=subprocess.DEVNULL, env=environment

@@ -3,10 +3,11 @@
 import asyncio
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from fake_server import FakeServer
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rally.config import ConfigError
 from rally.engines import EngineError
+from rally.engines.remote import LaunchedServer
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
 from rally.runs.build.engines import (
@@ -32,6 +34,7 @@ from rally.runs.build.engines import (
 )
 from rally.runs.train import train
 from rally.track import RunFolder
+from rally.types import Generation, SamplingParams
 
 R = "actor_rollout_ref.rollout"
 
@@ -91,8 +94,20 @@ def test_a_run_over_servers_follows_the_policy(home: Path, tmp_path: Path) -> No
     assert [fake.label for fake in fakes] == ["2", "2"]
 
 
+@pytest.mark.drill("security", "A local user sends zeros to a run's server", "401; the run trains on its own weights")
 def test_a_run_over_a_server_of_rallys_own(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    attacks: list[int] = []
+    sample = LaunchedServer.generate
+
+    async def attacked(self: LaunchedServer, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        order = {"folder": str(home / "model"), "version": 0, "in_flight": "keep"}
+        async with httpx.AsyncClient(base_url=self.url) as stranger:
+            for path, body in (("/load_weights", order), ("/generate", {"prompt_ids": [1]})):
+                attacks.append((await stranger.post(path, json=body)).status_code)
+        return await sample(self, prompt_ids, params)
+
+    monkeypatch.setattr(LaunchedServer, "generate", attacked)
     config = run_config(
         home,
         tmp_path / "run",
@@ -105,6 +120,7 @@ def test_a_run_over_a_server_of_rallys_own(home: Path, tmp_path: Path, monkeypat
         "trainer.total_training_steps=2",
     )
     train(config, Paper().console)
+    assert len(attacks) > 20 and set(attacks) == {401}
     folder = RunFolder(tmp_path / "run")
     for row in folder.read_metrics():
         assert row.metrics["engine/canary_difference"] < 1e-4

@@ -1,14 +1,22 @@
 """Weights of a served engine are replaced completely or not at all, and later samples are from the new policy."""
 
+import asyncio
+import re
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from small_models import full_logprobs, make_model
+from typer.testing import CliRunner
 
+from rally.chat import tiny_tokenizer
+from rally.cli.serve import app
 from rally.engines import EmbeddedEngine, EngineSettings
-from rally.services.admission import Refused
-from rally.services.engine import LoadRequest, load_weights
+from rally.services.admission import Refused, Served
+from rally.services.engine import LoadRequest, create_app, load_weights
+from rally.services.http_server import ServeError
 from rally.types import SamplingParams
 
 PROMPT = list(range(1, 40))
@@ -51,3 +59,59 @@ async def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
         before.logprobs, abs=1e-5
     )
     await engine.close()
+
+
+def test_a_server_takes_weights_only_from_who_knows_its_token(tmp_path: Path) -> None:
+    make_model(seed=1).save_pretrained(tmp_path)
+    engine = EmbeddedEngine(make_model(seed=0), EngineSettings(max_model_len=64, max_num_seqs=2))
+    served = Served(engine=engine, tokenizer=tiny_tokenizer(), name="tiny")
+    with pytest.raises(ServeError, match="needs a token; set RALLY_ENGINE_TOKEN"):
+        create_app(served, accepts_weights=True)
+    order = {"folder": str(tmp_path), "version": 1, "in_flight": "keep"}
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(create_app(served, "s3cret", accepts_weights=True))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+            for headers in ({}, {"Authorization": "Bearer guess"}):
+                assert (await http.post("/load_weights", json=order, headers=headers)).status_code == 401
+            assert engine.weight_version == 0
+            known = {"Authorization": "Bearer s3cret"}
+            for wrong in ({"version": -1}, {"version": 2**63}, {"version": True}, {"folder": 5}, {"in_flight": "x"}):
+                assert (await http.post("/load_weights", json=order | wrong, headers=known)).status_code == 400, wrong
+            (tmp_path / "model.safetensors.index").touch()
+            (tmp_path / "zz.safetensors").write_bytes(b"not safetensors")
+            spoiled = await http.post("/load_weights", json=order, headers=known)
+            assert spoiled.status_code == 400 and "cannot be read" in spoiled.text
+            (tmp_path / "zz.safetensors").unlink()
+            assert (await http.post("/load_weights", json=order, headers=known)).status_code == 200
+            assert engine.weight_version == 1
+        await engine.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.drill("security", "A local user sends weights to a served engine", "401: a token is always required")
+def test_a_server_started_without_a_token_makes_and_prints_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(seed=1)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.delenv("RALLY_ENGINE_TOKEN", raising=False)
+    apps: list[Any] = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **_: apps.append(app))
+    options = ["engine", str(tmp_path), "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
+    for more, status in (([], 404), (["--accept-weights"], 401)):
+        result = CliRunner().invoke(app, [*options, *more])
+        assert result.exit_code == 0, result.exception
+        printed = re.findall(r"RALLY_ENGINE_TOKEN=(\S+)", (result.output + capsys.readouterr().err).replace("\n", ""))
+        assert len(printed) == len(more)
+
+        async def ask(served: Any, token: str, expected: int) -> None:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://localhost") as http:
+                assert (await http.post("/load_weights", json={})).status_code == expected
+                if token:
+                    known = {"Authorization": f"Bearer {token}"}
+                    assert (await http.post("/load_weights", json={}, headers=known)).status_code == 400
+
+        asyncio.run(ask(apps[-1], "".join(printed), status))

@@ -89,7 +89,7 @@ def _engine_kwargs(config: Config) -> Iterator[str]:
         flags = getattr(kwargs, name)
         if flags and name != kind:
             yield f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name={kind}; leave it out."
-        for key in sorted({"model", "model_path", "host", "port", "served_model_name"} & flags.keys()):
+        for key in sorted({"model", "model_path", "host", "port", "served_model_name", "api_key"} & flags.keys()):
             yield f"{ROLLOUT}.engine_kwargs.{name}.{key} is set by the run itself; leave it out."
 
 

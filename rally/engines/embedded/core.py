@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -70,7 +71,9 @@ class EngineCore:
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
         shape = kv_shape(model)
-        pages = num_pages or plan_memory(model, self.settings).pages
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings)
+        pages = num_pages if self.memory_plan is None else self.memory_plan.pages
+        assert pages is not None
         store = KVStore(
             num_layers=shape.layers,
             num_pages=pages,
@@ -159,6 +162,8 @@ class EngineCore:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in {limit}; shorten it or raise the limit"
             )
+        if params.stop_ids and max(params.stop_ids) >= self._vocabulary:
+            raise EngineError(f"stop_ids contains a token id outside the model's vocabulary of {self._vocabulary}")
         if params.stop and self.decode is None:
             raise EngineError("stop strings need a tokenizer; give the engine one or use stop_ids")
         space = self.settings.max_model_len - len(prompt_ids)
@@ -196,6 +201,29 @@ class EngineCore:
         if self._launched and not self.runner.ahead:
             last, self._launched = self._launched, None
         return self._read_back(last) if last else []
+
+    def recover(self) -> list[Request]:
+        """Forget a step that failed. Returns the requests that took part in it, which are no longer queued; `attempt`
+        tells whether one of them is at fault."""
+        self._launched = None
+        return self.scheduler.recover()
+
+    def attempt(self, request: Request) -> None:
+        """Run a recovered request alone until it has a new token. Raises what its steps raise. If it goes on, it is
+        queued behind those that were attempted before."""
+        scheduler = self.scheduler
+        others, scheduler.waiting = scheduler.waiting, deque([request])
+        try:
+            sampled = request.sampled
+            while request.finish is None and request.sampled == sampled:
+                self.step()
+                self.drain()
+                if request.slot >= 0 and self.slots.known[request.slot] > sampled + request.prompt_len:
+                    scheduler.preempt(request)
+        finally:
+            scheduler.waiting = others
+        if request.finish is None:
+            scheduler.waiting.append(request)
 
     def drain(self) -> list[Request]:
         """Read back the step in flight, if any; returns the requests that it finished."""
@@ -287,8 +315,14 @@ class EngineCore:
         return in_flight if self.settings.in_flight == "abort" else []
 
     def _finish_reason(self, request: Request, stopped: bool) -> FinishReason | None:
-        if stopped or (request.params.stop and self._stop_string(request)):
+        if stopped:
             return "stop"
+        try:
+            if request.params.stop and self._stop_string(request):
+                return "stop"
+        except Exception as problem:  # noqa: BLE001 - a tokenizer that fails must not end other requests
+            request.error = problem
+            return "abort"
         return "length" if self.slots.known[request.slot] == self.slots.limit[request.slot] else None
 
     def _stop_string(self, request: Request) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Slots
-from rally.engines.embedded.sampler import Draw, SampledBatch, sample
+from rally.engines.embedded.sampler import Draw, NonFiniteLogits, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
@@ -90,10 +90,9 @@ class _InFlight:
             self.event.synchronize()
         ids, logprobs = self.output[:, : self.samples].numpy()
         values = logprobs.view(np.float32).copy()
-        if not np.isfinite(values).all():
-            raise EngineError(
-                "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
-            )
+        finite = np.isfinite(values)
+        if not finite.all():
+            raise NonFiniteLogits(everywhere=not finite.any())
         return SampledBatch(ids.astype(np.int64), values, values)
 
 

@@ -1,6 +1,7 @@
 """The embedded engine: any number of agent loops `await generate(...)`, and one thread steps the core.
 
-The thread runs only while there is work. The weights are the trainer's own tensors. Change them inside
+The thread runs only while there is work. If a step fails, the requests in it are run one by one: those that fail alone
+get the error, the others go on. The weights are the trainer's own tensors. Change them inside
 `with engine.updating():`, which waits for the running step and begins a new weight version.
 
 In deterministic mode without batch-invariant kernels (on a CPU) the engine runs in lockstep. A step waits until every
@@ -15,15 +16,18 @@ import operator
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError, UtilizationClock
 from rally.engines.embedded.core import EngineCore
 from rally.engines.embedded.request_slots import Request, SampledTokens
+from rally.engines.embedded.sampler import NonFiniteLogits
 from rally.engines.embedded.settings import EngineSettings
 from rally.types import Generation, ImageSpan, SamplingParams
 
@@ -34,6 +38,8 @@ SWITCH_INTERVAL = 1e-4
 """Seconds until a thread that runs Python code hands the interpreter lock to a waiting one. A step is hundreds of torch
 operations, each of which releases the lock. With Python's default of 5 ms each of them, and the GPU, would wait that
 long beside a busy agent loop."""
+
+SELF_TEST = SamplingParams(temperature=0.0, max_tokens=1)
 
 OnTokens = Callable[[SampledTokens], None]
 """Called in the caller's event loop with the tokens sampled since the last call; the Generation holds all of them."""
@@ -75,7 +81,8 @@ class EmbeddedEngine:
         self._wake = threading.Condition()  # guards arrivals, departures, sessions and `_closed`
         self._closed = False
         self._notified: set[asyncio.AbstractEventLoop] = set()  # event loops that may still be handling results
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # it has stopped
+        self._problem: Exception | None = None  # of the last step
         self._steps = UtilizationClock()
         self._thread = threading.Thread(target=self._run, name="rally-engine", daemon=True)
         self._thread.start()
@@ -94,8 +101,14 @@ class EmbeddedEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that stopped the engine, if one did."""
-        return self._failure
+        """Why the engine cannot sample: what stopped it, or what the last step failed with. New weights or a step that
+        works clear the latter."""
+        return self._failure or self._problem
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has failed for good; a new engine is needed."""
+        return self._failure is not None
 
     async def generate(
         self,
@@ -149,11 +162,15 @@ class EmbeddedEngine:
         """A context in which the weights may be changed; leaving it starts version `version`, by default the next
         one."""
         with self._lock:
-            self._deliver(self.core.drain())
+            try:
+                self._deliver(self.core.drain())
+            except Exception as problem:  # noqa: BLE001 - it belongs to requests, not to the update
+                self._isolate(problem)
             try:
                 with self.core.memory_lent():
                     yield
             finally:  # an update that failed may have changed weights too
+                self._problem = None
                 self._deliver(self.core.commit_weights(version))
 
     async def start(self) -> None:
@@ -192,10 +209,8 @@ class EmbeddedEngine:
                         continue
                     before = self._steps.seconds
                     with self._steps.working():
-                        finished = self.core.step()
+                        self._step()
                     seconds = self._steps.seconds - before
-                    self._report()
-                    self._deliver(finished)
             except BaseException as failure:  # noqa: BLE001 - the thread must pass any failure to its callers
                 self._fail(failure)
                 return
@@ -204,6 +219,58 @@ class EmbeddedEngine:
             left = list(self._waiters)
             self.core.abort(left)
             self._deliver(left)
+
+    def _step(self) -> None:
+        try:
+            finished = self.core.step()
+        except Exception as problem:
+            if self._is_fatal(problem):
+                raise
+            self._isolate(problem)
+            return
+        self._problem = None
+        self._report()
+        self._deliver(finished)
+
+    def _is_fatal(self, problem: Exception) -> bool:
+        """After most errors on a GPU, such as an illegal access, the process cannot use it any more."""
+        on_gpu = self.core.model.device.type == "cuda"
+        return on_gpu and not isinstance(problem, (EngineError, torch.OutOfMemoryError))
+
+    def _isolate(self, problem: Exception) -> None:
+        """A step failed. Run its requests one by one, so that only those that fail alone get the error. Bad weights
+        are no request's fault; all of them get the error at once. If none is left, the engine tests itself."""
+        self._problem = problem
+        suspects = self.core.recover()
+        self._deliver([request for request in self._waiters if request.finish is not None])
+        untouched, self.core.scheduler.waiting = self.core.scheduler.waiting, deque()
+        hopeless = isinstance(problem, NonFiniteLogits) and problem.everywhere
+        for request in [r for r in suspects if r in self._waiters]:
+            try:
+                if hopeless:
+                    raise problem
+                self.core.attempt(request)
+            except Exception as own:
+                if self._is_fatal(own):
+                    raise
+                self.core.recover()
+                request.error, request.finish = own, "abort"
+            if request.finish is not None:
+                self._deliver([request])
+        if not self.core.scheduler.waiting:
+            self._test_itself(problem)
+        self.core.scheduler.waiting.extend(untouched)
+
+    def _test_itself(self, problem: Exception) -> None:
+        """Sample one token of a trivial request. If that works, only requests were at fault. If the logits are not
+        finite, other weights can help. Otherwise the engine is broken, and `problem` is raised."""
+        try:
+            self.core.attempt(Request.new([0], SELF_TEST, 0, time.perf_counter()))
+            self._problem = None
+        except NonFiniteLogits:
+            self.core.recover()
+        except Exception as own:
+            raise problem from own
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -268,7 +335,7 @@ class EmbeddedEngine:
         for request in requests:
             loop, future = self._waiters.pop(request)
             self._listeners.pop(request, None)
-            by_loop.setdefault(loop, []).append((future, request.result()))
+            by_loop.setdefault(loop, []).append((future, request.error or request.result()))
         for loop, results in by_loop.items():
             self._forget([future for future, _ in results])
             _post(loop, results)
@@ -284,6 +351,7 @@ class EmbeddedEngine:
             self._closed, self._failure = True, failure
             self._session_of.clear()
             waiting = [arrival.waiter for arrival in self._arrivals] + list(self._waiters.values())
+            self._arrivals = []
         for loop, future in waiting:
             _post(loop, [(future, failure)])
 

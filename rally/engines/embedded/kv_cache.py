@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rally.engines.base import EngineError
 
+ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
@@ -134,9 +136,13 @@ class PagePool:
         assert num_pages > 0
         self.num_pages = num_pages
         self.stride = stride
-        self.num_free = num_pages
-        self._free = bytearray(FREE * num_pages)
-        self._references = [0] * num_pages
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every page, whoever holds it."""
+        self.num_free = self.num_pages
+        self._free = bytearray(FREE * self.num_pages)
+        self._references = [0] * self.num_pages
         self._cursor = self._stretch = 0  # where the last search ended
 
     def reset(self) -> None:
@@ -226,9 +232,14 @@ class KVStore:
         size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
         self.memory = VirtualMemory(size, device) if lend else None
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        self.paged = (
-            self.memory.tensor(shape, dtype) if self.memory else torch.empty(shape, dtype=dtype, device=device)
-        ).zero_()
+        if self.memory is not None:
+            self.paged = self.memory.tensor(shape, dtype).zero_()
+        else:
+            self.paged = (
+                _untouched_zeros(size).view(dtype).view(shape)
+                if device.type == "cpu"
+                else torch.zeros(shape, dtype=dtype, device=device)
+            )
         slots = self.paged.flatten(1, 2)
         self.keys: list[Tensor] = list(slots[:num_layers])
         self.values: list[Tensor] = list(slots[num_layers:])
@@ -256,6 +267,14 @@ class KVStore:
     def copy_pages_at(self, source_n: Tensor, target_n: Tensor) -> None:
         """The same for page numbers that are on the device; every page is read before any is written."""
         self.paged[:, target_n] = self.paged[:, source_n]
+
+
+def _untouched_zeros(size: int) -> Tensor:
+    """Zeroed bytes on the CPU. The system provides their memory only when they are first written, so a cache that is
+    planned for many requests costs nothing until they come."""
+    whole = np.zeros(size + ALIGNMENT, np.uint8)  # calloc; torch.zeros would write every page
+    start = -whole.ctypes.data % ALIGNMENT
+    return torch.from_numpy(whole[start : start + size])
 
 
 def _stretches(copies: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,21 +18,27 @@ from rally.models.vision_memory import vision_bytes
 
 
 class MemoryPlan(NamedTuple):
-    """`pages` of KV, their bytes, and the bytes a step of the largest size needs while it runs."""
+    """`pages` of KV, their bytes, and the bytes a step of the largest size needs while it runs. `free` bytes were
+    available when the plan was made."""
 
     pages: int
     kv_bytes: int
     step_bytes: int
+    free: int
 
 
 def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
-    """KV gets `memory_share` of the free memory, less what a step needs. A GPU uses all of that, so that histories
-    waiting for tools stay cached. A CPU uses at most twice what can run at once, because its memory is shared."""
+    """KV gets `memory_share` of the free memory, less what a step needs, and at most `max_kv_bytes`. A GPU uses all of
+    that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
+    memory is shared."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
     per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, patches_of(model))
-    allowed = max(0, int(free_bytes(model.device) * settings.memory_share) - step) // per_token
+    free = free_bytes(model.device)
+    allowed = max(0, int(free * settings.memory_share) - step) // per_token
+    if settings.max_kv_bytes is not None:  # but one history must fit
+        wanted = min(wanted, max(settings.max_kv_bytes // per_token, settings.max_model_len + settings.page_size))
     pages = min(wanted, allowed) // settings.page_size
     if pages * settings.page_size < settings.max_model_len:
         names = settings.option_names
@@ -39,7 +46,18 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
             f"one history of {names.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
             f"tokens of KV that {names.memory}={settings.memory_share} allows; raise it, or lower {names.lengths}"
         )
-    return MemoryPlan(pages, pages * settings.page_size * per_token, step)
+    return MemoryPlan(pages, pages * settings.page_size * per_token, step, free)
+
+
+def plan_words(plan: MemoryPlan, settings: EngineSettings) -> str:
+    """The plan in a sentence."""
+    tokens = plan.pages * settings.page_size
+    whole = min(settings.max_num_seqs, tokens // settings.max_model_len)
+    kv, step, free = (size / 2**30 for size in (plan.kv_bytes, plan.step_bytes, plan.free))
+    return (
+        f"KV cache of up to {kv:.2f} GiB for {tokens:,} tokens, that is {whole} of {settings.max_num_seqs} requests of "
+        f"{settings.max_model_len:,} tokens at once; up to {step:.2f} GiB for a step; {free:.1f} GiB were free"
+    )
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
@@ -68,7 +86,40 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo", encoding="ascii") as info:
         fields = dict(line.split(":", 1) for line in info)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *cgroup_free_bytes()])
+
+
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each control group of this process leaves to it, as containers and batch systems limit it (version 1 and
+    2). File caches, which the system can drop, count as free."""
+    found = []
+    lines = proc.read_text(encoding="utf-8").splitlines() if proc.exists() else []
+    for _, controllers, name in (line.split(":", 2) for line in lines):
+        if controllers == "":
+            base, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, usage, cached = root / "memory", *CGROUP_V1
+        else:
+            continue
+        own = base / name.lstrip("/")
+        for folder in [own, *(parent for parent in own.parents if parent == base or base in parent.parents)]:
+            found += _left(folder, limit, usage, cached)
+    return found
+
+
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _left(folder: Path, limit: str, usage: str, cached: str) -> list[int]:
+    try:
+        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except OSError:  # not a group of this controller, or outside of the container
+        return []
+    if not most.isdecimal():  # "max"
+        return []
+    return [max(0, int(most) - int(used) + int(statistics.get(cached, 0)))]
 
 
 def _width(model: PreTrainedModel) -> int:

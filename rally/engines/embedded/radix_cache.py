@@ -73,8 +73,12 @@ class RadixCache:
         self.pool = pool
         self.page_size = page_size
         self._step = page_size * WIDTH
-        self._roots: dict[int, _Node] = {}
         self._clock = itertools.count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything without releasing pages; the pool is cleared too."""
+        self._roots: dict[int, _Node] = {}
         self._nodes = 0
         self._leaves: list[_Leaf] = []  # a heap; outdated entries are skipped
 

@@ -49,6 +49,7 @@ class Request:
     spans: list[WeightSpan] = field(default_factory=list)
     cached_tokens: int = 0
     finish: FinishReason | None = None
+    error: Exception | None = None  # why it failed; its finish is then `abort`
     arrived: float = 0.0  # times by time.perf_counter
     admitted: float = 0.0  # 0: not yet; the same for first_token
     first_token: float = 0.0
@@ -147,6 +148,12 @@ class Slots:
     def reset(self) -> None:
         """Assign slots in the order of a new engine again; all must be free."""
         assert self.num_free == len(self.requests), "a request still has a slot"
+        self._free = list(range(len(self.requests) - 1, -1, -1))
+
+    def clear(self) -> None:
+        """Empty every slot. The requests are not touched."""
+        self.requests = [None] * len(self.requests)
+        self.serial[:] = self.limit[:] = 0
         self._free = list(range(len(self.requests) - 1, -1, -1))
 
     def enter(self, request: Request, computed: int, eos_ids: frozenset[int]) -> None:

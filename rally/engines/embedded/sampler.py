@@ -19,6 +19,17 @@ from rally.engines.embedded.request_slots import Floats, Ints, Slots
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+class NonFiniteLogits(EngineError):
+    """The model's logits are NaN or infinite. `everywhere`: in every row of the step, so no single request is at
+    fault."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__(
+            "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
+        )
+        self.everywhere = everywhere
+
+
 class SampledBatch(NamedTuple):
     """For each row: the token, its log-probability under softmax(logits / temperature), as the trainer computes it, and
     its log-probability after top-k, top-p and min-p."""
@@ -70,10 +81,9 @@ def sample(logits_BV: Tensor, draw: Draw) -> SampledBatch:
     logp = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1)
     filtered = _filter(logp, draw) if draw.filters.any() else logp
     cdf = filtered.exp().cumsum(-1, dtype=torch.float64)
-    if not cdf[:, -1].isfinite().all():
-        raise EngineError(
-            "the model's logits are not finite (NaN or infinity); its weights are corrupt or have diverged"
-        )
+    finite = cdf[:, -1].isfinite()
+    if not finite.all():
+        raise NonFiniteLogits(everywhere=not bool(finite.any()))
     u = torch.from_numpy(draw.uniform).to(device)
     ids = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1)
     if greedy.any():
@@ -113,6 +123,8 @@ def filtered_logprobs(logp_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B
     before_BV = mass_BV.cumsum(-1) - mass_BV
     kept_BV &= (before_BV < top_p_B.to(logp_BV.dtype)[:, None]) | (top_p_B >= 1)[:, None]
     kept_BV &= sorted_BV >= sorted_BV[:, :1] + min_p_B.double().log().to(logp_BV.dtype)[:, None]
+
+    kept_BV[:, 0] = True  # the best token stays, whatever rounding makes of the limits
 
     keep_BV = torch.empty_like(kept_BV).scatter_(1, order_BV, kept_BV)
     filtered_BV = logp_BV.masked_fill(~keep_BV, -torch.inf).log_softmax(-1)

@@ -80,6 +80,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.version = 0
         self.preemptions = 0
+        self._admitting: Request | None = None
         self._copies: list[tuple[int, int]] = []
         self._held = 0  # consecutive steps in which waiting requests were held back
 
@@ -147,22 +148,43 @@ class Scheduler:
             self._first_page(token_bytes(slots.ids[c.slot, : slots.known[c.slot]]), c.start) for c in chunks
         } - {None}
         passed_over: list[Request] = []
-        while self.waiting and budget > 0 and slots.num_free:
-            request = self.waiting.popleft()
-            tokens = token_bytes(request.ids)
-            cached = self.index.match(self.version, tokens[:-WIDTH])
-            page = self._first_page(tokens, cached.tokens)
-            if page in computing:
-                passed_over.append(request)
-                continue
-            if not self._place(request, cached):
-                self.waiting.appendleft(request)
-                break
-            self.running.append(request)
-            if page is not None:
-                computing.add(page)
-            budget = self._plan_chunk(request, budget, chunks)
-        self.waiting.extendleft(reversed(passed_over))
+        try:
+            while self.waiting and budget > 0 and slots.num_free:
+                self._admitting = request = self.waiting.popleft()
+                tokens = token_bytes(request.ids)
+                cached = self.index.match(self.version, tokens[:-WIDTH])
+                page = self._first_page(tokens, cached.tokens)
+                if page in computing:
+                    passed_over.append(request)
+                    continue
+                if not self._place(request, cached):
+                    self.waiting.appendleft(request)
+                    break
+                self.running.append(request)
+                if page is not None:
+                    computing.add(page)
+                budget = self._plan_chunk(request, budget, chunks)
+            self._admitting = None
+        finally:
+            self.waiting.extendleft(reversed(passed_over))
+
+    def recover(self) -> list[Request]:
+        """Empty the slots, pages and cached prefixes, whose state is unknown after a step that failed. Returns the
+        requests that took part in it, with the tokens that were read back; they are no longer queued."""
+        suspects = list(self.running)
+        for request in suspects:
+            request.close_span(self.version, int(self.slots.known[request.slot]) - request.prompt_len)
+            self.slots.leave(request)
+        if self._admitting is not None and self._admitting not in suspects:
+            suspects.append(self._admitting)
+        for request in suspects:
+            request.slot, request.pages, request.indexed = -1, [], 0
+            request.tree_position = request.pure_version = None
+        self.running, self._admitting, self._copies, self._held = [], None, [], 0
+        self.slots.clear()
+        self.pool.clear()
+        self.index.clear()
+        return suspects
 
     def _place(self, request: Request, cached: Match) -> bool:
         """Assign a slot and pages to a waiting request; False if there are not enough pages."""

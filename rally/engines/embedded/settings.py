@@ -33,6 +33,7 @@ class EngineSettings:
     max_num_batched_tokens: int = 8192
     page_size: int = 16
     memory_share: float = 0.5  # of the memory free at start, for KV and what a step needs
+    max_kv_bytes: int | None = None  # a limit of the KV cache beside it
     in_flight: InFlight = "keep"
     seed: int = 0
     backend: Backend = "auto"

@@ -77,12 +77,16 @@ class ClientSettings:
 class ServerReplica:
     """A `Replica` over HTTP."""
 
-    def __init__(self, url: str, api: ServerApi, settings: ClientSettings | None = None) -> None:
+    def __init__(
+        self, url: str, api: ServerApi, settings: ClientSettings | None = None, token: str | None = None
+    ) -> None:
+        """`token`: of a server that this run launched; otherwise it is the user's (`api.headers`)."""
         self.url, credentials = Address.of(url)
         self.api = api
         self.settings = settings or ClientSettings()
         _require_aiohttp()  # now, because a failing first call would be retried as if the server were starting
-        self._headers = _headers(self.url, credentials, api.headers())
+        bearer = {"Authorization": f"Bearer {token}"} if token else api.headers()
+        self._headers = _headers(self.url, credentials, bearer)
         self.version: int | None = None  # of its weights, if known
         self.serving = False  # whether it accepts requests
         self.asleep = False  # it has released its memory

@@ -1,8 +1,9 @@
 """The engine over rollout servers: updates their weights, verifies them, and restarts launched servers that die.
 
 After an update every server loads the new version and must pass a canary generation; one that does not gets no
-requests. A launched server that dies is restarted with the current weights, while requests go to the others or wait.
-Servers that share the trainer's GPU sleep during the update, so that the trainer can use their memory.
+requests. Before the next update it must pass it again. A launched server that dies is restarted with the current
+weights, while requests go to the others or wait. Servers that share the trainer's GPU sleep during the update, so that
+the trainer can use their memory.
 """
 
 from __future__ import annotations
@@ -109,11 +110,11 @@ class RemoteEngine:
         self.router.dismiss(session)
 
     async def rest(self) -> None:
-        """Put the servers to sleep, if they share the trainer's GPU. One that fails gets no more requests."""
-        if not self.settings.sleeps:
-            return
+        """Check that the servers still have the weights that they were given, because whoever reaches them may have
+        replaced them since. Then put them to sleep, if they share the trainer's GPU. One that fails gets no more
+        requests."""
         async with self._update_lock:
-            outcomes = await asyncio.gather(*(self._put_to_sleep(s) for s in self.servers), return_exceptions=True)
+            outcomes = await asyncio.gather(*(self._rest(s) for s in self.servers), return_exceptions=True)
         await self._drop_failed(outcomes)
 
     @contextmanager
@@ -149,9 +150,12 @@ class RemoteEngine:
         await self.router.close()
         self.weights.close()
 
-    async def _put_to_sleep(self, server: ServerReplica) -> None:
-        self.router.pause(server.name)
-        await server.sleep()
+    async def _rest(self, server: ServerReplica) -> None:
+        if server.serving and server.version == self._version:
+            await canary(server, self.oracle)
+        if self.settings.sleeps:
+            self.router.pause(server.name)
+            await server.sleep()
 
     async def _update(self, server: ServerReplica) -> float:
         """Load the current weights into a server, check them, and only then give it requests. Returns the canary's

@@ -1,11 +1,14 @@
 """A rollout server that the run launches: its port, its process, and the environment it runs in.
 
-A server that fails to start is reported with the end of its log. The process ends with the run.
+A server that fails to start is reported with the end of its log. The process ends with the run. Each server has a
+random token, without which it answers no request: other users of the machine can connect to its port. The token is
+passed in the environment of the process, which only its owner can read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import subprocess
 import tempfile
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 from rally.engines.base import EngineError, ReplicaGone
 from rally.engines.remote.client import ClientSettings, ServerReplica
-from rally.engines.remote.server_api import ServerApi
+from rally.engines.remote.server_api import TOKEN_VARIABLE, ServerApi
 from rally.types import Generation, SamplingParams
 from rally.util.locks import Lock, hold
 from rally.util.subprocesses import POLL_SECONDS, ServerProcess
@@ -78,13 +81,14 @@ class LaunchedServer(ServerReplica):
         environment: Mapping[str, str] | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
-        super().__init__(NO_URL, api, settings)
+        token = secrets.token_urlsafe(32)
+        super().__init__(NO_URL, api, settings, token)
         self.process: ServerProcess | None = None
         self._command = command
         self._log = log
         self._port_start = port_start
         self._port: Port | None = None
-        self._environment = api.environment() if environment is None else environment
+        self._environment = {**(api.environment() if environment is None else environment), TOKEN_VARIABLE: token}
 
     @property
     def name(self) -> str:

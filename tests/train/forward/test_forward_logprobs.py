@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 
 from rally.algos import losses
 from rally.algos.losses import SurrogateSettings
+from rally.algos.off_policy_correction import CorrectionSettings
 from rally.engines.embedded import EngineCore
 from rally.models import attention
 from rally.train.batch import TrainBatch, build_batch
 from rally.train.forward import logprobs
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.reference import FrozenModel
-from rally.train.update import UpdateSettings, update_policy
+from rally.train.update import MismatchError, UpdateSettings, update_policy
 from rally.types import Episode, SamplingParams, Segment
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -250,6 +251,30 @@ def test_the_mismatch_of_an_update_is_zero_on_the_same_weights_and_seen_on_other
     assert other["actor/rollout_mismatch_kl"] > 0.01
     apart, alike = "training/rollout_probs_diff_max", "training/rollout_actor_probs_pearson_corr"
     assert metrics[apart] <= 1e-5 < other[apart] and other[alike] < metrics[alike] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.drill("security", "A rollout from zeroed weights", "The run stops with the numbers; nothing is trained")
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_rollout_from_other_weights_stops_the_update_before_its_step(corrected: bool) -> None:
+    model = make_model()
+    zeroed = make_model()
+    with torch.no_grad():
+        for parameter in zeroed.parameters():
+            parameter.zero_()
+    batches = [
+        build_batch([episode(f"a{i}", "a", float(i), s) for i, s in enumerate(sampled_by_engine(source, 1.0))])
+        for source in (model, zeroed)
+    ]
+    correction = CorrectionSettings(level="token") if corrected else CorrectionSettings()
+    settings = replace(update_settings(), mismatch_limit=0.3, correction=correction)
+    update_policy(KeepingPolicy(model), batches[0], settings)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        MismatchError, match=r"of -4\.575 in the rollout and of -\d.* over rollout\.mismatch_limit=0\.3; "
+    ):
+        update_policy(KeepingPolicy(model), batches[1], settings)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    update_policy(KeepingPolicy(model), batches[1], replace(settings, mismatch_limit=None))
 
 
 def batch_of_groups(count: int) -> TrainBatch:

@@ -183,7 +183,9 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     def script(episode: int, turn: int) -> list[dict[str, Any]]:
         return [{"how": plan[episode]}] if turn == 0 else []
 
-    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
+    tools = (
+        f"tools: [{{class_name: MODULE.Drill, process: false, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
+    )
     stepped = drill(tools, script, code=FAULTS)
     check_nothing_lost(stepped)
     flood = "x" * 20 + "[99999960 characters cut]" + "x" * 20

@@ -2,8 +2,9 @@
 
 After too many failures in a row, calls fail at once for LEFT_ALONE seconds. A call that the server has not seen is sent
 a second time; one that it may have seen is not. A server that lets a call time out and then does not list its tools
-either is killed and restarted; over HTTP, the session is opened anew. All connections of a process live in one thread with its own event loop
-(`Hub`), so tools can be listed before the event loop of the run exists, and servers are served during an update.
+either is killed and restarted; over HTTP, the session is opened anew. All connections of a process live in one thread
+with its own event loop (`Hub`), so tools can be listed before the event loop of the run exists, and servers are served
+during an update.
 """
 
 from __future__ import annotations

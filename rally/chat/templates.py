@@ -2,7 +2,7 @@
 
 Messages may have content None, arguments as JSON text, empty tool_calls, or the null fields of a Parquet row; the
 template always gets the same form. Control tokens in tool and user text are escaped. The date is fixed at the start,
-so that equal messages give equal text for the whole run.
+so that equal messages give equal text for the whole run. A new template is first tried in a killable process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from rally.chat.render_limits import check_rendering
 from rally.images.loading import is_image
 from rally.types import Message, RallyError
 
@@ -75,6 +76,21 @@ def _escape(text: str, tokens: re.Pattern[str]) -> Escaped:
 
 SENTINEL = "rallysentinel"
 QUESTION: Message = {"role": "user", "content": "question"}
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "lookup", "arguments": {"query": "x"}}}
+_ANSWER: Message = {"role": "assistant", "content": "answer"}
+_ASKS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_TOOL: Message = {"role": "tool", "name": "lookup", "tool_call_id": "call_0", "content": "42"}
+TRIALS: list[list[Message]] = [
+    [QUESTION],
+    [{"role": "system", "content": "rules"}, QUESTION],
+    [QUESTION, _ANSWER, QUESTION],
+    [QUESTION, _ASKS, _TOOL, _TOOL, _ANSWER, QUESTION],
+]
+_tried: set[str] = set()  # templates that have passed
+_RENDERING_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
 
 
 class Template:
@@ -97,6 +113,22 @@ class Template:
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.placeholder = placeholder  # of images, for a vision model
         self.escaper = Escaper(tokenizer, placeholder)
+        source = str(self.source or tokenizer.chat_template)
+        if source not in _tried:
+            check_rendering(self._longest_trial)
+            _tried.add(source)
+
+    def _longest_trial(self) -> int:
+        """Render short conversations of every role. Returns the length of the longest text."""
+        longest = 0
+        for messages in TRIALS:
+            for generation_prompt in (True, False):
+                try:
+                    longest = max(longest, len(self.text(messages, generation_prompt)))
+                except TemplateError as error:  # a template may refuse a role
+                    if isinstance(error.__cause__, MemoryError):
+                        raise error.__cause__ from None
+        return longest
 
     @property
     def knows_tools(self) -> bool:
@@ -119,9 +151,10 @@ class Template:
                 tokenize=False,
                 **self.kwargs,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _RENDERING_ERRORS as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
-            raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+            problem = str(error) or type(error).__name__
+            raise TemplateError(f"the chat template cannot render the roles {roles}: {problem}") from error
         assert isinstance(rendered, str)
         return rendered
 

@@ -71,6 +71,12 @@ def sandbox(
     isolation: Annotated[Isolation, typer.Option(help="auto takes the strongest that runs here.")] = "auto",
     memory_mb: Annotated[int, typer.Option(help="Of one execution that asks for no limit itself.", min=1)] = 1024,
     max_concurrent: Annotated[int | None, typer.Option(help="At once; default twice the cores.", min=1)] = None,
+    max_memory_mb: Annotated[int, typer.Option(help="The most that a request may ask for.", min=1)] = 4096,
+    max_timeout: Annotated[float, typer.Option(help="The most seconds that a request may ask for.", min=0.1)] = 600.0,
+    disk_mb: Annotated[int, typer.Option(help="Of the files of one execution, in memory.", min=1)] = 128,
+    max_files: Annotated[int, typer.Option(help="Files of one execution.", min=1)] = 10_000,
+    max_processes: Annotated[int, typer.Option(help="Processes and threads of one execution.", min=1)] = 64,
+    max_output_kb: Annotated[int, typer.Option(help="Kept of each stream; the rest is counted.", min=1)] = 1024,
     allow_host: AllowHost = None,
     max_body_mb: MaxBody = 64,
 ) -> None:
@@ -81,15 +87,22 @@ def sandbox(
     token = check_exposure(host, "RALLY_SANDBOX_TOKEN")
     check_free(host, port)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    settings = SandboxSettings(isolation=isolation, limits=Limits(memory_mb=memory_mb), max_concurrent=max_concurrent)
+    limits = Limits(
+        memory_mb=memory_mb,
+        disk_mb=disk_mb,
+        files=max_files,
+        processes=max_processes,
+        output_bytes=max_output_kb << 10,
+    )
+    settings = SandboxSettings(isolation=isolation, limits=limits, max_concurrent=max_concurrent)
 
     running = Sandbox(settings)
     running.start_now()  # raise before listening if code cannot be isolated here
 
     def create() -> object:
-        from rally.services.sandbox import create_app
+        from rally.services.sandbox import Ceilings, create_app
 
-        return create_app(running, token)
+        return create_app(running, token, Ceilings(memory_mb=max_memory_mb, timeout=max_timeout))
 
     serve(create, host, port, log_level="info", allow_hosts=allow_host or (), max_body_mb=max_body_mb)
 

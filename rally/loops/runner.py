@@ -20,6 +20,7 @@ from rally.interactions import Interactions
 from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
+from rally.tools.invoke import is_keyboard
 from rally.types import Episode, SamplingParams, Segment, StopReason, Task, Turn
 
 
@@ -106,8 +107,10 @@ class Runner:
                 output, server = await self._attempt(job, sampling, began, ends_at)
                 timings = {"started": started, "total": time.perf_counter() - began}
                 return self._finished(job, output, server, timings, attempt)
-            except Exception as failure:  # noqa: BLE001 - user code; the failure becomes a counted, named episode
-                error = f"{type(failure).__name__}: {failure}"
+            except BaseException as failure:  # user code; the failure becomes a counted, named episode
+                if is_keyboard(failure) or _is_cancelled(failure):
+                    raise
+                error = _named(failure)
             if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left for a retry
                 break
         return Episode(
@@ -191,6 +194,19 @@ class Runner:
             timings=timings,
             extra=extra,
         )
+
+
+def _is_cancelled(failure: BaseException) -> bool:
+    """Whether this task was cancelled; a loop may also raise CancelledError by itself."""
+    task = asyncio.current_task()
+    return isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _named(failure: BaseException) -> str:
+    try:
+        return f"{type(failure).__name__}: {failure}"
+    except Exception as second:  # noqa: BLE001 - a user's exception may have a __str__ that fails
+        return f"{type(failure).__name__}, whose text cannot be read ({type(second).__name__})"
 
 
 def codec_for(task: Task, codec: ChatCodec, toolbox: ToolBox) -> ChatCodec:

@@ -6,6 +6,7 @@ server ends when its control socket closes, so also when the process that starte
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -20,6 +22,7 @@ from typing import IO
 from rally.sandbox import json_socket
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import SYSTEM_PATH
+from rally.sandbox.memory_cgroups import MemoryCgroup, MemoryCgroups, NoMemoryCgroup
 from rally.util.subprocesses import kill_group
 
 START_SECONDS = 120.0
@@ -29,8 +32,13 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _INSIDE = "/opt/rally"
-_PASSWD = b"user:x:1000:1000:user:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
-_GROUP = b"user:x:1000:\nnogroup:x:65534:\n"
+_ETC = {
+    "/etc/passwd": b"user:x:1000:1000:user:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+    "/etc/group": b"user:x:1000:\nnogroup:x:65534:\n",
+    "/etc/hosts": b"127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "/etc/nsswitch.conf": b"passwd: files\ngroup: files\nhosts: files\n",
+}
+_log = logging.getLogger(__name__)
 
 
 class ForkServerFailed(Exception):
@@ -63,6 +71,7 @@ def environment(python_path: str, home: str) -> dict[str, str]:
         "TMPDIR": home,
         "LANG": "C.UTF-8",
         "MPLBACKEND": "Agg",
+        "NODE_PATH": "/usr/local/lib/node_modules:/usr/lib/node_modules:/usr/share/nodejs",  # of npm install -g, apt
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -75,6 +84,7 @@ class ForkServer:
     level: LevelName
     process: subprocess.Popen[bytes]
     control: socket.socket
+    cgroups: MemoryCgroups | None = None  # without, memory that no limit counts is denied to programs
 
     @classmethod
     def start(cls, level: LevelName, modules: Sequence[str]) -> ForkServer:
@@ -90,9 +100,12 @@ class ForkServer:
             theirs.close()
             try:
                 fork_server._wait_until_ready()
+                fork_server.cgroups = MemoryCgroups.find()
             except OSError as error:
                 fork_server.stop()
                 raise ForkServerFailed(_last_line(errors) or str(error)) from None
+            except NoMemoryCgroup as reason:
+                _log.info("no memory cgroup for the sandbox (%s): shared anonymous memory is denied", reason)
         return fork_server
 
     def connect(self) -> socket.socket:
@@ -101,6 +114,16 @@ class ForkServer:
         with theirs:
             socket.send_fds(self.control, [b"run"], [theirs.fileno()])
         return ours
+
+    def send_cgroup(self, stream: socket.socket, limit: int) -> MemoryCgroup | None:
+        """Send an execution the cgroup for its program, if there is one, before its request."""
+        cgroup = None
+        try:
+            cgroup = self.cgroups.create(limit) if self.cgroups is not None else None
+        except OSError as error:
+            _log.warning("no memory cgroup for an execution (%s): shared anonymous memory is denied to it", error)
+        socket.send_fds(stream, [b"+"], cgroup.descriptors if cgroup is not None else [])
+        return cgroup
 
     @property
     def alive(self) -> bool:
@@ -111,6 +134,8 @@ class ForkServer:
         self.control.close()
         kill_group(self.process.pid)
         self.process.wait()
+        if self.cgroups is not None:
+            self.cgroups.close()
 
     def _wait_until_ready(self) -> None:
         self.control.settimeout(START_SECONDS)
@@ -138,8 +163,8 @@ def _spawn_in_bubblewrap(command: list[str], theirs: socket.socket, errors: IO[b
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise ForkServerFailed(f"it is not installed; install it with: {INSTALL_BUBBLEWRAP}")
-    with _data(_PASSWD) as passwd, _data(_GROUP) as group:
-        files = {"/etc/passwd": passwd.fileno(), "/etc/group": group.fileno()}
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_data(content)).fileno() for path, content in _ETC.items()}
         return subprocess.Popen(
             [bubblewrap, *bubblewrap_arguments(files), "--", *command],
             env={},

@@ -14,7 +14,7 @@ from rally.sandbox.fork_server import INSTALL_BUBBLEWRAP, ForkServer, ForkServer
 from rally.sandbox.inside import landlock
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.languages import plan
-from rally.sandbox.program_messages import outcome_of, request_message, scratch_folder
+from rally.sandbox.program_messages import all_memory, outcome_of, request_message, scratch_folder
 from rally.sandbox.types import Limits, Program, SandboxError
 
 Isolation = Literal["auto", "bubblewrap", "landlock", "unprotected"]
@@ -78,8 +78,13 @@ def _run_probe(fork_server: ForkServer) -> None:
         greeting = stream.recv(1024)  # its pidfd is not received: the probe ends by itself
         if greeting[:1] != b"+":
             raise ForkServerFailed(greeting[1:].decode("utf-8", "replace") or "its fork server ended")
-        json_socket.send(stream, request_message(program, plan(program), Limits(), folder, session=False))
-        message = json_socket.receive(stream)
+        cgroup = fork_server.send_cgroup(stream, all_memory(program, Limits()))
+        try:
+            json_socket.send(stream, request_message(program, plan(program), Limits(), folder, session=False))
+            message = json_socket.receive(stream)
+        finally:
+            if cgroup is not None and fork_server.cgroups is not None:
+                fork_server.cgroups.release(cgroup)
     if "failed" in message:
         raise ForkServerFailed(message["failed"])
     result = outcome_of(message, fork_server.level).last

@@ -6,10 +6,13 @@ A language that is not installed raises SandboxError with the command that insta
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 
 from rally.sandbox.types import Program, SandboxError
 
@@ -64,7 +67,23 @@ def _python(program: Program) -> _Commands:
 def _pytest(program: Program) -> _Commands:
     if importlib.util.find_spec("pytest") is None:
         raise SandboxError("the language 'pytest' is not installed here; install it with: pip install pytest")
-    return "test_main.py", [[sys.executable, "-m", "pytest", "-p", "no:cacheprovider", _MAIN, *program.args]]
+    command = ["/usr/bin/env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", sys.executable, "-m", "pytest"]
+    for plugin in ("no:cacheprovider", *_plugins_named_in(program)):
+        command += ["-p", plugin]
+    return "test_main.py", [[*command, _MAIN, *program.args]]
+
+
+def _plugins_named_in(program: Program) -> list[str]:
+    """The installed pytest plugins whose name or module the tests mention. Loading all would take seconds."""
+    text = "\n".join([program.code, *(content.decode("utf-8", "replace") for content in program.files.values())])
+    words = set(re.findall(r"\w+", text))
+    return [name for name, module in _pytest_plugins() if words & {name, module}]
+
+
+@cache
+def _pytest_plugins() -> list[tuple[str, str]]:
+    """Name and top-level module of the installed plugins."""
+    return [(entry.name, entry.module.partition(".")[0]) for entry in metadata.entry_points(group="pytest11")]
 
 
 def _bash(program: Program) -> _Commands:

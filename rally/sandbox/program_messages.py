@@ -16,6 +16,12 @@ from rally.sandbox.languages import CommandPlan
 from rally.sandbox.types import CommandResult, Limits, Outcome, Program
 
 FOLDER = "/tmp/work"
+_KERNEL_BYTES = 32 << 20  # for stacks, page tables and pipes of as many processes as are allowed
+
+
+def all_memory(program: Program, limits: Limits) -> int:
+    """Bytes that a cgroup allows an execution: its memory, and its disk, which is memory too."""
+    return ((program.memory_mb or limits.memory_mb) + limits.disk_mb << 20) + _KERNEL_BYTES
 
 
 def request_message(

@@ -27,7 +27,8 @@ from rally.sandbox.fork_server import ForkServer
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.isolation_levels import Isolation, strongest
 from rally.sandbox.languages import plan
-from rally.sandbox.program_messages import outcome_of, request_message, scratch_folder
+from rally.sandbox.memory_cgroups import MemoryCgroup
+from rally.sandbox.program_messages import all_memory, outcome_of, request_message, scratch_folder
 from rally.sandbox.types import Limits, Outcome, Program, SandboxError
 from rally.util.rate_limit import RateLimiter
 
@@ -37,10 +38,12 @@ END_SECONDS = 5.0  # for a supervisor without a pid namespace to kill its proces
 class ProgramConnection:
     """The host's connection to one execution. Call `end` in a finally block."""
 
-    def __init__(self, stream: socket.socket, pidfd: int, own_namespace: bool) -> None:
+    def __init__(self, stream: socket.socket, pidfd: int, fork_server: ForkServer) -> None:
         self._stream = stream
         self._pidfd = pidfd
-        self._own_namespace = own_namespace
+        self._own_namespace = fork_server.level == "bubblewrap"
+        self._cgroups = fork_server.cgroups
+        self._cgroup: MemoryCgroup | None = None
 
     @classmethod
     async def open(cls, fork_server: ForkServer) -> ProgramConnection:
@@ -58,7 +61,11 @@ class ProgramConnection:
         except BaseException:
             stream.close()
             raise
-        return cls(stream, pidfds[0], fork_server.level == "bubblewrap")
+        return cls(stream, pidfds[0], fork_server)
+
+    def limit_memory(self, fork_server: ForkServer, limit: int) -> None:
+        """Before the request: limit the program's memory, its files included."""
+        self._cgroup = fork_server.send_cgroup(self._stream, limit)
 
     async def send(self, message: json_socket.Message) -> None:
         await asyncio.get_running_loop().sock_sendall(self._stream, json_socket.pack(message))
@@ -94,6 +101,8 @@ class ProgramConnection:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
+            if self._cgroups is not None and self._cgroup is not None:
+                await self._cgroups.remove(self._cgroup)
 
     async def _exactly(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()
@@ -197,7 +206,9 @@ class Sandbox:
         with scratch_folder(fork_server.level) as folder:
             connection = await ProgramConnection.open(fork_server)
             try:
-                await connection.send(request_message(program, steps, self.settings.limits, folder, session))
+                limits = self.settings.limits
+                connection.limit_memory(fork_server, all_memory(program, limits))
+                await connection.send(request_message(program, steps, limits, folder, session))
                 yield _Execution(connection, fork_server.level)
             finally:
                 await connection.end()

@@ -53,6 +53,9 @@ class BaseTool(Generic[ArgsT]):
     """Whether `create` gets the images of the row's prompt, as the keyword `images`."""
     destructive: bool = False
     """Whether a call may destroy something. `rally doctor` does not try such a tool."""
+    process: bool = True
+    """Whether a run gives the tool a process of its own. False for a tool that cannot crash, hang or leak, or that
+    shares objects with other code of the run."""
 
     def __init__(
         self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | BaseModel | None = None

@@ -167,10 +167,12 @@ class FunctionTool(BaseTool[Any]):
         name: str | None = None,
         description: str | None = None,
         schema: Mapping[str, Any] | None = None,
+        process: bool = True,
     ) -> None:
         if not callable(function):
             raise ToolConfigError(f"function_tool needs a function, not {type(function).__name__}")
         self.function = function
+        self.process = process
         self._signature = Signature.of(function, hints_required=schema is None)
         self._keywords = Keywords.of(function)
         inferred = {
@@ -193,7 +195,11 @@ class FunctionTool(BaseTool[Any]):
 def function_tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def function_tool(
-    *, name: str | None = None, description: str | None = None, schema: Mapping[str, Any] | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    schema: Mapping[str, Any] | None = None,
+    process: bool = True,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def function_tool(
     function: Callable[..., Any] | None = None,
@@ -202,10 +208,12 @@ def function_tool(
     name: str | None = None,
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
+    process: bool = True,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a function a tool. Its schema is `schema`, or comes from its type hints and docstring."""
+    """Make a function a tool. Its schema is `schema`, or comes from its type hints and docstring. With `process` False
+    it runs in the process of the run."""
 
     def decorate(decorated: Callable[..., Any]) -> FunctionTool:
-        return FunctionTool(decorated, name=name, description=description, schema=schema)
+        return FunctionTool(decorated, name=name, description=description, schema=schema, process=process)
 
     return decorate if function is None else decorate(function)

@@ -17,6 +17,7 @@ import asyncio
 import contextvars
 import inspect
 import json
+import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
@@ -105,11 +106,26 @@ async def _cancel(task: asyncio.Task[CallEnd]) -> None:
 
 
 async def outcome_of(work: Coroutine[Any, Any, Any]) -> CallEnd:
-    """Await `work`. Whatever it raises, SystemExit and CancelledError included, becomes the outcome."""
+    """Await `work`. Whatever it raises, SystemExit and CancelledError included, becomes the outcome. Only an interrupt
+    from the keyboard is raised."""
     try:
         return CallEnd(value=await work)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
+    except BaseException as error:
+        if is_keyboard(error):
+            raise
         return CallEnd(error=error)
+
+
+def is_keyboard(error: BaseException) -> bool:
+    """Whether an exception is the user's Ctrl-C, and not a KeyboardInterrupt that a tool raised itself."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True  # raised anywhere, so nothing tells it apart
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name == "_on_sigint"  # of asyncio.Runner
 
 
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ An entry is a class (`class_name`, with optional `config` and `tool_schema`) or 
       - class_name: my_tools.Lookup          # below the working folder, the YAML's folder, or installed
         config: {type: native, index: ./wiki}
         limits: {rate_limit: 20, timeout: 5} # see limits.py, for any tool
+        process: {memory_mb: 4096}           # or true, false: whether a run gives it a process of its own
         tool_schema: {name: lookup, description: ..., parameters: {...}}
       - name: calculator
 """
@@ -34,6 +35,8 @@ from rally.tools.builtin.search import SearchTool
 from rally.tools.function_tool import FunctionTool
 from rally.tools.mcp.config import is_mcp
 from rally.tools.plain_class_tool import PlainTool
+from rally.tools.process_tool import load_in_process
+from rally.tools.process_worker import ToolSource
 from rally.tools.schema import ToolConfigError
 from rally.types import RallyError
 
@@ -113,11 +116,12 @@ SAME_AS_BUILT_IN = {
 }
 
 BARE_KEYS = ("name", "description", "parameters")
-ENTRY_KEYS = {"class_name", "config", "limits", "tool_schema", *BARE_KEYS}
+ENTRY_KEYS = {"class_name", "config", "limits", "process", "tool_schema", *BARE_KEYS}
 
 
-def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
-    """The tools of a YAML file, or of a mapping of the same shape."""
+def load_tools(source: str | Path | Mapping[str, Any], *, processes: bool = False) -> list[BaseTool[Any]]:
+    """The tools of a YAML file, or of a mapping of the same shape. With `processes`, a user's tools run in processes of
+    their own, as in a run."""
     if isinstance(source, Mapping):
         where, content, folder = "the tool config", source, Path.cwd()
         learn_tree(source)
@@ -127,13 +131,44 @@ def load_tools(source: str | Path | Mapping[str, Any]) -> list[BaseTool[Any]]:
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ToolConfigError(f"{where} must have a list under the key `tools`")
-    tools = [_limited(tool, entry, at) for entry, at in _placed(entries, where) for tool in _tools(entry, folder, at)]
+    load = _load_isolated if processes else load_entry
+    tools = [tool for entry, at in _placed(entries, where) for tool in load(entry, folder, at)]
     check_names(tools, where)
     return tools
 
 
-def load_function_tools(path: str | Path) -> list[BaseTool[Any]]:
-    """The functions with `@function_tool` in a Python file, in the order of the file."""
+def load_entry(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
+    """The tools of one entry of a tool YAML."""
+    if isinstance(entry, Mapping) and "process" in entry:
+        _process_memory(entry, where)
+    return [_limited(tool, entry, where) for tool in _tools(entry, folder, where)]
+
+
+def _load_isolated(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
+    """The same; a user's class or function gets a process, unless the entry has `process: false`."""
+    is_own = isinstance(entry, Mapping) and "class_name" in entry and not is_mcp(entry)
+    if not is_own or _class_name(entry) in BUILT_IN or entry.get("process") is False:
+        return load_entry(entry, folder, where)
+    memory_mb = _process_memory(entry, where)
+    return load_in_process(ToolSource(where=where, entry=entry, folder=str(folder)), memory_mb)
+
+
+def _process_memory(entry: Mapping[str, Any], where: str) -> int | None:
+    process = entry.get("process")
+    if isinstance(process, Mapping) and set(process) == {"memory_mb"} and isinstance(process["memory_mb"], int):
+        if process["memory_mb"] > 0:
+            return process["memory_mb"]
+    elif process is None or isinstance(process, bool):
+        return None
+    raise ToolConfigError(f"{where}: process must be true, false or {{memory_mb: a number above 0}}, not {process!r}")
+
+
+def load_function_tools(path: str | Path, *, processes: bool = False) -> list[BaseTool[Any]]:
+    """The functions with `@function_tool` in a Python file, in the order of the file. With `processes` they share a
+    process of their own."""
+    if processes:
+        path = Path(path).expanduser()
+        return load_in_process(ToolSource(where=str(path), functions=str(path)))
     module = import_tool_file(Path(path).expanduser())
     tools = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, FunctionTool)))
     if not tools:
@@ -230,9 +265,14 @@ def _by_class_name(entry: Mapping[str, Any], folder: Path, where: str) -> Any:
     bare = next((key for key in BARE_KEYS if key in entry), None)
     if bare:
         raise ToolConfigError(f"{where}: with class_name, write {bare!r} under tool_schema")
+    known = _class_name(entry)
+    return BUILT_IN[known] if known in BUILT_IN else import_class(known, (Path.cwd(), folder), where)
+
+
+def _class_name(entry: Mapping[str, Any]) -> str:
+    """The class of an entry, or the name of the built-in tool that stands for it."""
     class_name = str(entry["class_name"])
-    known = SAME_AS_BUILT_IN.get(class_name, class_name)
-    return BUILT_IN[known] if known in BUILT_IN else import_class(class_name, (Path.cwd(), folder), where)
+    return SAME_AS_BUILT_IN.get(class_name, class_name)
 
 
 def _construct(target: Any, config: Mapping[str, Any], schema: Mapping[str, Any] | None, where: str) -> BaseTool[Any]:

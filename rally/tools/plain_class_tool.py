@@ -34,6 +34,7 @@ class PlainTool(BaseTool[Any]):
         self._init.check(self._options, self._label)
         self._signature = Signature.of(_unbound(plain), hints_required=tool_schema is None)
         self._objects: dict[str, Any] = {}
+        self.process = bool(getattr(plain, "process", True))
         super().__init__(config, tool_schema)
 
     def get_openai_tool_schema(self) -> Mapping[str, Any]:

@@ -34,6 +34,8 @@ class ToolReturn:
 
 def read_answer(returned: Any) -> ToolReturn:
     """Convert what a tool's `execute` returned."""
+    if isinstance(returned, ToolReturn):
+        return returned
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
         raise BadReturn(f"the tool returned {len(parts)} values; it may return (response, reward, metrics)")

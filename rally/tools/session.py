@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 from rally.images.loading import loaded_images
 from rally.redact import learn_environment, redact
 from rally.tools.base import BaseTool
-from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, call_key, on_abandoned, outcome_of, outcome_within
+from rally.tools.invoke import (
+    CallEnd,
+    ToolCaller,
+    ToolTimeout,
+    call_key,
+    is_keyboard,
+    on_abandoned,
+    outcome_of,
+    outcome_within,
+)
 from rally.tools.limits import ToolLimits
 from rally.tools.results import ToolReturn, clean, shorten
 from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, usage
@@ -221,6 +230,12 @@ class ToolSession:
             return await caller.create(self._instance_id(name), create_kwargs)
         except SystemExit as error:
             raise RallyError(f"create of tool {name!r} called exit({error.code})") from None
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # a task must not raise it: asyncio would end the event loop
+            if is_keyboard(error):
+                raise
+            raise RallyError(f"create of tool {name!r} raised {describe(error)}") from None
 
     async def _end(self, name: str, instance: asyncio.Task[str]) -> float | None:
         caller = self._callers[name]
@@ -272,9 +287,14 @@ class ToolSession:
 
 def describe(error: BaseException) -> str:
     """The text of an exception, with its type unless it is a RallyError."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as second:  # noqa: BLE001 - a user's exception may have a __str__ that fails
+        return f"{name}, whose text cannot be read ({type(second).__name__})"
     if isinstance(error, RallyError):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return text
+    return f"{name}: {text}" if text else name
 
 
 def _bad_arguments(caller: ToolCaller, error: BadArguments) -> CallOutcome:

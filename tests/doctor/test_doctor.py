@@ -71,7 +71,9 @@ def test_the_exit_code_is_that_of_the_worst_line() -> None:
     assert [exit_code(list(lines.values())[:n]) for n in range(4)] == [0, 0, 1, 2]
 
 
-def test_the_command_prints_json_that_nothing_a_user_prints_can_spoil(config_file: Path, tmp_path: Path) -> None:
+def test_the_command_prints_json_that_nothing_a_user_prints_can_spoil(
+    config_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tool = tmp_path / "noisy.py"
     tool.write_text(
         "from rally.tools import function_tool\n\n@function_tool\ndef noisy(word: str) -> str:\n"
@@ -80,7 +82,7 @@ def test_the_command_prints_json_that_nothing_a_user_prints_can_spoil(config_fil
     words = ["doctor", str(config_file), "--json", f"data.function_tool_path={tool}", BUILT_IN_REWARD]
     done = CliRunner().invoke(app, [*words, f"{R}.agent_loop_config.tools=[noisy]"])
     report = json.loads(done.stdout)
-    assert done.exit_code == report["exit_code"] == 0 and "LOOK AT ME" in done.stderr
+    assert done.exit_code == report["exit_code"] == 0 and "LOOK AT ME" in capfd.readouterr().err
     tools = [one for one in report["findings"] if one["check"] == "tools"]
     assert "noisy was called with made-up arguments" in tools[0]["text"]
     plain = CliRunner().invoke(app, [*words[:2], "nonsense.key=1"])

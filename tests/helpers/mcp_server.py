@@ -9,6 +9,7 @@ import base64
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,7 +37,11 @@ NESTED = {
     "$defs": {"Place": {"type": "object", "properties": {"street": {"type": "string"}}}},
 }
 ONE = {"type": "object", "properties": {"value": {"type": "string"}}}
-PAGES = [["order", "echo", "remember"], ["fail", "refuse", "reject", "die", "hang"], ["noise", "show", "structured"]]
+PAGES = [
+    ["order", "echo", "remember"],
+    ["fail", "refuse", "reject", "die", "hang"],
+    ["noise", "show", "structured", "freeze"],
+]
 
 remembered: list[str] = []
 cancelled = threading.Event()
@@ -73,6 +78,8 @@ def call(name: str, value: str) -> dict[str, Any]:
             os._exit(3)
         case "hang":
             cancelled.wait(60)
+        case "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "noise":
             os.write(1, b"loading \xff\xfe model...\n{}\n")
         case "structured":

@@ -145,6 +145,10 @@ class Failing(Talker):
                 raise KeyError("lost")
             if self.how == "exit":
                 raise SystemExit(3)
+            if self.how == "interrupt":
+                raise KeyboardInterrupt
+            if self.how == "close":
+                raise GeneratorExit
             await asyncio.sleep(60)
 
     async def start_interaction(self, *given: Any, **kwargs: Any) -> str:
@@ -167,6 +171,8 @@ class Failing(Talker):
 FAILURES = [
     ("raise", "{} of interaction 'talker' failed: KeyError: 'lost'"),
     ("exit", "{} of interaction 'talker' failed: SystemExit: 3"),
+    ("interrupt", "{} of interaction 'talker' failed: KeyboardInterrupt"),
+    ("close", "{} of interaction 'talker' failed: GeneratorExit"),
     ("hang", "{} of interaction 'talker' did not end within 0.05 seconds"),
 ]
 

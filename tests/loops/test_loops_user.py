@@ -1,5 +1,6 @@
 """User-defined agent loops: found by name, path or file, built with their options, with clear errors."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ async def test_an_unknown_sampling_parameter_is_named(tiny: ChatCodec) -> None:
             raise AssertionError
 
     assert "unknown sampling parameter temprature" in (await failure(tiny, Warm))
+
+
+@pytest.mark.drill("reliability", "An agent loop raises SystemExit or KeyboardInterrupt", "Its episode has the error")
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])
+async def test_whatever_a_loop_raises_is_the_error_of_its_episode(tiny: ChatCodec, error: type[BaseException]) -> None:
+    class Failing(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
+            raise error
+
+    assert error.__name__ in (await failure(tiny, Failing))
 
 
 async def test_registered_loops_are_chosen_by_the_agent_name_column(tiny: ChatCodec) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hostile_programs import PROGRAMS, Hostile
 
-from rally.sandbox import Limits, Outcome, Program, Sandbox, SandboxSettings
+from rally.sandbox import Limits, Outcome, Program, Sandbox, SandboxSettings, memory_cgroups
 
 TIMEOUTS = {"contained": 30.0, "died": 30.0, "stopped": 3.0, "any": 3.0}
 LIMITS = Limits(memory_mb=256, disk_mb=32, files=2000, processes=48, open_files=128)
@@ -95,6 +95,10 @@ async def until_empty(root: int, expected: int) -> set[int]:
     return remaining
 
 
+def left_cgroups() -> list[Path]:
+    return [path for parent, _ in memory_cgroups._candidates() for path in parent.glob("rally-sandbox-*")]
+
+
 def how(outcome: Outcome | BaseException) -> str:
     if isinstance(outcome, BaseException):
         return f"the sandbox failed: {outcome}"
@@ -117,8 +121,10 @@ def shown(outcome: Outcome | BaseException) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.drill("security", "More than a hundred programs attack the sandbox", "None escapes, and nothing is left")
 async def test_every_hostile_program_is_contained(host: Host) -> None:
     assert len(PROGRAMS) >= 60 and len({p.name for p in PROGRAMS}) == len(PROGRAMS)
+    shared_memory, cgroups = Path("/proc/sysvipc/shm").read_text(), left_cgroups()
     mounts, files = Path("/proc/self/mountinfo").read_text(), set(os.listdir("/dev/shm"))
     name, users = os.uname().nodename, Path("/etc/passwd").read_bytes()
     async with Sandbox(SandboxSettings(limits=LIMITS, max_concurrent=6, isolation="bubblewrap")) as sandbox:
@@ -141,6 +147,8 @@ async def test_every_hostile_program_is_contained(host: Host) -> None:
     assert Path("/proc/self/mountinfo").read_text() == mounts
     left = {name for name in set(os.listdir("/dev/shm")) - files if "rally" in name}
     assert all(name.startswith("rally-weights") for name in left), "those are of another test, for its servers"
+    assert Path("/proc/sysvipc/shm").read_text() == shared_memory
+    assert set(left_cgroups()) <= set(cgroups)
     assert (os.uname().nodename, Path("/etc/passwd").read_bytes()) == (name, users)
     host.untouched()
 

@@ -261,3 +261,32 @@ async def until(holds: object) -> None:
     while not holds():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.05)
+
+
+async def test_a_program_can_talk_to_itself_and_to_nobody_else(sandbox: Sandbox, bubblewrap: None) -> None:
+    code = (
+        "import socket\n"
+        "for name in ('127.0.0.1', 'localhost', 'sandbox'):\n"
+        "    with socket.create_server(('127.0.0.1', 0)) as server:\n"
+        "        with socket.create_connection((name, server.getsockname()[1]), 5) as client:\n"
+        "            client.sendall(b'hello'); print(server.accept()[0].recv(5).decode())\n"
+        "try: socket.create_connection(('8.8.8.8', 53), 5)\n"
+        "except OSError as error: print(error)"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.last.stdout.splitlines()[:4] == ["hello"] * 3 + ["[Errno 101] Network is unreachable"], outcome
+
+
+async def test_pytest_loads_only_the_plugins_that_its_tests_mention(sandbox: Sandbox) -> None:
+    plain = await run(sandbox, "def test_one(): pass", language="pytest", timeout=60.0)
+    assert "1 passed" in plain.last.stdout and "plugins:" not in plain.last.stdout, plain
+    mentions = "import pytest\n\n@pytest.mark.asyncio\nasync def test_one(): pass"
+    asked = await run(sandbox, mentions, language="pytest", timeout=60.0)
+    assert "1 passed" in asked.last.stdout and "plugins: asyncio" in asked.last.stdout, asked
+
+
+async def test_node_finds_packages_that_are_installed_globally(sandbox: Sandbox) -> None:
+    if "nodejs" not in installed() or not Path("/usr/lib/node_modules/npm").is_dir():
+        pytest.skip("no node with a global package here")
+    outcome = await run(sandbox, "console.log(require('npm/package.json').name)", language="nodejs")
+    assert outcome.last.stdout == "npm\n", outcome

@@ -15,7 +15,8 @@ import httpx
 import pytest
 import sandbox_fusion as client
 
-from rally.services.sandbox import create_app
+from rally.sandbox import Limits
+from rally.services.sandbox import Ceilings, RequestTooLarge, RunCodeRequest, create_app
 
 ROOT = Path(__file__).parents[2]
 RESPONSE_FIELDS = {"status", "message", "compile_result", "run_result", "executor_pod_name", "files", "metrics"}
@@ -29,9 +30,9 @@ def free_port() -> int:
         return port
 
 
-def started(port: int) -> subprocess.Popen[bytes]:
+def started(port: int, *options: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "rally.cli", "serve", "sandbox", "--port", str(port)]
+    command = [sys.executable, "-m", "rally.cli", "serve", "sandbox", "--port", str(port), *options]
     server = subprocess.Popen(command, env=environment)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and server.poll() is None:
@@ -107,6 +108,75 @@ def test_what_the_server_cannot_do_is_told_apart_from_what_the_client_did_wrong(
     spoiled = {"code": "1", "language": "python", "files": {"a": "no base64"}}
     response = httpx.post(f"{url}/run_code", json=spoiled)
     assert response.status_code == 422 and "'a' must be base64" in response.json()["detail"]
+
+
+@pytest.mark.drill("security", "A request asks for a time that is no number", "HTTP 422 with one sentence")
+@pytest.mark.parametrize("field", ["run_timeout", "compile_timeout", "memory_limit_MB"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e309", "-5", '"soon"', "null", "[]", "{}", '"NaN"']
+)
+def test_times_that_are_no_numbers_are_refused(url: str, field: str, value: str) -> None:
+    body = f'{{"code": "print(1)", "language": "python", "{field}": {value}}}'
+    response = httpx.post(f"{url}/run_code", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 422, response.text
+    assert field in response.json()["detail"] and response.json()["detail"].startswith("the request is invalid: ")
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "[]", "null", "NaN", "{" * 100_000, "\xff", '{"code": "\\ud800", "language": "\\ud800"}', '{"\\ud800": 1}'],
+)
+def test_no_body_is_an_internal_error(url: str, body: str) -> None:
+    content = body.encode("latin-1")
+    response = httpx.post(f"{url}/run_code", content=content, headers={"Content-Type": "application/json"}, timeout=60)
+    assert response.status_code in (200, 400, 422), response.text
+
+
+@pytest.mark.drill("security", "A client asks for 900 GB and a week", "HTTP 400 with the most that the server allows")
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("memory_limit_MB", 900_000, "4,096"),
+        ("memory_limit_MB", 10**30, "4,096"),
+        ("run_timeout", 600_000, "600.0"),
+        ("compile_timeout", 1e300, "600.0"),
+        ("fetch_files", ["x"] * 10_001, "10,000"),
+        ("files", {str(n): "" for n in range(10_001)}, "10,000"),
+    ],
+    ids=["memory", "far too much memory", "time", "compile time", "fetched", "files"],
+)
+def test_requests_over_the_ceilings_are_refused(url: str, field: str, value: Any, most: str) -> None:
+    asked = {"code": "print(1)", "language": "python", field: value}
+    response = httpx.post(f"{url}/run_code", json=asked, timeout=120)
+    assert response.status_code == 400, response.text[:300]
+    assert f"at most {most}; ask for less" in response.json()["detail"]
+
+
+def test_files_and_input_must_fit_on_the_disk_of_the_sandbox() -> None:
+    limits = Limits(disk_mb=1)
+    for field, value in (("files", {"a": "A" * 800_000, "b": "A" * 800_000}), ("stdin", "x" * 1_100_000)):
+        request = RunCodeRequest.model_validate({"code": "", "language": "python", field: value})
+        with pytest.raises(RequestTooLarge, match="allows at most 1,048,576; ask for less"):
+            Ceilings().check(request, limits)
+
+
+@pytest.mark.drill(
+    "reliability", "A client disconnects while its program runs", "The program is killed, its slot is free"
+)
+async def test_a_client_that_leaves_takes_its_program_along() -> None:
+    port = free_port()
+    server = started(port, "--max-concurrent", "1")
+    try:
+        asked = {"code": "import time; time.sleep(300)", "language": "python", "run_timeout": 300}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=1.0) as client:
+            leaving = [client.post("/run_code", json=asked) for _ in range(3)]  # one runs, two wait
+            for result in await asyncio.gather(*leaving, return_exceptions=True):
+                assert isinstance(result, httpx.ReadTimeout)
+            answer = await client.post("/run_code", json={"code": "print(1)", "language": "python"}, timeout=120)
+        assert answer.json()["run_result"]["stdout"] == "1\n"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 async def test_a_token_keeps_strangers_out() -> None:

@@ -350,6 +350,10 @@ async def web(state: dict[str, Any], port: int = 0) -> AsyncIterator[int]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if "hang" in state:
+            await state["hang"].wait()
+            writer.close()
+            return
         status, content, extra = respond(head[0].partition(" ")[0], headers, json.loads(body or b"{}"))
         if status:
             text = json.dumps(content).encode()
@@ -496,3 +500,78 @@ def test_a_server_cannot_send_a_bomb_or_a_program(size: tuple[int, int], kind: s
     part = {"type": "image", "data": base64.b64encode(buffer.getvalue()).decode(), "mimeType": "image/png"}
     content = read_content(CallToolResult.model_validate({"content": [part]}))
     assert content.response.image is None and content.not_shown == 1
+
+
+@pytest.mark.drill(
+    "reliability", "An MCP server hangs", "It is killed and restarted; running calls fail, later ones work"
+)
+@pytest.mark.parametrize("session", ["shared", "episode"])
+async def test_a_server_that_hangs_is_killed_and_started_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, session: str
+) -> None:
+    monkeypatch.setattr(line_module, "CHECK_SECONDS", 1.0)
+    box = opened(ToolLimits(timeout=1.0), mcp_servers_config_path=servers(drill={}), session=session)
+    episode = box.open(TASK, "e")
+
+    async def call(value: str) -> ToolResult:
+        (result,) = await episode.run([ToolCall(name="remember", arguments={"value": value})])
+        return result
+
+    first = await call("a")
+    stuck = children()
+    for pid in stuck:
+        os.kill(pid, signal.SIGSTOP)
+    late = await asyncio.gather(*(call(f"b{n}") for n in range(3)))
+    assert {result.status for result in late} <= {ToolStatus.TIMEOUT, ToolStatus.ERROR}
+    later = []
+    until = asyncio.get_running_loop().time() + 60
+    while not later or not later[-1].ok:
+        assert asyncio.get_running_loop().time() < until, [result.response.text for result in later]
+        later.append(await call("c"))
+    assert len(later) <= 4, "at most the calls during the check and the restart are lost"
+    assert (later[-1].response.text or "").partition(":")[0] != (first.response.text or "").partition(":")[0]
+    await episode.close()
+    wait_for(lambda: not (children() & stuck), "the server that hangs was not killed")
+
+
+async def test_a_slow_call_does_not_restart_a_server_that_answers(opened: Open) -> None:
+    box = opened(ToolLimits(timeout=0.3), mcp_servers_config_path=servers(drill={}))
+    before = children()
+    for n in range(3):
+        assert (await ask(box, "hang", str(n))).status in (ToolStatus.TIMEOUT, ToolStatus.OK)
+    assert (await ask(box, "echo", "1")).response.text == "echo 1"
+    assert children() == before
+
+
+async def test_a_server_that_hangs_in_every_call_is_left_alone(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CHECK_SECONDS", 0.2), ("ATTEMPTS", 2), ("FIRST_PAUSE", 0.01)):
+        monkeypatch.setattr(line_module, name, value)
+    box = opened(ToolLimits(timeout=0.3), mcp_servers_config_path=servers(drill={}))
+    texts = []
+    for _ in range(20):
+        texts.append((await ask(box, "freeze")).response.text or "")
+        if "the next attempt is in" in texts[-1]:
+            break
+    assert "it did not answer within 0.2 seconds" in texts[-1], texts
+
+
+@pytest.mark.drill("reliability", "An MCP server over HTTP stops answering for a while", "A new session is opened")
+async def test_a_web_server_that_hangs_gets_a_new_session(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "CHECK_SECONDS", 0.5)
+    monkeypatch.setenv("WEB_TOKEN", "t0ken-value")
+    state: dict[str, Any] = {"session": b"one"}
+    async with web(state) as port:
+        remote = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token_env": "WEB_TOKEN"}
+        entry = {"mcp_servers_config_path": servers(web=remote), "startup_timeout": 2.0}
+        box = await asyncio.to_thread(lambda: opened(ToolLimits(timeout=0.5), **entry))
+        assert (await ask(box, "echo", "1")).response.text == "echo 1"
+        state["hang"] = asyncio.Event()
+        assert (await ask(box, "echo", "2")).status is ToolStatus.TIMEOUT
+        await asyncio.sleep(1.0)
+        opened_before = state["seen"].count("initialize") + state["seen"].count("server/discover")
+        state.pop("hang").set()
+        until = asyncio.get_running_loop().time() + 60
+        while not (answer := await ask(box, "echo", "3")).ok:
+            assert asyncio.get_running_loop().time() < until, answer.response.text
+        assert answer.response.text == "echo 3"
+        assert state["seen"].count("initialize") + state["seen"].count("server/discover") > opened_before

@@ -188,7 +188,9 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     def script(episode: int, turn: int) -> list[dict[str, Any]]:
         return [{"how": plan[episode]}] if turn == 0 else []
 
-    tools = f"tools: [{{class_name: MODULE.Drill, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
+    tools = (
+        f"tools: [{{class_name: MODULE.Drill, process: false, limits: {{timeout: 8}}, tool_schema: {FAULT_SCHEMA}}}]"
+    )
     stepped = drill(tools, script, code=FAULTS)
     check_nothing_lost(stepped)
     flood = "x" * 20 + "[99999960 characters cut]" + "x" * 20
@@ -208,6 +210,32 @@ def test_every_fault_at_once(drill: Callable[..., Stepped]) -> None:
     assert told["stop/stop"] == 1.0
     [module] = [module for name, module in sys.modules.items() if name.startswith("drill_test_every_fault")]
     assert module.Drill.open == 0, "all twelve were released"
+
+
+@pytest.mark.drill("reliability", "Tools end their process in a training step", "The step ends with all its episodes")
+def test_tools_that_end_their_process_do_not_end_the_run(drill: Callable[..., Stepped]) -> None:
+    ways = ["exit", "segfault", "interrupt", "fine"]
+
+    def script(episode: int, turn: int) -> list[dict[str, Any]]:
+        return [{"how": ways[episode % 4]}] if turn == 0 else []
+
+    code = """
+    import ctypes, os
+
+    def lethal(how: str) -> str:
+        if how == "exit":
+            os._exit(9)
+        if how == "segfault":
+            ctypes.string_at(0)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        return "fine"
+    """
+    stepped = drill("tools: [{class_name: MODULE.lethal}]", script, code=code, tool="lethal")
+    check_nothing_lost(stepped)
+    told = stepped.metrics
+    assert told["tool/lethal/calls"] == EPISODES and told["tool/ok"] + told["tool/error"] == EPISODES
+    assert told["tool/error"] >= EPISODES // 2, "calls beside one that ends the process may be lost with it"
 
 
 @pytest.mark.drill(

@@ -101,9 +101,9 @@ def check_images(model: str, patches: Patches | None, ranks: Ranks) -> None:
 def toolbox_of(config: Config) -> ToolBox:
     tools: list[BaseTool[Any]] = []
     if config.tool_config_path:
-        tools += load_tools(config.tool_config_path)
+        tools += load_tools(config.tool_config_path, processes=True)
     if config.function_tool_path:
-        tools += load_function_tools(config.function_tool_path)
+        tools += load_function_tools(config.function_tool_path, processes=True)
     offered = config.rollout.agent_loop_config.tools
     if offered:
         known = {tool.name for tool in tools}

@@ -17,6 +17,7 @@ from typing import Literal
 
 from rally.sandbox.inside import landlock, seccomp, syscalls
 from rally.sandbox.inside.execution_request import ExecutionRequest
+from rally.sandbox.inside.resource_monitor import SOCKET_BYTES
 
 LevelName = Literal["bubblewrap", "landlock", "unprotected"]
 
@@ -35,11 +36,13 @@ def namespaces_of(level: LevelName) -> int:
 def prepare(level: LevelName) -> None:
     """Called once by the fork server: compute what all executions share."""
     if level in _SOCKETS:
-        seccomp.assembled(*_SOCKETS[level])
+        for shared_memory in (True, False):
+            seccomp.assembled(_SOCKETS[level], shared_memory)
 
 
-def enter(level: LevelName, request: ExecutionRequest, outer_ids: tuple[int, int]) -> None:
+def enter(level: LevelName, request: ExecutionRequest, outer_ids: tuple[int, int], counts_shared_memory: bool) -> None:
     """Called once by the supervisor of an execution, before the program starts."""
+    _prefer_for_oom_kill()  # programs cannot undo it: their /proc is read-only
     if level != "bubblewrap":
         os.setsid()
         syscalls.become_subreaper()
@@ -52,6 +55,8 @@ def enter(level: LevelName, request: ExecutionRequest, outer_ids: tuple[int, int
         os.mkdir(f"/tmp/{name}", 0o700)
     syscalls.bind("/tmp/mnt", "/mnt")
     syscalls.bind("/tmp/shm", "/dev/shm")
+    if not counts_shared_memory:
+        _replace_zero_device("/tmp/zero")
     syscalls.bind("/tmp/tmp", "/tmp")
     for folder, descriptor in covered:
         os.makedirs(folder)
@@ -60,20 +65,22 @@ def enter(level: LevelName, request: ExecutionRequest, outer_ids: tuple[int, int
         os.close(descriptor)
     os.chdir("/")
     syscalls.mount_proc()
+    if _limit_tcp_buffers() or counts_shared_memory:
+        syscalls.bring_loopback_up()
+    syscalls.make_proc_read_only()
     syscalls.drop_capabilities()
     syscalls.set_dumpable(False)
 
 
-def confine(level: LevelName, request: ExecutionRequest, seconds: float | None) -> None:
+def confine(level: LevelName, request: ExecutionRequest, seconds: float | None, counts_shared_memory: bool) -> None:
     """Called by every process that acts for the program; `seconds` is the maximum of CPU time of each."""
     # The program may inspect itself, but not the supervisor that it was forked from.
     syscalls.set_dumpable(True)
-    _prefer_for_oom_kill()
     _set_limits(level, request, seconds)
     if level == "landlock":
         landlock.restrict(request.readable, (request.folder,))
     if level in _SOCKETS:
-        seccomp.install_filter(*_SOCKETS[level])
+        seccomp.install_filter(_SOCKETS[level], counts_shared_memory)
 
 
 def _python_below(*private: str) -> list[str]:
@@ -92,8 +99,27 @@ def _map_ids(uid: int, gid: int) -> None:
             file.write(text)
 
 
+def _replace_zero_device(file: str) -> None:
+    """A shared mapping of the device is memory that no limit counts; one of an empty file is part of the disk."""
+    with open(file, "wb") as zeros:
+        zeros.truncate(1 << 60)
+    os.chmod(file, 0o444)
+    syscalls.bind(file, "/dev/zero")
+
+
+def _limit_tcp_buffers() -> bool:
+    """Limit the memory in connections to what ResourceWatch counts for a socket; returns whether that was possible."""
+    try:
+        for name in ("tcp_rmem", "tcp_wmem"):
+            with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+                file.write(f"4096 65536 {SOCKET_BYTES}")
+    except OSError:
+        return False
+    return True
+
+
 def _prefer_for_oom_kill() -> None:
-    """If the machine runs out of memory, let the kernel kill this process first."""
+    """If the machine runs out of memory, let the kernel kill this process and what it starts first."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

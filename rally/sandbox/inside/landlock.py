@@ -15,7 +15,8 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _ALL = (1 << 16) - 1
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_READ_ONLY_DEVICES = ("/dev/zero",)  # a shared mapping of it is memory that no limit counts; it needs a writable file
 
 
 class _Ruleset(ctypes.Structure):
@@ -43,6 +44,8 @@ def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in _DEVICES:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+    for path in _READ_ONLY_DEVICES:
+        _allow(ruleset, path, _READ_FILE)
     for path in writable:
         _allow(ruleset, path, _ALL)
     syscalls.no_new_privileges()

@@ -17,6 +17,7 @@ from typing import NoReturn
 from rally.sandbox.inside import python_program
 from rally.sandbox.inside.confine import LevelName, confine
 from rally.sandbox.inside.execution_request import ExecutionRequest, Step
+from rally.sandbox.inside.resource_monitor import ProgramCgroup
 
 FETCH_BYTES = 32 << 20  # of all fetched files together
 _LINK = 3
@@ -42,7 +43,12 @@ class Fetched:
 
 
 def start(
-    level: LevelName, request: ExecutionRequest, step: Step | None, path: list[str], first: bool = True
+    level: LevelName,
+    request: ExecutionRequest,
+    step: Step | None,
+    path: list[str],
+    cgroup: ProgramCgroup | None,
+    first: bool = True,
 ) -> ProgramProcess:
     """Start a step, or a session if `step` is None. The first one also writes the files."""
     out_read, out_write = os.pipe()
@@ -52,8 +58,10 @@ def start(
     pid = os.fork()
     if pid == 0:
         try:
+            if cgroup is not None:
+                cgroup.join()
             _redirect(stdin, out_write, err_write, theirs.detach())
-            _become(level, request, step, path, first)
+            _become(level, request, step, path, first, counts_shared_memory=cgroup is not None)
         finally:
             os._exit(1)  # the child must never continue as a second supervisor
     for end in (out_write, err_write, stdin):
@@ -77,7 +85,7 @@ def send_cell(launched: ProgramProcess, code: str) -> None:
     launched.link.setblocking(False)
 
 
-def fetch(level: LevelName, request: ExecutionRequest) -> Fetched:
+def fetch(level: LevelName, request: ExecutionRequest, cgroup: ProgramCgroup | None) -> Fetched:
     """Read the requested files that exist, in a confined process."""
     if not request.fetch:
         return Fetched()
@@ -85,7 +93,9 @@ def fetch(level: LevelName, request: ExecutionRequest) -> Fetched:
     pid = os.fork()
     if pid == 0:
         try:
-            confine(level, request, None)
+            if cgroup is not None:
+                cgroup.join()
+            confine(level, request, None, counts_shared_memory=cgroup is not None)
             with os.fdopen(write_end, "w") as pipe:
                 json.dump(_read_files(request), pipe)
         finally:
@@ -117,10 +127,18 @@ def _redirect(stdin: int, out: int, err: int, link: int) -> None:
     os.set_inheritable(_LINK, False)
 
 
-def _become(level: LevelName, request: ExecutionRequest, step: Step | None, path: list[str], first: bool) -> NoReturn:
+def _become(
+    level: LevelName,
+    request: ExecutionRequest,
+    step: Step | None,
+    path: list[str],
+    first: bool,
+    counts_shared_memory: bool,
+) -> NoReturn:
     try:
         os.setsid()
-        confine(level, request, None if step is None else request.caps.cpu_seconds or step.timeout)
+        seconds = None if step is None else request.caps.cpu_seconds or step.timeout
+        confine(level, request, seconds, counts_shared_memory)
         if first:
             _place_files(request)
         os.chdir(request.folder)

@@ -1,8 +1,9 @@
 """Measures and kills the process tree of an execution, and finds the limit that it exceeds.
 
-Shared resident pages are first counted in each process, which is cheap and never too little. Only if that exceeds the
-limit are they counted proportionally (PSS), so that a pool of forks is not killed for shared pages. Page tables, swap
-and socket buffers count too, because memory could be hidden in them.
+Memory is what the kernel charges the program's cgroup, less what the files on its disk hold. Without a cgroup, shared
+resident pages are first counted in each process, which is cheap and never too little. Only if that exceeds the limit
+are they counted proportionally (PSS), so that a pool of forks is not killed for shared pages. Page tables, swap and
+socket buffers count too, because memory could be hidden in them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from rally.sandbox.inside.execution_request import Caps
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_SOCKET_BYTES = 256 << 10  # the maximum of a socket's buffer
+SOCKET_BYTES = 256 << 10  # the maximum of a socket's buffer, which without a cgroup programs cannot raise
 _COUNTED = ("VmRSS:", "VmPTE:", "VmSwap:")
 _KILL_ROUNDS = 1000  # a tree that forks while being killed needs several; with a pid namespace one is enough
 _GONE = (FileNotFoundError, ProcessLookupError)  # the process has ended meanwhile
@@ -78,13 +79,42 @@ class Usage:
     processes: int
 
 
+# Not counted: caches of files, which the kernel drops before it kills. Version 1, then version 2 of cgroups.
+_CHARGED = ("rss ", "shmem ", "anon ", "kernel_stack ", "pagetables ", "percpu ", "sock ", "vmalloc ")
+
+
+@dataclass(frozen=True)
+class ProgramCgroup:
+    """The memory cgroup of the program, by descriptors from the host. The supervisor is not in it, so that the kernel
+    kills the program and not the supervisor."""
+
+    processes: int
+    usage: int
+    events: int
+
+    def join(self) -> None:
+        """Move this process into it."""
+        os.write(self.processes, b"0")
+
+    def memory(self) -> int:
+        """Bytes of its processes, shared memory and files in memory."""
+        text = os.pread(self.usage, 1 << 16, 0).decode()
+        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(_CHARGED))
+
+    def kills(self) -> int:
+        """How many of its processes the kernel has killed for memory."""
+        text = os.pread(self.events, 1 << 12, 0).decode()
+        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+
+
 class ResourceWatch:
     """Compares the usage of a process tree with its limits."""
 
-    def __init__(self, caps: Caps, tree: ProcessTree, folder: str) -> None:
+    def __init__(self, caps: Caps, tree: ProcessTree, folder: str, cgroup: ProgramCgroup | None) -> None:
         self._caps = caps
         self._tree = tree
         self._folder = folder
+        self._cgroup = cgroup
         self._cpu_before = 0.0
         self.peak_memory = 0
 
@@ -96,11 +126,15 @@ class ResourceWatch:
         """The name of a limit that is exceeded now, or None."""
         usage = self._measure()
         self.peak_memory = max(self.peak_memory, usage.memory)
-        if usage.memory > self._caps.memory:
+        if usage.memory > self._caps.memory or self.killed_for():
             return "memory"
         if usage.cpu_seconds - self._cpu_before > cpu_seconds:
             return "cpu"
         return None if self._tree.own_namespace else self._polled_breach(usage)
+
+    def killed_for(self) -> str | None:
+        """The limit for which the kernel has killed a process of the program, or None."""
+        return "memory" if self._cgroup is not None and self._cgroup.kills() else None
 
     def _polled_breach(self, usage: Usage) -> str | None:
         """The limits that the kernel enforces only with namespaces and a private tmpfs."""
@@ -111,13 +145,22 @@ class ResourceWatch:
 
     def _measure(self) -> Usage:
         members = self._tree.members()
-        sockets = _sockets() * _SOCKET_BYTES if self._tree.own_namespace else 0
-        memory = sum(_each(members, _resident)) + sockets
-        if memory > self._caps.memory:
-            memory = sum(_each(members, _share)) + sockets
+        memory = self._memory(members) if self._cgroup is None else self._cgroup.memory() - self._disk()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = ended.ru_utime + ended.ru_stime + sum(_each(members, _cpu_ticks)) / _TICK
         return Usage(memory=memory, cpu_seconds=cpu, processes=len(members))
+
+    def _memory(self, members: list[int]) -> int:
+        sockets = _sockets() * SOCKET_BYTES if self._tree.own_namespace else 0
+        memory = sum(_each(members, _resident)) + sockets
+        return memory if memory <= self._caps.memory else sum(_each(members, _share)) + sockets
+
+    def _disk(self) -> int:
+        """Bytes of the files on the private tmpfs, if there is one."""
+        if not self._tree.own_namespace:
+            return 0
+        disk = os.statvfs("/tmp")
+        return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
 
 def _each(members: Iterable[int], measure: Callable[[int], int]) -> Iterator[int]:

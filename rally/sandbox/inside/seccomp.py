@@ -1,9 +1,9 @@
 """The seccomp filter: denies system calls that a program does not need for computing.
 
 Denied with EPERM: calls that inspect other processes, change mounts, namespaces, the clock or the kernel, or hold
-memory that no limit counts (anonymous files, System V segments, message queues, rings, keys). Only sockets of the given
-families are allowed (and pairs of unix sockets): others, such as vsock, lead out of a network namespace. A call of
-another ABI kills the process.
+memory that no limit counts (anonymous files, System V segments, message queues, rings, keys, huge pages; without a
+memory cgroup also shared anonymous mappings). Only sockets of the given families are allowed (and pairs of unix
+sockets): others, such as vsock, lead out of a network namespace. A call of another ABI kills the process.
 """
 
 from __future__ import annotations
@@ -78,20 +78,25 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "io_setup": (206, 0),
     "mbind": (237, 235),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
 _SOCKET, _SOCKETPAIR = {"x86_64": 41, "aarch64": 198}, {"x86_64": 53, "aarch64": 199}
 _CLONE, _PRLIMIT = {"x86_64": 56, "aarch64": 220}, {"x86_64": 302, "aarch64": 261}
+_MMAP, _SETSOCKOPT = {"x86_64": 9, "aarch64": 222}, {"x86_64": 54, "aarch64": 208}
 _CLONE3 = 435
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000
+_HUGE_PAGES = 0x40000
+_MAPPING_KIND, _SHARED_ANONYMOUS = 0x2F, 0x21  # the type of a mapping and MAP_ANONYMOUS
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT = 0, 4
+_FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT, _THIRD_ARGUMENT_AT, _FOURTH_ARGUMENT_AT = 16, 24, 32, 40
 
 
 class _Instruction(ctypes.Structure):
@@ -106,19 +111,19 @@ Code = list[tuple[int, int, int, int]]
 
 
 @cache
-def assembled(*families: str) -> _Program:
+def assembled(families: tuple[str, ...], shared_memory: bool) -> _Program:
     """The filter, ready to install. The fork server builds it once for all executions."""
-    code = _assembled(syscalls.MACHINE, [FAMILIES[name] for name in families])
+    code = _assembled(syscalls.MACHINE, [FAMILIES[name] for name in families], shared_memory)
     return _Program(len(code), (_Instruction * len(code))(*(_Instruction(*fields) for fields in code)))
 
 
-def install_filter(*families: str) -> None:
+def install_filter(families: tuple[str, ...], shared_memory: bool) -> None:
     """Filter this process and all that it starts, irrevocably."""
     syscalls.no_new_privileges()
-    syscalls.set_filter(assembled(*families))
+    syscalls.set_filter(assembled(families, shared_memory))
 
 
-def _assembled(machine: str, families: Sequence[int]) -> Code:
+def _assembled(machine: str, families: Sequence[int], shared_memory: bool) -> Code:
     column = list(_AUDIT_ARCH).index(machine)
     code: Code = [
         (_LOAD, 0, 0, _ARCH_AT),
@@ -135,6 +140,9 @@ def _assembled(machine: str, families: Sequence[int]) -> Code:
         if number is not None:
             code += _when_called(number, [(_RETURN, 0, 0, _ERROR | errno.EPERM)])
     code += _when_called(_CLONE[machine], _unless(_JUMP_BITS, [_NEW_NAMESPACES], errno.EPERM, wanted=False))
+    code += _when_called(_MMAP[machine], _mapping_rules(shared_memory))
+    if not shared_memory:
+        code += _when_called(_SETSOCKOPT[machine], _BUFFER_RULES)
     code += _when_called(_PRLIMIT[machine], _unless(_JUMP_EQUAL, [0], errno.EPERM))
     code += _when_called(_SOCKET[machine], _unless(_JUMP_EQUAL, families, errno.EAFNOSUPPORT))
     code += _when_called(_SOCKETPAIR[machine], _unless(_JUMP_EQUAL, [FAMILIES["unix"]], errno.EAFNOSUPPORT))
@@ -143,6 +151,34 @@ def _assembled(machine: str, families: Sequence[int]) -> Code:
 
 def _when_called(number: int, then: Code) -> Code:
     return [(_JUMP_EQUAL, 0, len(then), number), *then]
+
+
+def _mapping_rules(shared_memory: bool) -> Code:
+    code: Code = [
+        (_LOAD, 0, 0, _FOURTH_ARGUMENT_AT),
+        (_JUMP_BITS, 0, 1, _HUGE_PAGES),
+        (_RETURN, 0, 0, _ERROR | errno.ENOMEM),  # as if the machine had none
+    ]
+    if not shared_memory:
+        code += [
+            (_AND, 0, 0, _MAPPING_KIND),
+            (_JUMP_EQUAL, 0, 1, _SHARED_ANONYMOUS),
+            (_RETURN, 0, 0, _ERROR | errno.EPERM),
+        ]
+    return [*code, (_RETURN, 0, 0, _ALLOW)]
+
+
+# Sizes of socket buffers (SOL_SOCKET, SO_SNDBUF and SO_RCVBUF) are accepted without effect, as the kernel does with
+# sizes over its maximum, which may be high.
+_BUFFER_RULES: Code = [
+    (_LOAD, 0, 0, _SECOND_ARGUMENT_AT),
+    (_JUMP_EQUAL, 0, 4, 1),
+    (_LOAD, 0, 0, _THIRD_ARGUMENT_AT),
+    (_JUMP_EQUAL, 1, 0, 7),
+    (_JUMP_EQUAL, 0, 1, 8),
+    (_RETURN, 0, 0, _ERROR),
+    (_RETURN, 0, 0, _ALLOW),
+]
 
 
 def _unless(test: int, values: Sequence[int], error: int, wanted: bool = True) -> Code:

@@ -22,7 +22,7 @@ from rally.sandbox.inside import program_process
 from rally.sandbox.inside.confine import LevelName
 from rally.sandbox.inside.execution_request import Caps, ExecutionRequest, Step
 from rally.sandbox.inside.program_process import ProgramProcess
-from rally.sandbox.inside.resource_monitor import ProcessTree, ResourceWatch, reap
+from rally.sandbox.inside.resource_monitor import ProcessTree, ProgramCgroup, ResourceWatch, reap
 
 TICK = 0.02  # seconds between measurements; memory may exceed its limit for that long
 GRACE = 1.0  # seconds for an interrupted session to respond
@@ -91,6 +91,7 @@ class Follower:
                     if key.data is not None and not _read_some(key.fd, key.data):
                         selector.unregister(key.fd)
                 now = time.monotonic()
+        self.reason = self.reason or self._watch.killed_for() or ""
         self.seconds = time.monotonic() - started
 
     def drain(self) -> None:
@@ -154,13 +155,21 @@ _KILLED = -int(signal.SIGKILL)
 class Supervisor:
     """Runs one execution request."""
 
-    def __init__(self, level: LevelName, request: ExecutionRequest, host: socket.socket, path: list[str]) -> None:
+    def __init__(
+        self,
+        level: LevelName,
+        request: ExecutionRequest,
+        host: socket.socket,
+        path: list[str],
+        cgroup: ProgramCgroup | None = None,
+    ) -> None:
         self._level: LevelName = level
         self._request = request
         self._host = host
         self._path = path
         self._tree = ProcessTree(own_namespace=level == "bubblewrap")
-        self._watch = ResourceWatch(request.caps, self._tree, request.folder)
+        self._cgroup = cgroup
+        self._watch = ResourceWatch(request.caps, self._tree, request.folder, cgroup)
 
     def run(self) -> None:
         """Run the request and report, then kill all processes."""
@@ -178,7 +187,7 @@ class Supervisor:
         steps: list[json_socket.Message] = []
         echo: str | None = None
         for step in self._request.steps:
-            launched = program_process.start(self._level, self._request, step, self._path, first=not steps)
+            launched = self._start(step, first=not steps)
             follower = self._follow(launched, step)
             self._tree.kill()
             follower.drain()
@@ -187,11 +196,11 @@ class Supervisor:
             echo = self._echo(follower)
             if follower.reason or follower.return_code != 0:
                 break
-        files = program_process.fetch(self._level, self._request)
+        files = program_process.fetch(self._level, self._request, self._cgroup)
         self._report(steps, echo, files=files.contents, files_left_out=files.left_out)
 
     def _run_session(self) -> None:
-        launched = program_process.start(self._level, self._request, None, self._path)
+        launched = self._start(None)
         alive = True
         while alive:
             self._tree.signal(signal.SIGSTOP)  # nothing runs between cells, so nothing needs measuring
@@ -208,6 +217,9 @@ class Supervisor:
                 self._tree.kill()
             follower.drain()
             self._report([_result(step, follower)], self._echo(follower), lost=not alive)
+
+    def _start(self, step: Step | None, first: bool = True) -> ProgramProcess:
+        return program_process.start(self._level, self._request, step, self._path, self._cgroup, first)
 
     def _follow(self, launched: ProgramProcess, step: Step) -> Follower:
         self._watch.restart()

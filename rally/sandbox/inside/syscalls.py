@@ -6,9 +6,12 @@ A raw `clone` is safe here because only the fork server calls it, which has one 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import signal
+import socket
+import struct
 from typing import Any
 
 # PyDLL holds the GIL, so that the interpreter is in a consistent state during a clone.
@@ -21,7 +24,9 @@ NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER = 0x00020000, 0x04000000, 0x08000000, 0x1
 NEW_PIDS, NEW_NET = 0x20000000, 0x40000000
 NEW_ALL = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PIDS | NEW_NET
 
-_NOSUID, _NODEV, _NOEXEC, _BIND = 2, 4, 8, 4096
+_READ_ONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND = 1, 2, 4, 8, 32, 4096
+_PROC = _NOSUID | _NODEV | _NOEXEC
+_SET_INTERFACE_FLAGS, _INTERFACE_UP = 0x8914, 1
 _SET_DUMPABLE, _SET_SECCOMP, _CAPBSET_DROP, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 4, 22, 24, 36, 38
 
 
@@ -45,7 +50,17 @@ def mount_tmpfs(target: str, size: int, inodes: int) -> None:
 
 
 def mount_proc() -> None:
-    _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    _mount("proc", "/proc", "proc", _PROC)
+
+
+def make_proc_read_only() -> None:
+    _mount("proc", "/proc", None, _PROC | _READ_ONLY | _REMOUNT | _BIND)
+
+
+def bring_loopback_up() -> None:
+    """Enable 127.0.0.1 and ::1 of this network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_INTERFACE_FLAGS, struct.pack("16sH22x", b"lo", _INTERFACE_UP))
 
 
 def bind(source: str, target: str) -> None:

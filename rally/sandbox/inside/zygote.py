@@ -22,6 +22,7 @@ from rally.sandbox import json_socket
 from rally.sandbox.inside import confine, syscalls
 from rally.sandbox.inside.confine import UNPRIVILEGED, LevelName
 from rally.sandbox.inside.execution_request import ExecutionRequest
+from rally.sandbox.inside.resource_monitor import ProgramCgroup
 from rally.sandbox.inside.supervisor import Supervisor
 
 
@@ -66,9 +67,11 @@ def _execution(level: LevelName, host: socket.socket, path: list[str], ids: tupl
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 1 receives only signals that it handles
     try:
+        _, descriptors, _, _ = socket.recv_fds(host, 1, 3)
+        cgroup = ProgramCgroup(*descriptors) if descriptors else None
         request = ExecutionRequest.of(json_socket.receive(host))
-        confine.enter(level, request, ids)
-        Supervisor(level, request, host, path).run()
+        confine.enter(level, request, ids, counts_shared_memory=cgroup is not None)
+        Supervisor(level, request, host, path, cgroup).run()
     except OSError as error:
         json_socket.send(host, {"failed": str(error)})
     finally:

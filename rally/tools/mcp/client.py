@@ -1,8 +1,10 @@
 """Keeps a connection to an MCP server and reconnects, with growing pauses, when it is lost.
 
 After too many failures in a row, calls fail at once for LEFT_ALONE seconds. A call that the server has not seen is sent
-a second time; one that it may have seen is not. All connections of a process live in one thread with its own event loop
-(`Hub`), so tools can be listed before the event loop of the run exists, and servers are served during an update.
+a second time; one that it may have seen is not. A server that lets a call time out and then does not list its tools
+either is killed and restarted; over HTTP, the session is opened anew. All connections of a process live in one thread
+with its own event loop (`Hub`), so tools can be listed before the event loop of the run exists, and servers are served
+during an update.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ ATTEMPTS = 8  # failures in a row after which calls fail at once
 FIRST_ATTEMPTS = 2  # the same for a program that has never started: one for each handshake
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 4.0  # seconds before the second attempt, doubled for each further one
 LEFT_ALONE = 15.0  # seconds without a new attempt at a server that keeps failing
+CHECK_SECONDS = 5.0  # for a server to list its tools after a call was given up
 
 STATE_LOST = "; its state from earlier calls is lost, and the next call finds it restarted"
 
@@ -90,6 +93,8 @@ class McpClient:
         self._keeps_state = keeps_state
         self._opening: asyncio.Task[McpConnection] | None = None
         self._current: McpConnection | None = None
+        self._check: asyncio.Task[None] | None = None
+        self._endings: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._has_run = False
         self._left_alone_until = 0.0
@@ -102,7 +107,7 @@ class McpClient:
     async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
         connection = await self._connected()
         try:
-            result = await connection.call(tool, arguments)
+            result = await self._checked_call(connection, tool, arguments)
         except Unsent as unsent:
             self._lost(connection)
             if self._keeps_state:
@@ -119,13 +124,18 @@ class McpClient:
 
     async def close(self) -> None:
         self._closed = True
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait({self._opening})
+        for task in (self._opening, self._check):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         if self._current is not None:
             await self._current.close()
+        if self._endings:
+            await asyncio.wait(self._endings)
 
     async def _connected(self) -> McpConnection:
+        if self._check is not None:
+            await asyncio.wait({self._check})  # a call to a server that hangs would be lost
         if self._closed:
             raise McpFailure(f"the MCP server {self.server.name!r} was closed with its run")
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
@@ -161,12 +171,41 @@ class McpClient:
     def _attempts(self) -> int:
         return ATTEMPTS if self._has_run or self.server.transport != "stdio" else FIRST_ATTEMPTS
 
+    async def _checked_call(
+        self, connection: McpConnection, tool: str, arguments: dict[str, Any]
+    ) -> types.CallToolResult:
+        calling = asyncio.create_task(connection.call(tool, arguments))
+        try:
+            await asyncio.wait({calling})
+        except asyncio.CancelledError:  # a deadline has passed; the next call must already wait for the check
+            calling.cancel()
+            self._start_check(connection)
+            raise
+        return calling.result()
+
+    def _start_check(self, connection: McpConnection) -> None:
+        if connection is self._current and not connection.closed and self._check is None and not self._closed:
+            self._check = asyncio.create_task(self._restart_if_stuck(connection))
+
+    async def _restart_if_stuck(self, connection: McpConnection) -> None:
+        """End a connection whose server does not answer. Its running calls fail, the next call opens a new one."""
+        try:
+            if not await connection.answers(CHECK_SECONDS):
+                self._lost(connection)
+                ending = asyncio.create_task(connection.close())  # a new server need not wait for the end of the old
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
+        finally:
+            self._check = None
+
     def _lost(self, connection: McpConnection) -> None:
         """Count the loss once, however many calls notice it; the others wait for the new connection."""
         connection.retire()
         if connection is self._current:
             self._current = self._opening = None
             self._failed(connection.ending())
+            if self._failures >= self._attempts:
+                self._left_alone_until = asyncio.get_running_loop().time() + LEFT_ALONE
 
     def _failed(self, problem: str) -> None:
         self._failures += 1

@@ -147,6 +147,22 @@ class McpConnection:
             if self.closed and not self._calls:
                 self._stop.set()
 
+    async def answers(self, seconds: float) -> bool:
+        """Whether the server lists its tools within `seconds`; an error is an answer too. Newer protocols have no
+        ping."""
+        client = await asyncio.shield(self._client)
+        try:
+            async with asyncio.timeout(seconds):
+                await client.session.list_tools()
+        except TimeoutError:
+            self._reason = f"it did not answer within {seconds:g} seconds after a call had timed out"
+            return False
+        except MCPError as error:
+            if error.code in (NOT_SENT, CUT_OFF, SESSION_UNKNOWN, types.CONNECTION_CLOSED):
+                self._reason = error.message
+                return False
+        return True
+
     def retire(self) -> None:
         """Accept no more calls. The session ends after the last running one."""
         self.closed = True

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rally.rewards.score import RewardError
-from rally.scoring import arithmetic, exact_match, gsm8k, math_answers
-from rally.scoring.answer_extraction import last_tagged, parse_number
+from rally.scoring import arithmetic, exact_match, gsm8k, math_answers, verl_scores
+from rally.scoring.answer_extraction import last_boxed, last_tagged, parse_number
 from rally.scoring.math_answers import normalise, same_answer
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -116,7 +116,7 @@ def find(registry: Mapping[str, Registered], data_source: str) -> Registered:
     )
 
 
-Equality = Literal["text", "symbolic"]
+Equality = Literal["text", "symbolic", "verl"]
 Info = dict[str, Any] | None
 
 
@@ -140,8 +140,8 @@ def may_hang(kwargs: Mapping[str, Any]) -> bool:
 def check_equality(kwargs: Mapping[str, Any]) -> None:
     """Raise RewardError if the way to compare answers is unknown or not installed."""
     equality = kwargs.get("equality", "text")
-    if equality not in ("text", "symbolic"):
-        raise RewardError(f"reward_kwargs.equality must be text or symbolic, not {equality!r}")
+    if equality not in ("text", "symbolic", "verl"):
+        raise RewardError(f"reward_kwargs.equality must be text, symbolic or verl, not {equality!r}")
     if equality == "symbolic" and not math_answers.installed():
         raise RewardError(
             "reward_kwargs.equality=symbolic needs the package math-verify; run pip install 'rally-rl[math]', "
@@ -157,7 +157,10 @@ def _gsm8k(
     extra_info: Info = None,
     *,
     method: gsm8k.Method = "strict",
+    equality: Equality = "text",
 ) -> float:
+    if equality == "verl":
+        return verl_scores.gsm8k(solution_str, str(ground_truth), method)
     return gsm8k.score(solution_str, _number(data_source, ground_truth), method=method)
 
 
@@ -172,7 +175,10 @@ def _arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_in
 def _math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:
-    graded = math_answers.boxed(solution_str, _answer(data_source, ground_truth), _same(equality))
+    truth = _answer(data_source, ground_truth)
+    graded = math_answers.Graded(verl_scores.math(solution_str, str(truth)), last_boxed(solution_str))
+    if equality != "verl" and not graded.right:
+        graded = math_answers.boxed(solution_str, truth, _same(equality))
     return _report(float(graded.right), graded)
 
 
@@ -190,7 +196,9 @@ def _dapo(
     tool_credit: bool = False,
 ) -> dict[str, Any]:
     truth = _answer(data_source, ground_truth)
-    graded = math_answers.dapo(solution_str, truth, strict_box=strict_box_verify, same=_same(equality))
+    graded = math_answers.Graded(*verl_scores.math_dapo(solution_str, str(truth), strict_box_verify))
+    if equality != "verl" and not graded.right:
+        graded = math_answers.dapo(solution_str, truth, strict_box=strict_box_verify, same=_same(equality))
     turns = (extra_info or {}).get("num_turns", 2) if tool_credit else 2
     return _report(math_answers.retool(graded, turns), graded)
 
@@ -220,7 +228,7 @@ def _search(
     *,
     match: exact_match.Match = "exact",
 ) -> dict[str, Any]:
-    targets = _targets(data_source, ground_truth)
+    targets = _targets(data_source, ground_truth)  # equality=verl changes nothing here: match=exact is verl's score
     return {
         "score": exact_match.score(solution_str, targets, match),
         "acc": exact_match.score(solution_str, targets, "exact"),
@@ -234,6 +242,11 @@ def _search(
 def _geo3k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:
+    if equality == "verl":
+        raise RewardError(
+            f"{data_source} has no equality=verl: verl compares these answers with the package mathruler; use text or "
+            "symbolic"
+        )
     graded = math_answers.boxed(solution_str, _answer(data_source, ground_truth), _same(equality))
     formed = math_answers.well_formed(solution_str)
     return _report(math_answers.score(graded.right, formed), graded) | {"format": float(formed)}

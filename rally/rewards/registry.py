@@ -159,6 +159,7 @@ def _gsm8k(
     method: gsm8k.Method = "strict",
     equality: Equality = "text",
 ) -> float:
+    solution_str = _with_mark(solution_str, extra_info, "####", "#### {}")
     if equality == "verl":
         return verl_scores.gsm8k(solution_str, str(ground_truth), method)
     return gsm8k.score(solution_str, _number(data_source, ground_truth), method=method)
@@ -166,6 +167,7 @@ def _gsm8k(
 
 @register_reward("rally/arithmetic")
 def _arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
+    solution_str = _with_mark(solution_str, extra_info, "####", "#### {}")
     return arithmetic.score(solution_str, _number(data_source, ground_truth))
 
 
@@ -175,7 +177,7 @@ def _arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_in
 def _math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:
-    truth = _answer(data_source, ground_truth)
+    truth, solution_str = _answer(data_source, ground_truth), _with_mark(solution_str, extra_info, *BOX)
     graded = math_answers.Graded(verl_scores.math(solution_str, str(truth)), last_boxed(solution_str))
     if equality != "verl" and not graded.right:
         graded = math_answers.boxed(solution_str, truth, _same(equality))
@@ -196,6 +198,8 @@ def _dapo(
     tool_credit: bool = False,
 ) -> dict[str, Any]:
     truth = _answer(data_source, ground_truth)
+    if "answer" not in solution_str.lower():
+        solution_str = _with_mark(solution_str, extra_info, *BOX)
     graded = math_answers.Graded(*verl_scores.math_dapo(solution_str, str(truth), strict_box_verify))
     if equality != "verl" and not graded.right:
         graded = math_answers.dapo(solution_str, truth, strict_box=strict_box_verify, same=_same(equality))
@@ -228,6 +232,7 @@ def _search(
     *,
     match: exact_match.Match = "exact",
 ) -> dict[str, Any]:
+    solution_str = _with_mark(solution_str, extra_info, "<answer>", "<answer>{}</answer>")
     targets = _targets(data_source, ground_truth)  # equality=verl changes nothing here: match=exact is verl's score
     return {
         "score": exact_match.score(solution_str, targets, match),
@@ -247,9 +252,20 @@ def _geo3k(
             f"{data_source} has no equality=verl: verl compares these answers with the package mathruler; use text or "
             "symbolic"
         )
+    solution_str = _with_mark(solution_str, extra_info, *BOX)
     graded = math_answers.boxed(solution_str, _answer(data_source, ground_truth), _same(equality))
     formed = math_answers.well_formed(solution_str)
     return _report(math_answers.score(graded.right, formed), graded) | {"format": float(formed)}
+
+
+BOX = (r"\boxed", r"\boxed{{{}}}")
+
+
+def _with_mark(text: str, extra_info: Info, mark: str, form: str) -> str:
+    """The text. An answer that an agent behind the gateway returned may be the bare answer: it is written in the form
+    of the data source, which the agent has parsed already."""
+    returned = (extra_info or {}).get("agent_answer")
+    return form.format(text.strip()) if isinstance(returned, str) and returned == text and mark not in text else text
 
 
 def _report(score: float, graded: math_answers.Graded) -> dict[str, Any]:

@@ -270,3 +270,16 @@ async def returns_a_list(row: Row, client: AgentClient) -> list[str]:
 
 def echoes_its_name_blocking(row: Row, client: AgentClient) -> str:
     return asyncio.run(echoes_its_name(row, client))
+
+
+async def is_checked_by_another(row: Row, client: AgentClient) -> Any:
+    """Answers, lets a critic with its own prompt comment on the answer, and returns it as `row["returns"]` says."""
+    llm = client.openai()
+    main: list[Any] = [{"role": "system", "content": "You solve."}, *row["raw_prompt"]]
+    router: list[Any] = [{"role": "user", "content": "Which expert is needed?"}]
+    critic: list[Any] = [{"role": "system", "content": "You check."}, {"role": "user", "content": "Is it right?"}]
+    replies = [
+        (await llm.chat.completions.create(model="m", messages=messages)).choices[0].message
+        for messages in (router, main, critic)
+    ]
+    return {"text": replies[1].content, "message": replies[1], "nothing": None}[row["returns"]]

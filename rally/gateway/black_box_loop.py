@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from rally.gateway.agent_runner import RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
+from rally.loops.base import EpisodeFailed, Fault, fault_of
 from rally.rewards.score import plain
 from rally.tools.invoke import CallEnd
 from rally.types import Segment, StopReason
@@ -83,7 +84,21 @@ class BlackBoxAgentLoop(AgentLoopBase):
         return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
 
     def _output(self, session: GatewaySession, outcome: AgentOutcome) -> AgentLoopOutput:
-        reason, returned = self._meaning(session, outcome.ended)
+        try:
+            reason, returned = self._meaning(session, outcome.ended)
+        except Exception as failure:  # noqa: BLE001 - raised again, with what was sampled
+            output = self._made(session, outcome, StopReason.ERROR, AgentReturn())
+            sampled = any(segment.sampled for segment in output.segments)
+            cause = failure.__cause__ if isinstance(failure, LoopError) and failure.__cause__ else failure
+            refused = session.refused is not None and session.refused in str(cause)  # a request the agent made wrongly
+            blameless = session.failure is not None or refused
+            fault: Fault = "infrastructure" if blameless else fault_of(cause, sampled)
+            raise EpisodeFailed(failure, output, fault) from cause
+        return self._made(session, outcome, reason, returned)
+
+    def _made(
+        self, session: GatewaySession, outcome: AgentOutcome, reason: StopReason, returned: AgentReturn
+    ) -> AgentLoopOutput:
         segments, turns = session.transcript.parts()
         if not segments and reason is StopReason.STOP:
             raise LoopError(

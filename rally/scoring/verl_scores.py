@@ -169,11 +169,11 @@ def math_form(answer: str) -> str | None:
     if not all(roots[1:]):
         return None
     text = r"\sqrt".join([roots[0], *(r if r[0] == "{" else f"{{{r[0]}}}{r[1:]}" for r in roots[1:])])
-    form = _braced_fractions(text.replace(" ", ""))
-    if form is None or form == "0.5":
-        return form and r"\frac{1}{2}"
-    ratio = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", form)
-    return rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}" if ratio else form
+    whole = _braced_fractions(text.replace(" ", ""))
+    if whole is None or whole == "0.5":
+        return whole and r"\frac{1}{2}"
+    ratio = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", whole)
+    return rf"\frac{{{ratio[1]}}}{{{ratio[2]}}}" if ratio else whole
 
 
 def _braced_fractions(text: str) -> str | None:

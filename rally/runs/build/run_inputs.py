@@ -123,6 +123,7 @@ def toolbox_of(config: Config) -> ToolBox:
             max_response_chars=multi_turn.max_tool_response_length,
             truncate_side=multi_turn.tool_response_truncate_side,
         ),
+        on_outage=multi_turn.on_tool_outage,
     )
 
 

@@ -46,11 +46,20 @@ class ToolStatus(StrEnum):
     OK = "ok"
     ERROR = "error"  # the tool raised or reported a failure
     TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"  # the server, sandbox or session of the tool failed
     REJECTED = "rejected"  # too many calls of the tool were waiting already
     BAD_ARGUMENTS = "bad_arguments"  # the arguments do not fit the tool's schema
     UNKNOWN_TOOL = "unknown_tool"
     MALFORMED = "malformed"  # the text of the call could not be parsed
 
+
+HINTS = frozenset(
+    {
+        *(ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS),
+        *(ToolStatus.REJECTED, ToolStatus.TIMEOUT),
+    }
+)
+"""The statuses of calls that no tool answered: the text is Rally's own."""
 
 TOOL_TROUBLE = ("cancelled", "abandoned", "create_errors", "calc_reward_errors", "release_errors")
 """Counters of problems besides the statuses of calls: calls cancelled by a deadline of the turn, episode or step;
@@ -63,6 +72,9 @@ TEMPERATURES = (1e-6, 1e6)
 MAX_STOP_IDS, MAX_STOPS, MAX_STOP_LENGTH = 1024, 64, 1024
 INT32 = 2**31 - 1
 FLOAT32_MIN, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers
+OnOutage = Literal["mask", "drop_group", "count"]
+"""What an outage of a tool does to its episode: mask keeps it out of the loss and of its group's baseline, drop_group
+drops its group, count trains on it like on any other. Later values do not undo earlier ones: see `Episode.outage`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +367,8 @@ class ToolResponse:
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
     """A finished tool call: its response, status and reward. It waited `queued` seconds, then ran for `seconds`.
-    `cached`: it was answered from the cache."""
+    `cached`: it was answered from the cache. `outage`: it failed because of the tool's infrastructure, which is not the
+    policy's fault."""
 
     call: ToolCall
     status: ToolStatus
@@ -366,10 +379,17 @@ class ToolResult:
     truncated: bool = False
     queued: float = 0.0
     cached: bool = False
+    outage: bool = False
 
     @property
     def ok(self) -> bool:
         return self.status is ToolStatus.OK
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether the response is not the tool's but Rally's short message to the model. Limits on the length of tool
+        responses do not apply to it, because half a hint says nothing."""
+        return self.status in HINTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,6 +468,12 @@ class Episode:
     @property
     def tool_results(self) -> tuple[ToolResult, ...]:
         return tuple(r for turn in self.turns for r in turn.tool_results)
+
+    @property
+    def outage(self) -> OnOutage | None:
+        """What happens to the episode because a tool was unavailable; None if none was, or if it counts anyway."""
+        policy = (self.extra.get("tool_outage") or {}).get("on_outage")
+        return None if policy == "count" else policy
 
     def scored(self, reward: float, info: Mapping[str, Any] | None = None) -> Episode:
         return replace(self, reward=float(reward), reward_info=dict(info or {}))

@@ -4,7 +4,7 @@ from rally.chat.codec import ChatCodec, EncodedConversation, Parsed
 from rally.chat.formats import FORMATS, ToolFormat, get_format
 from rally.chat.image_tokens import EncodedMessages
 from rally.chat.template_probe import SanityMode, TemplateDifference, TemplateReport
-from rally.chat.templates import Escaped, TemplateError
+from rally.chat.templates import Escaped, MessageLost, TemplateError
 from rally.chat.tiny_tokenizer import tiny_tokenizer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "EncodedMessages",
     "EncodedConversation",
     "Escaped",
+    "MessageLost",
     "Parsed",
     "SanityMode",
     "TemplateError",

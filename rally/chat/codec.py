@@ -142,6 +142,7 @@ class ChatCodec:
         ids, images = list(prompt.ids), list(prompt.images)
         mask = [0] * len(ids)
         for before, at in zip([None, *replies], replies, strict=False):
+            self._turns.check_reply(messages[at])
             delta = EncodedMessages((), ()) if before is None else self.delta(messages[before + 1 : at])
             reply = self.encode_assistant(messages[at])
             images += [span.moved(len(ids)) for span in delta.images]

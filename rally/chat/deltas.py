@@ -8,10 +8,11 @@ contents of later messages of the same shape are inserted into it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import takewhile
 from typing import NamedTuple
 
-from rally.chat.templates import QUESTION, SENTINEL, Template, TemplateError
+from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, lost_message
 from rally.types import Message
 
 # Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
@@ -37,7 +38,7 @@ class TurnTexts:
 
     @cached_property
     def end(self) -> EndOfTurn:
-        text = self.template.text([QUESTION, {"role": "assistant", "content": SENTINEL}], False)
+        text = self.template.raw_text([QUESTION, {"role": "assistant", "content": SENTINEL}], False)
         _, found, tail = text.rpartition(SENTINEL)
         if not found:
             raise TemplateError("the chat template does not render assistant messages; use another template")
@@ -77,6 +78,18 @@ class TurnTexts:
             )
         return body + end
 
+    def check_reply(self, message: Message) -> None:
+        """Raise MessageLost if the template leaves out the text of this reply, as some do for the text beside a call.
+        A row with such a reply would be trained on without it."""
+        spoken = {**self.template.normal(message), "role": "the reply"}
+        if lost_message([spoken], self.reply(message)) is not None:
+            beside = "beside its tool calls " if message.get("tool_calls") else ""
+            raise MessageLost(
+                f"the chat template does not print the whole text of an assistant message {beside}"
+                f"({str(message['content'])[:60]!r}); remove the text, or use a template that prints it "
+                "(custom_chat_template)"
+            )
+
     def delta(self, messages: Sequence[Message]) -> str:
         """The text after an end-of-turn token when `messages` follow, with the generation prompt."""
         normal = [self.template.normal(m) for m in messages]
@@ -100,7 +113,10 @@ class TurnTexts:
     def _frame(self, normal: Sequence[Message]) -> tuple[str, ...] | None:
         """The text around the contents of the messages; None if the template does not copy contents unchanged."""
         marks = [WITNESS % i for i in range(len(normal))]
-        rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
+        try:
+            rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
+        except MessageLost:  # of the marks; whether the messages themselves are printed is seen when they are rendered
+            return None
         pieces = []
         for mark in marks:
             if rest.count(mark) != 1:
@@ -110,18 +126,25 @@ class TurnTexts:
         return (*pieces, rest)
 
     def _rendered(self, normal: Sequence[Message]) -> str:
+        """The delta by a full rendering. It has the text of every message: an answer that the policy does not see
+        would be trained on as if it did."""
+        problems = []
         for stand_in in _stand_ins(normal):
             try:
-                text = self.template.raw_text([QUESTION, stand_in, *normal], True)
-            except TemplateError:
-                if "tool_calls" not in stand_in:
-                    raise
-                continue
-            # The first sentinel is the placeholder's, whatever a tool may have printed.
-            _, found, tail = text.partition(SENTINEL)
-            _, end, delta = tail.partition(self.end.text)
-            if found and end:
-                return delta
+                return self.template.complete(
+                    normal, partial(self._after, stand_in), ("after", len(stand_in.get("tool_calls", ())))
+                )
+            except TemplateError as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    def _after(self, stand_in: Message, normal: Sequence[Message]) -> str:
+        text = self.template.raw_text([QUESTION, stand_in, *normal], True)
+        # The first sentinel is the placeholder's, whatever a tool may have printed.
+        _, found, tail = text.partition(SENTINEL)
+        _, end, delta = tail.partition(self.end.text)
+        if found and end:
+            return delta
         roles = ", ".join(str(m["role"]) for m in normal)
         raise TemplateError(
             f"the chat template does not end an assistant turn with {self.end.text} when {roles} follows, "
@@ -130,13 +153,20 @@ class TurnTexts:
 
 
 def _stand_ins(normal: Sequence[Message]) -> list[Message]:
-    """The placeholder turns to try: before a tool message a call, then, for templates without calls, plain text."""
+    """The placeholder turns to try. Before tool messages: one call, then a call for each of them, then, for templates
+    without calls, plain text."""
     text: Message = {"role": "assistant", "content": SENTINEL}
-    if not normal or normal[0]["role"] != "tool":
-        return [text]
-    function = {"name": normal[0].get("name", "tool"), "arguments": {"value": SENTINEL}}
-    call = {"id": normal[0].get("tool_call_id", "call_0"), "type": "function", "function": function}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, text]
+    answers = list(takewhile(lambda message: message["role"] == "tool", normal))
+    calls = [
+        {
+            "id": answer.get("tool_call_id", f"call_{number}"),
+            "type": "function",
+            "function": {"name": answer.get("name", "tool"), "arguments": {"value": SENTINEL}},
+        }
+        for number, answer in enumerate(answers)
+    ]
+    numbers = dict.fromkeys((min(1, len(calls)), len(calls)))
+    return [*({"role": "assistant", "content": "", "tool_calls": calls[:n]} for n in numbers if n), text]
 
 
 def _shape(normal: Sequence[Message]) -> Shape | None:

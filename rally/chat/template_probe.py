@@ -1,13 +1,13 @@
 """Tests before training whether a chat template is append-only, and reports differences with a small diff.
 
 A template is append-only if the concatenation of prompt, sampled replies and deltas equals its rendering of the whole
-conversation. The probe also finds templates that omit the tool list, tool calls, or earlier thinking.
+conversation. The probe also finds templates that omit the tool list, tool calls, earlier thinking, or a whole message.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args
@@ -44,6 +44,14 @@ CASES: dict[str, list[Message]] = {
 }
 
 
+_BROKEN = _assistant("a call that could not be parsed")  # it is answered by a tool message with the reason
+_LONG: Message = {**_TOOL, "content": " ".join(f"line {number} of a long answer" for number in range(2000))}
+_SECOND: Message = {**_TOOL, "tool_call_id": "call_1", "content": "43"}
+TOOL_TURNS: tuple[list[Message], ...] = ([_TOOL], [_TOOL, _SECOND], [_LONG])
+USER_TURNS: tuple[list[Message], ...] = ([_NEXT], [{**_NEXT, "content": _LONG["content"]}])
+History = Literal["append", "rerender"]
+
+
 class TemplateDifference(NamedTuple):
     """A conversation whose rendering differs from the sampled history."""
 
@@ -64,6 +72,13 @@ class TemplateReport:
     braces_doubled: bool
     end_of_turn: str
     differences: tuple[TemplateDifference, ...]
+    tool_refusals: Mapping[History, str]
+    user_refusals: Mapping[History, str]
+
+    def refusal(self, history: History, *, tools: bool, users: bool) -> str:
+        """Why no episode with tools, or with a simulated user, can continue after its first turn; empty if it can."""
+        refused = (self.tool_refusals[history] if tools else "") or (self.user_refusals[history] if users else "")
+        return f"With multi_turn.history={history} an episode cannot continue: {refused}" if refused else ""
 
     @property
     def hidden(self) -> str:
@@ -117,12 +132,32 @@ def probe(turns: TurnTexts) -> TemplateReport:
         append_only=not differences,
         thinking_kept=kept,
         tool_delta_exact=exact,
-        tools_shown=not turns.template.tools or turns.template.knows_tools,
+        tools_shown=not turns.template.tools or turns.template.shows_tools,
         calls_shown=_TOOL_NAME in turns.template.text([QUESTION, _assistant("", call=True)], False),
         braces_doubled=_DOUBLED.search(turns.prompt([QUESTION])) is not None,
         end_of_turn=turns.end.text,
         differences=tuple(differences),
+        tool_refusals={history: _refusal(turns, history, TOOL_TURNS, after_calls=True) for history in _HISTORIES},
+        user_refusals={history: _refusal(turns, history, USER_TURNS, after_calls=False) for history in _HISTORIES},
     )
+
+
+_HISTORIES: tuple[History, ...] = ("append", "rerender")
+
+
+def _refusal(turns: TurnTexts, history: History, cases: Sequence[list[Message]], *, after_calls: bool) -> str:
+    """Why the template cannot continue after one of these turns, or loses a message of it."""
+    before = [_assistant("", call=True), _BROKEN] if after_calls else [_assistant("answer")]
+    try:
+        for messages in cases:
+            if history == "append":
+                turns.slow_delta(messages)
+            else:
+                for reply in before:
+                    turns.prompt([QUESTION, reply, *messages])
+    except TemplateError as problem:
+        return str(problem)
+    return ""
 
 
 class _Sampled(NamedTuple):

@@ -3,14 +3,19 @@
 Messages may have content None, arguments as JSON text, empty tool_calls, or the null fields of a Parquet row; the
 template always gets the same form. Control tokens in tool and user text are escaped. The date is fixed at the start,
 so that equal messages give equal text for the whole run. A new template is first tried in a killable process.
+
+Some templates print nothing for a tool message after a turn without a call, or only the first of several. A rendering
+that lacks the text of a system, user or tool message is an error (`MessageLost`), whoever asked for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -25,6 +30,10 @@ from rally.types import Message, RallyError
 
 class TemplateError(RallyError):
     """The chat template cannot render the messages, or lacks a property that Rally needs."""
+
+
+class MessageLost(TemplateError):
+    """The chat template leaves a message out of its rendering, or prints only a part of it."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,40 @@ _RENDERING_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError),
 )
+MAX_SHAPES = 4096
+_SWITCH = re.compile(r"/(?:no_)?think")  # switches that some templates act on and do not print
+
+
+def lost_message(messages: Sequence[Message], text: str) -> int | None:
+    """The place of the first system, user or tool message whose text is not in the rendering; None if all are. Spaces
+    are ignored, and a text may be quoted as JSON or HTML. Equal texts must occur as often as there are messages."""
+    squeezed, times = _squeezed(text), Counter[str]()
+    for at, message in enumerate(messages):
+        for part in () if message["role"] == "assistant" else _texts(message["content"]):
+            times[part] += 1
+            if squeezed.count(_squeezed(part)) >= times[part]:
+                continue
+            quoted = (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1], html.escape(part))
+            if sum(squeezed.count(form) for form in {_squeezed(form) for form in quoted}) < times[part]:
+                return at
+    return None
+
+
+def _squeezed(text: str) -> str:
+    return "".join(_SWITCH.sub("", text).split())
+
+
+def _texts(content: Any) -> list[str]:
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
+    return [part for part in parts if isinstance(part, str) and _squeezed(part)]
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The message with `mark` for its text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": mark if content and message["role"] != "assistant" else content}
+    return {**message, "content": [{**part, "text": mark} if part.get("text") else part for part in content]}
 
 
 class Template:
@@ -113,6 +156,7 @@ class Template:
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.placeholder = placeholder  # of images, for a vision model
         self.escaper = Escaper(tokenizer, placeholder)
+        self._complete: set[Hashable] = set()  # shapes of conversations of which the template prints every message
         source = str(self.source or tokenizer.chat_template)
         if source not in _tried:
             check_rendering(self._longest_trial)
@@ -124,19 +168,48 @@ class Template:
         for messages in TRIALS:
             for generation_prompt in (True, False):
                 try:
-                    longest = max(longest, len(self.text(messages, generation_prompt)))
+                    longest = max(longest, len(self.raw_text([self.normal(m) for m in messages], generation_prompt)))
                 except TemplateError as error:  # a template may refuse a role
                     if isinstance(error.__cause__, MemoryError):
                         raise error.__cause__ from None
         return longest
 
     @property
-    def knows_tools(self) -> bool:
-        """Whether the template mentions tools at all."""
-        return "tools" in str(self.source or self.tokenizer.chat_template)
+    def shows_tools(self) -> bool:
+        """Whether a prompt names every tool with its parameters. The tiny tokenizer's template omits them on purpose
+        unless `show_tools` is set."""
+        prompt = self.raw_text([QUESTION], True)
+        functions = [tool["function"] for tool in self.tools]
+        names = [str(function["name"]) for function in functions]
+        names += [str(name) for one in functions for name in (one.get("parameters") or {}).get("properties") or {}]
+        on_purpose = "show_tools" in str(self.source or self.tokenizer.chat_template)
+        return all(name in prompt for name in names) or (on_purpose and not self.kwargs.get("show_tools"))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        return self.raw_text([self.normal(m) for m in messages], generation_prompt)
+        """Render messages. Raises MessageLost if one is left out."""
+        normal = [self.normal(m) for m in messages]
+        return self.complete(normal, lambda some: self.raw_text(some, generation_prompt), generation_prompt)
+
+    def complete(self, normal: Sequence[Message], render: Callable[[Sequence[Message]], str], key: Hashable) -> str:
+        """`render(normal)`. Raises MessageLost if it lacks the text of a system, user or tool message. Short texts may
+        occur by chance, so each new shape of conversation (`key` and the roles) is also rendered with unique texts."""
+        text = render(normal)
+        lost = lost_message(normal, text)
+        shape = (key, tuple((m["role"], bool(m["content"]), bool(m.get("tool_calls"))) for m in normal))
+        if lost is None and shape not in self._complete:
+            marked = [_marked(m, f"rallymark{at}end") for at, m in enumerate(normal)]
+            with contextlib.suppress(TemplateError):  # it may ask for a content that a mark is not
+                lost = lost_message(marked, render(marked))
+            if len(self._complete) >= MAX_SHAPES:
+                self._complete.clear()
+        if lost is not None:
+            roles = ", ".join(str(m["role"]) for m in normal)
+            raise MessageLost(
+                f"the chat template does not print the whole text of message {lost + 1} ({normal[lost]['role']}) when "
+                f"the roles are {roles}; use a template that does (custom_chat_template)"
+            )
+        self._complete.add(shape)
+        return text
 
     def raw_text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Render messages that are already normalized."""

@@ -75,6 +75,10 @@ class MultiTurnConfig(Section):
     append."""
     tool_timeout: Positive = 30.0
     """Seconds for each call of a tool or a simulated user."""
+    on_tool_outage: Literal["mask", "drop_group", "count"] = "mask"
+    """An episode in which a tool was unavailable (its server, sandbox or session failed, or it did not answer in time):
+    mask keeps it out of the loss and of its group's baseline, drop_group drops its group, count trains on it.
+    on_outage of an entry in the tool YAML overrides it for one tool."""
     max_tool_failures: Natural = 3
     """Consecutive failed tool turns that end an episode. 0 is no limit."""
     max_repeated_calls: Natural = 3
@@ -281,11 +285,15 @@ class RolloutConfig(LogProbKeys):
     null is no limit."""
     on_error: OnError = "retry"
     """An episode whose agent loop failed: retry runs it again up to max_retries times and then drops its group,
-    drop_group drops it at once, zero scores it 0, raise stops the run."""
+    drop_group drops it at once, zero scores it 0 and trains on it, raise stops the run. If the code of a loop or agent
+    failed on what the policy wrote, retry scores the episode after its retries instead of dropping its group."""
     max_retries: Natural = 1
     """on_error=retry: how often a failed episode is run again."""
     max_failed_share: Share = 0.1
-    """A step in which a larger share of the episodes fails stops the run."""
+    """A step in which a larger share of the episodes fails stops the run. Failures by the policy's fault do not
+    count."""
+    max_outage_share: Share = 0.5
+    """A step in which a larger share of the episodes is lost because a tool was unavailable stops the run."""
     in_flight: Literal["abort", "keep", "recompute"] = "keep"
     """Requests that run during a weight update: abort ends them, keep goes on with the old KV cache, recompute goes on
     after computing it again."""

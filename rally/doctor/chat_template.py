@@ -40,6 +40,13 @@ def template(case: DoctorCase) -> Iterator[Finding]:
     strict = case.config.rollout.multi_turn.tokenization_sanity_check_mode != "disable"
     if case.toolbox.names and report.problems:
         yield Finding("template", "warning", report.problems)
+    refusal = report.refusal(
+        case.config.history,
+        tools=bool(case.toolbox.names),
+        users=bool(case.config.rollout.multi_turn.interaction_config_path),
+    )
+    if refusal:
+        yield Finding("template", "error", refusal)
     if report.append_only:
         yield Finding("template", "ok", head)
         return

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import BaseModel
+
 from rally.gateway.agent_runner import RunningAgent, find_agent, run_agent
 from rally.loops import AgentLoopBase, AgentLoopOutput, LoopError
+from rally.loops.base import EpisodeFailed, Fault, fault_of
+from rally.rewards.score import plain
 from rally.tools.invoke import CallEnd
 from rally.types import Segment, StopReason
 
@@ -78,7 +84,21 @@ class BlackBoxAgentLoop(AgentLoopBase):
         return AgentOutcome(None, abandoned=running.abandoned or not running.ended.done())
 
     def _output(self, session: GatewaySession, outcome: AgentOutcome) -> AgentLoopOutput:
-        reason, returned = self._meaning(session, outcome.ended)
+        try:
+            reason, returned = self._meaning(session, outcome.ended)
+        except Exception as failure:  # noqa: BLE001 - raised again, with what was sampled
+            output = self._made(session, outcome, StopReason.ERROR, AgentReturn())
+            sampled = any(segment.sampled for segment in output.segments)
+            cause = failure.__cause__ if isinstance(failure, LoopError) and failure.__cause__ else failure
+            refused = session.refused is not None and session.refused in str(cause)  # a request the agent made wrongly
+            blameless = session.failure is not None or refused
+            fault: Fault = "infrastructure" if blameless else fault_of(cause, sampled)
+            raise EpisodeFailed(failure, output, fault) from cause
+        return self._made(session, outcome, reason, returned)
+
+    def _made(
+        self, session: GatewaySession, outcome: AgentOutcome, reason: StopReason, returned: AgentReturn
+    ) -> AgentLoopOutput:
         segments, turns = session.transcript.parts()
         if not segments and reason is StopReason.STOP:
             raise LoopError(
@@ -87,7 +107,8 @@ class BlackBoxAgentLoop(AgentLoopBase):
             )
         first = segments[0] if segments else Segment(prompt_ids=self.codec.encode_prompt(self.task.prompt))
         counts = {**session.counts, "segments": len(segments), "abandoned": int(outcome.abandoned)}
-        fields = {"agent_answer": returned.answer, "returned": returned.rest}
+        scored = returned.answer if returned.answer is not None else session.transcript.main_reply(self.task.prompt)
+        fields = {"agent_answer": returned.answer, "scored_text": scored, "returned": plain(returned.rest)}
         return AgentLoopOutput(
             prompt_ids=first.prompt_ids,
             response_ids=first.response_ids,
@@ -121,29 +142,82 @@ def copied(value: Any) -> Any:
     return [copied(item) for item in value] if isinstance(value, list) else value
 
 
+ANSWERS = ("answer", "final_answer", "final_output", "output", "response", "content", "text", "result")
+"""The keys or attributes that hold an answer, in order of precedence."""
+
+
 def returned_by(agent: str, value: Any) -> AgentReturn:
-    """Read an agent's return value: a number is the reward, a text the answer. A dictionary may have `reward`, `answer`
-    and further fields to record."""
+    """Read an agent's return value: a number is the reward, a text the answer. A dictionary, dataclass or Pydantic
+    model may have `reward`, an answer under one of ANSWERS or as the last of its `messages`, and further fields to
+    record. The result or message object of a framework has its answer in an attribute of ANSWERS."""
     if value is None:
         return AgentReturn()
     if isinstance(value, str):
         return AgentReturn(answer=value)
-    if not isinstance(value, Mapping):
+    if isinstance(value, Real):
         return AgentReturn(reward=_number(agent, value))
-    reward, answer = value.get("reward"), value.get("answer")
-    rest = {str(key): item for key, item in value.items() if key not in ("reward", "answer")}
-    return AgentReturn(
-        None if reward is None else _number(agent, reward), None if answer is None else str(answer), rest or None
-    )
+    fields = _fields(value)
+    if fields is None:
+        answer = _answer(value)
+        if answer is None:
+            raise LoopError(
+                f"the agent {agent} returned {value!r}, which is neither a reward nor an answer; return a number, a "
+                f"text, None, or an object with reward, messages or one of {', '.join(ANSWERS)}"
+            )
+        return AgentReturn(answer=answer)
+    name = next((name for name in (*ANSWERS, "messages") if _answer(fields.get(name)) is not None), "")
+    rest = {str(key): item for key, item in fields.items() if key not in ("reward", name)}
+    reward = fields.get("reward")
+    return AgentReturn(None if reward is None else _number(agent, reward), _answer(fields.get(name)), rest or None)
+
+
+def _fields(value: Any) -> Mapping[str, Any] | None:
+    """The fields of a dictionary, a dataclass, or a Pydantic model that is no message of a client library."""
+    if isinstance(value, Mapping):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__ if not name.startswith("_")}
+    if isinstance(value, BaseModel) and not hasattr(value, "choices"):
+        return {name: getattr(value, name) for name in type(value).model_fields}
+    return None
+
+
+def _answer(value: Any) -> str | None:
+    """The text of an answer: a text, a number, a message or the last of several messages, the completion of OpenAI's
+    client, the result of an agent framework, or, for a structured answer, its JSON. None if it is none of these."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Real):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return _answer_of_list(value)
+    if isinstance(value, Mapping):
+        held = next((value[name] for name in ANSWERS if value.get(name) is not None), None)
+        return json.dumps(plain(value), ensure_ascii=False) if held is None else _answer(held)
+    choices = getattr(value, "choices", None)
+    if isinstance(choices, list) and choices:
+        return _answer(getattr(choices[0], "message", None))
+    for name in ANSWERS:
+        held = getattr(value, name, None)
+        if held is not None and not callable(held):
+            return _answer(held)
+    return value.model_dump_json() if isinstance(value, BaseModel) else None
+
+
+def _answer_of_list(parts: Sequence[Any]) -> str | None:
+    """The text of the parts of a message, or of the last of several messages."""
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if texts and len(texts) == len(parts):
+        return "".join(str(text) for text in texts)
+    last = parts[-1] if parts else None
+    is_message = (isinstance(last, Mapping) and "role" in last) or hasattr(last, "content")
+    return _answer(last["content"] if isinstance(last, Mapping) else last) if is_message else None
 
 
 def _number(agent: str, value: Any) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    raise LoopError(
-        f"the agent {agent} returned {value!r}, which is not a reward; return a number, a text, None, or a dictionary "
-        "with reward and answer"
-    )
+    raise LoopError(f"the agent {agent} returned the reward {value!r}; return a finite number")
 
 
 def _server() -> ModuleType:

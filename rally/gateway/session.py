@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from rally.chat import MessageLost
 from rally.gateway.transcript import ChatHistory, Draft, Transcript
 from rally.loops import LoopContext, LoopError
 from rally.services.admission import Refused, SamplingAsk
@@ -106,7 +107,11 @@ class GatewaySession:
         self.transcript.counts["requests"] += 1
         self._check(request)
         conversation = ChatHistory.of(request.messages, request.offered_tools)
-        draft = self.transcript.draft(conversation)
+        try:
+            draft = self.transcript.draft(conversation)
+        except MessageLost as lost:  # fails the episode even if the agent catches the error
+            self.failure = lost
+            raise
         budget = self._budget(draft)
         params = self._params(request, budget)
         started = time.perf_counter()

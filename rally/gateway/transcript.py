@@ -52,6 +52,12 @@ class ChatHistory:
         """The number of messages up to and including the assistant's last."""
         return max((i for i, m in enumerate(self.messages, 1) if m["role"] == "assistant"), default=0)
 
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """The messages before the first of the assistant. Conversations with the same opening are one conversation."""
+        first = next((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), len(self.messages))
+        return self.messages[:first]
+
     def followed_by(self, message: Mapping[str, Any]) -> ChatHistory:
         added = ChatHistory.of([message])
         return ChatHistory(self.messages + added.messages, self.tools, self.call_ids + added.call_ids)
@@ -194,6 +200,8 @@ class Transcript:
         self._branches: list[Branch] = []
         self._drafts: list[Draft] = []  # turns that are being sampled
         self._sampled: dict[bytes, list[SampledTurn]] = {}
+        self._openings: list[tuple[Message, ...]] = []  # of all conversations, in the order of their first requests
+        self._last_replies: dict[int, str] = {}  # the last reply of each, by its place in `_openings`
         self.counts: Counter[str] = Counter()
 
     @property
@@ -219,6 +227,8 @@ class Transcript:
 
     def draft(self, conversation: ChatHistory) -> Draft:
         """Where the answer to a conversation goes: after the turn that it continues, or in a new segment."""
+        if conversation.opening not in self._openings:
+            self._openings.append(conversation.opening)
         after, codec = self._continued_turn(conversation), self.codec_for(conversation)
         if after is not None and (observed := self._observed(conversation, after)) is not None:
             branch = after.branch if after.free else Branch(Segment(prompt_ids=after.ids))
@@ -252,6 +262,7 @@ class Transcript:
         calls = parsed.tool_calls if conversation.tools else ()
         branch.turns.append(self._sampled_turn(generation, parsed.text, calls, start, started))
         self._count_calls(calls)
+        self._last_replies[self._openings.index(conversation.opening)] = parsed.text
         end = len(branch.segment.response_ids)
         turn = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
         self._sampled.setdefault(conversation.keys[-1], []).append(turn)
@@ -261,6 +272,16 @@ class Transcript:
         branches = sorted(self._branches, key=lambda branch: branch.turns[-1].started + branch.turns[-1].seconds)
         turns = (replace(turn, segment=number) for number, branch in enumerate(branches) for turn in branch.turns)
         return EpisodeParts(tuple(branch.segment for branch in branches), tuple(turns))
+
+    def main_reply(self, prompt: Sequence[Message]) -> str | None:
+        """The last reply of the agent's main conversation: the first whose opening has the last message of the row's
+        prompt, else the first of all. None if nothing was sampled."""
+        content = prompt[-1].get("content") or ""
+        parts = [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+        question = "".join(parts).strip()
+        asked = [n for n in self._last_replies if any(question in str(m["content"]) for m in self._openings[n])]
+        main = min(asked or self._last_replies, default=None)
+        return None if main is None else self._last_replies[main]
 
     def _continued_turn(self, conversation: ChatHistory) -> SampledTurn | None:
         """The sampled turn that a conversation continues with tool or user messages."""

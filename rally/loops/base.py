@@ -6,6 +6,7 @@ which adds the stop tokens, token budget and seed of the run and measures the ti
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import time
@@ -19,11 +20,36 @@ from rally.engines import Engine
 from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
+from rally.tools.invoke import is_outage
 from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn
 
 
 class LoopError(RallyError):
     """An agent loop cannot be loaded or run, or returned an invalid result."""
+
+
+Fault = Literal["policy", "infrastructure"]
+"""Whose fault a failed episode is: the policy's, because code of the user could not handle what it wrote, or that of
+anything else."""
+
+
+class EpisodeFailed(LoopError):
+    """An episode failed with `failure`. `output` is what there is of it."""
+
+    def __init__(self, failure: BaseException, output: AgentLoopOutput, fault: Fault) -> None:
+        super().__init__(str(failure))
+        self.failure, self.output, self.fault = failure, output, fault
+
+
+def fault_of(failure: BaseException, sampled: bool) -> Fault:
+    """Whose fault an exception of a loop or an agent is. The policy's, if something was sampled and the code that
+    raised could not handle it: an unknown tool, malformed arguments, an answer that does not parse. Not the policy's
+    are the errors of Rally's own parts (engine, template, simulated user), connections that fail, and code that names
+    what does not exist."""
+    if isinstance(failure, EpisodeFailed):
+        return failure.fault
+    blameless = isinstance(failure, RallyError | NameError | ImportError | MemoryError | asyncio.CancelledError)
+    return "policy" if sampled and not blameless and not is_outage(failure) else "infrastructure"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +159,8 @@ class AgentLoopOutput:
 
 
 class EpisodeServer:
-    """The engine for one episode. Every call gets its own seed, and the time spent in generation is summed up."""
+    """The engine for one episode. Every call gets its own seed, and the time spent in generation is summed up. What was
+    sampled is kept in `segments`, so that it is not lost if the loop fails."""
 
     def __init__(self, engine: Engine, *, defaults: SamplingParams, seed: int, session: str) -> None:
         self.engine = engine
@@ -144,6 +171,7 @@ class EpisodeServer:
         self.calls = 0
         self.seconds = 0.0
         self.generations: list[Generation] = []
+        self.segments: list[Segment] = []
 
     async def generate(
         self,
@@ -161,9 +189,21 @@ class EpisodeServer:
             keywords: dict[str, Any] = {"images": images} if images else {}  # a text engine may not take it
             generation = await self.engine.generate(prompt_ids, params, session=session or self.session, **keywords)
             self.generations.append(generation)
+            self._keep(tuple(prompt_ids), tuple(images), generation)
             return generation
         finally:
             self.seconds += time.perf_counter() - began
+
+    def _keep(self, prompt: tuple[int, ...], images: tuple[ImageSpan, ...], generation: Generation) -> None:
+        """Extend the segment that the prompt continues, or begin one."""
+        for at in reversed(range(len(self.segments))):
+            known = self.segments[at]
+            if prompt[: len(known.ids)] == known.ids and images[: len(known.images)] == known.images:
+                later = [span.moved(-len(known.ids)) for span in images[len(known.images) :]]
+                extended = known.append_observed(prompt[len(known.ids) :], later)
+                self.segments[at] = extended.append_sampled(generation)
+                return
+        self.segments.append(Segment(prompt_ids=prompt, images=images).append_sampled(generation))
 
     def _params(self, requested: Mapping[str, Any] | SamplingParams | None, tokens_left: int) -> SamplingParams:
         explicit = requested if isinstance(requested, Mapping) else requested.__dict__ if requested is not None else {}

@@ -1,7 +1,7 @@
 """Runs episodes concurrently. Every job becomes exactly one Episode with exactly one stop reason.
 
-A loop that raises is retried up to `max_retries` times, then becomes an Episode with stop reason `error` and the error
-as text. The trainer decides what happens to its group.
+A loop that raises is retried up to `max_retries` times, then becomes an Episode with stop reason `error`, the error as
+text, whose fault it was (`extra["fault"]`), and what was sampled. The trainer decides what happens to its group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from rally.chat import ChatCodec
 from rally.engines import Engine, LockstepEngine
 from rally.images.loading import loaded_images
 from rally.interactions import Interactions
-from rally.loops.base import AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
+from rally.loops.base import (
+    AgentLoopOutput,
+    EpisodeFailed,
+    EpisodeServer,
+    LoopContext,
+    LoopError,
+    LoopSettings,
+    fault_of,
+)
 from rally.loops.registry import LoopSpec, find_loop
 from rally.tools import ToolBox
 from rally.tools.invoke import is_keyboard
@@ -103,36 +111,55 @@ class Runner:
             sampling = sampling.greedy()
         for attempt in range(self.max_retries + 1):
             started, began = time.time(), time.perf_counter()
+            server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
+            self.toolbox.take_outage(job.episode_id)  # of an earlier attempt
             try:
-                output, server = await self._attempt(job, sampling, began, ends_at)
+                output = await self._attempt(job, sampling, server, began, ends_at)
                 timings = {"started": started, "total": time.perf_counter() - began}
                 return self._finished(job, output, server, timings, attempt)
             except BaseException as failure:  # user code; the failure becomes a counted, named episode
                 if is_keyboard(failure) or _is_cancelled(failure):
                     raise
-                error = _named(failure)
+                timings = {"started": started, "total": time.perf_counter() - began}
+                failed = self._failed(job, failure, server, timings, attempt)
             if ends_at is not None and time.perf_counter() >= ends_at:  # no time is left for a retry
                 break
+        return failed
+
+    def _failed(
+        self, job: Job, failure: BaseException, server: EpisodeServer, timings: dict[str, float], attempt: int
+    ) -> Episode:
+        """The episode of a loop that raised, with what it returned until then or else with what was sampled."""
+        output = failure.output if isinstance(failure, EpisodeFailed) else None
+        raised = failure.failure if isinstance(failure, EpisodeFailed) else failure
+        segments = output.segments if output is not None and output.segments else tuple(server.segments)
+        fields = {} if output is None else {k: v for k, v in output.extra_fields.items() if k != "timings"}
+        fault = fault_of(failure, any(segment.sampled for segment in segments))
         return Episode(
             id=job.episode_id,
             task=job.task,
             group=job.group,
             stop_reason=StopReason.ERROR,
-            error=error,
+            segments=segments,
+            turns=output.turns if output is not None and output.turns else turns_of(segments, self.codec),
+            error=_named(raised),
             step=job.step,
             validate=job.validate,
             seed=job.seed,
             baseline=job.baseline,
-            timings={"started": started, "total": time.perf_counter() - began},
-            extra={"attempts": attempt + 1},
+            timings={"generate": server.seconds, **timings},
+            extra={**fields, **self._outage(job), "attempts": attempt + 1, "fault": fault},
         )
 
+    def _outage(self, job: Job) -> dict[str, Any]:
+        outage = self.toolbox.take_outage(job.episode_id)
+        return {} if outage is None else {"tool_outage": outage.record()}
+
     async def _attempt(
-        self, job: Job, sampling: SamplingParams, began: float, ends_at: float | None
-    ) -> tuple[AgentLoopOutput, EpisodeServer]:
+        self, job: Job, sampling: SamplingParams, server: EpisodeServer, began: float, ends_at: float | None
+    ) -> AgentLoopOutput:
         named = None if self.override_rows else job.task.agent_name
         spec = find_loop(named or self.default_loop, self.loops)
-        server = EpisodeServer(self.engine, defaults=sampling, seed=job.seed, session=job.episode_id)
         if self.codec.patches is not None:
             await self.codec.patches.prepare(loaded_images(job.task.prompt))
         context = LoopContext(
@@ -152,7 +179,7 @@ class Runner:
         params = {k: v for k, v in sampling.__dict__.items() if k not in ("seed", "max_tokens")}
         try:
             async with asyncio.timeout(self._hard_limit(ends_at)) as limit:
-                return await loop.run(params, **job.task.row), server
+                return await loop.run(params, **job.task.row)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -170,7 +197,7 @@ class Runner:
     def _finished(
         self, job: Job, output: AgentLoopOutput, server: EpisodeServer, timings: dict[str, float], attempt: int
     ) -> Episode:
-        extra = dict(output.extra_fields)
+        extra = {**output.extra_fields, **self._outage(job)}
         timings = {"generate": server.seconds, **output.seconds(), **extra.pop("timings", {}), **timings}
         if attempt:
             extra["attempts"] = attempt + 1

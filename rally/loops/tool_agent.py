@@ -162,7 +162,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _shortened(self, result: ToolResult) -> ToolResult:
         """Apply max_tool_response_tokens: the head is kept, with a note for the model."""
         limit = self.settings.max_tool_response_tokens
-        if not limit:
+        if not limit or result.is_hint:
             return result
         ids = self.tokenizer(result.response.text or "", add_special_tokens=False)["input_ids"]
         if len(ids) <= limit:

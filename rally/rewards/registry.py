@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rally.rewards.score import RewardError
-from rally.scoring import arithmetic, exact_match, gsm8k, math_answers
-from rally.scoring.answer_extraction import last_tagged, parse_number
+from rally.scoring import arithmetic, exact_match, gsm8k, math_answers, verl_scores
+from rally.scoring.answer_extraction import last_boxed, last_tagged, parse_number
 from rally.scoring.math_answers import normalise, same_answer
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -116,7 +116,7 @@ def find(registry: Mapping[str, Registered], data_source: str) -> Registered:
     )
 
 
-Equality = Literal["text", "symbolic"]
+Equality = Literal["text", "symbolic", "verl"]
 Info = dict[str, Any] | None
 
 
@@ -140,8 +140,8 @@ def may_hang(kwargs: Mapping[str, Any]) -> bool:
 def check_equality(kwargs: Mapping[str, Any]) -> None:
     """Raise RewardError if the way to compare answers is unknown or not installed."""
     equality = kwargs.get("equality", "text")
-    if equality not in ("text", "symbolic"):
-        raise RewardError(f"reward_kwargs.equality must be text or symbolic, not {equality!r}")
+    if equality not in ("text", "symbolic", "verl"):
+        raise RewardError(f"reward_kwargs.equality must be text, symbolic or verl, not {equality!r}")
     if equality == "symbolic" and not math_answers.installed():
         raise RewardError(
             "reward_kwargs.equality=symbolic needs the package math-verify; run pip install 'rally-rl[math]', "
@@ -157,12 +157,17 @@ def _gsm8k(
     extra_info: Info = None,
     *,
     method: gsm8k.Method = "strict",
+    equality: Equality = "text",
 ) -> float:
+    solution_str = _with_mark(solution_str, extra_info, "####", "#### {}")
+    if equality == "verl":
+        return verl_scores.gsm8k(solution_str, str(ground_truth), method)
     return gsm8k.score(solution_str, _number(data_source, ground_truth), method=method)
 
 
 @register_reward("rally/arithmetic")
 def _arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float:
+    solution_str = _with_mark(solution_str, extra_info, "####", "#### {}")
     return arithmetic.score(solution_str, _number(data_source, ground_truth))
 
 
@@ -172,7 +177,10 @@ def _arithmetic(data_source: str, solution_str: str, ground_truth: Any, extra_in
 def _math(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:
-    graded = math_answers.boxed(solution_str, _answer(data_source, ground_truth), _same(equality))
+    truth, solution_str = _answer(data_source, ground_truth), _with_mark(solution_str, extra_info, *BOX)
+    graded = math_answers.Graded(verl_scores.math(solution_str, str(truth)), last_boxed(solution_str))
+    if equality != "verl" and not graded.right:
+        graded = math_answers.boxed(solution_str, truth, _same(equality))
     return _report(float(graded.right), graded)
 
 
@@ -190,7 +198,11 @@ def _dapo(
     tool_credit: bool = False,
 ) -> dict[str, Any]:
     truth = _answer(data_source, ground_truth)
-    graded = math_answers.dapo(solution_str, truth, strict_box=strict_box_verify, same=_same(equality))
+    if "answer" not in solution_str.lower():
+        solution_str = _with_mark(solution_str, extra_info, *BOX)
+    graded = math_answers.Graded(*verl_scores.math_dapo(solution_str, str(truth), strict_box_verify))
+    if equality != "verl" and not graded.right:
+        graded = math_answers.dapo(solution_str, truth, strict_box=strict_box_verify, same=_same(equality))
     turns = (extra_info or {}).get("num_turns", 2) if tool_credit else 2
     return _report(math_answers.retool(graded, turns), graded)
 
@@ -220,7 +232,8 @@ def _search(
     *,
     match: exact_match.Match = "exact",
 ) -> dict[str, Any]:
-    targets = _targets(data_source, ground_truth)
+    solution_str = _with_mark(solution_str, extra_info, "<answer>", "<answer>{}</answer>")
+    targets = _targets(data_source, ground_truth)  # equality=verl changes nothing here: match=exact is verl's score
     return {
         "score": exact_match.score(solution_str, targets, match),
         "acc": exact_match.score(solution_str, targets, "exact"),
@@ -234,9 +247,25 @@ def _search(
 def _geo3k(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None, *, equality: Equality = "text"
 ) -> dict[str, Any]:
+    if equality == "verl":
+        raise RewardError(
+            f"{data_source} has no equality=verl: verl compares these answers with the package mathruler; use text or "
+            "symbolic"
+        )
+    solution_str = _with_mark(solution_str, extra_info, *BOX)
     graded = math_answers.boxed(solution_str, _answer(data_source, ground_truth), _same(equality))
     formed = math_answers.well_formed(solution_str)
     return _report(math_answers.score(graded.right, formed), graded) | {"format": float(formed)}
+
+
+BOX = (r"\boxed", r"\boxed{{{}}}")
+
+
+def _with_mark(text: str, extra_info: Info, mark: str, form: str) -> str:
+    """The text. An answer that an agent behind the gateway returned may be the bare answer: it is written in the form
+    of the data source, which the agent has parsed already."""
+    returned = (extra_info or {}).get("agent_answer")
+    return form.format(text.strip()) if isinstance(returned, str) and returned == text and mark not in text else text
 
 
 def _report(score: float, graded: math_answers.Graded) -> dict[str, Any]:

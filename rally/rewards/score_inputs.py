@@ -17,8 +17,10 @@ from rally.types import Episode, Message
 
 
 def solution_text(episode: Episode) -> str:
-    """The text of all assistant turns, joined by newlines."""
-    return "\n".join(_assistant_texts(episode))
+    """The text that is scored: all assistant turns, joined by newlines. Of an agent behind the gateway it is the answer
+    that the agent returned, or the last reply of its main conversation."""
+    scored = episode.extra.get("scored_text")
+    return scored if isinstance(scored, str) else "\n".join(_assistant_texts(episode))
 
 
 def request_of(episode: Episode) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def _episode_facts(episode: Episode) -> dict[str, Any]:
         "stop_reason": episode.stop_reason.value,
         **_interaction_score(episode),
         **_agent_answer(episode),
-        "last_turn": next(reversed(_assistant_texts(episode)), ""),
+        "last_turn": episode.extra.get("scored_text", next(reversed(_assistant_texts(episode)), "")),
     }
 
 

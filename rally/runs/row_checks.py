@@ -54,8 +54,13 @@ def _lengths(tasks: TaskSet, codec: ChatCodec, workers: int | None) -> list[int]
     left = iter(tasks)
     with ThreadPoolExecutor(workers or min(MOST_WORKERS, available_cores())) as pool:
         while some := list(islice(left, 256)):
-            lengths += pool.map(lambda task: len(codec.encode_prompt(task.prompt)), some)
+            lengths += pool.map(lambda task: _length(task, codec), some)
     return lengths
+
+
+def _length(task: Task, codec: ChatCodec) -> int:
+    with _naming(task):
+        return len(codec.encode_prompt(task.prompt))
 
 
 SCORED_BY_FUNCTIONS = ("tool_agent", "single_turn_agent")  # other loops may score their episodes themselves

@@ -3,7 +3,7 @@
 from rally.sandbox.isolation_levels import Isolation
 from rally.sandbox.languages import LANGUAGES, installed
 from rally.sandbox.sandbox import Sandbox, SandboxSession, SandboxSettings, shared_sandbox
-from rally.sandbox.types import CommandResult, Limits, Outcome, Program, SandboxError
+from rally.sandbox.types import CommandResult, Limits, Outcome, Program, SandboxError, UnsupportedProgram
 
 __all__ = [
     "CommandResult",
@@ -14,6 +14,7 @@ __all__ = [
     "Program",
     "Sandbox",
     "SandboxError",
+    "UnsupportedProgram",
     "SandboxSettings",
     "SandboxSession",
     "installed",

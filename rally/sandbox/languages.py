@@ -1,6 +1,6 @@
 """The languages of the sandbox: for each, a file name and one or two commands.
 
-A language that is not installed raises SandboxError with the command that installs it.
+A language that is not installed raises UnsupportedProgram with the command that installs it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-from rally.sandbox.types import Program, SandboxError
+from rally.sandbox.types import Program, SandboxError, UnsupportedProgram
 
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 LANGUAGES = ("python", "pytest", "bash", "nodejs", "cpp")
@@ -31,10 +31,10 @@ class CommandPlan:
 
 
 def plan(program: Program) -> CommandPlan:
-    """The commands that run `program`; SandboxError if its language is unknown or not installed."""
+    """The commands that run `program`; UnsupportedProgram if its language is unknown or not installed."""
     if program.language not in _PLANS:
         known = ", ".join(LANGUAGES)
-        raise SandboxError(f"the language {program.language!r} is not supported; use one of {known}")
+        raise UnsupportedProgram(f"the language {program.language!r} is not supported; use one of {known}")
     name, commands = _PLANS[program.language](program)
     while name in program.files:
         name = f"_{name}"
@@ -60,13 +60,13 @@ _MAIN = "\0main"  # a placeholder for the name of the file
 
 def _python(program: Program) -> _Commands:
     if program.args:
-        raise SandboxError("a python program takes no args; pass its input by stdin or files")
+        raise UnsupportedProgram("a python program takes no args; pass its input by stdin or files")
     return "main.py", [None]
 
 
 def _pytest(program: Program) -> _Commands:
     if importlib.util.find_spec("pytest") is None:
-        raise SandboxError("the language 'pytest' is not installed here; install it with: pip install pytest")
+        raise UnsupportedProgram("the language 'pytest' is not installed here; install it with: pip install pytest")
     command = ["/usr/bin/env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", sys.executable, "-m", "pytest"]
     for plugin in ("no:cacheprovider", *_plugins_named_in(program)):
         command += ["-p", plugin]
@@ -112,7 +112,7 @@ def _which(command: str, package: str) -> str:
     """The path of a command in the system's folders, the only ones that a sandbox sees."""
     path = shutil.which(command, path=SYSTEM_PATH)
     if path is None:
-        raise SandboxError(f"{command} is not installed in {SYSTEM_PATH}; on Debian: apt-get install {package}")
+        raise UnsupportedProgram(f"{command} is not installed in {SYSTEM_PATH}; on Debian: apt-get install {package}")
     return path
 
 

@@ -14,6 +14,14 @@ CommandStatus = Literal["Finished", "TimeLimitExceeded"]
 class SandboxError(RallyError):
     """The sandbox failed or does not support a request; not an error of the program."""
 
+    outage = True
+
+
+class UnsupportedProgram(SandboxError):
+    """The sandbox works and cannot run this program, such as one in an unknown language."""
+
+    outage = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -25,24 +25,29 @@ def same_number(one: Any, other: Any) -> bool:
 
 
 BOXES = (r"\boxed{", r"\fbox{")
-_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` or `\fbox{...}`."""
-    at, opening = max((text.rfind(box), box) for box in BOXES)
-    if at < 0:
-        return None
-    start, depth = at + len(opening), 1
-    for end in range(start, len(text)):
+    at = max(text.rfind(box) for box in BOXES)
+    content = braced(text, at)
+    return None if content is None else content.strip()
+
+
+def braced(text: str, at: int) -> str | None:
+    """The text between the first brace from `at` on and the one that closes it. None if `at` is negative."""
+    start = text.find("{", at) + 1 if at >= 0 else 0
+    depth = 1
+    for end in range(start, len(text) if start else 0):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
-            return text[start:end].strip()
+            return text[start:end]
     return None
 
 
 def last_line(text: str) -> str | None:
-    r"""The text after the last `Answer:` on its line, without a box around it."""
+    r"""The text after the last `Answer:`, on its line or the next, without a box around it."""
     found = _LINE.findall(text)
     if not found:
         return None
@@ -51,7 +56,8 @@ def last_line(text: str) -> str | None:
 
 
 def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """The content of the last `<tag>...</tag>`."""
-    end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, max(end, 0))
-    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+    """The content of the last `<tag>...</tag>`. A tag ends at the first closing tag after it."""
+    opening, closing, found, at = f"<{tag}>", f"</{tag}>", None, 0
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
+        found, at = text[start + len(opening) : end].strip(), end + len(closing)
+    return found

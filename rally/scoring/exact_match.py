@@ -51,7 +51,8 @@ def score(text: str, targets: Sequence[str], match: Match = "exact") -> float:
     answer = last_tagged(text)
     if answer is None:
         return 0.0
-    return measures[match](answer, targets) * (GUESSED if text.count("<answer>") > MANY_ANSWERS else 1.0)
+    tags = max(text.count("<answer>"), text.count("</answer>"))
+    return measures[match](answer, targets) * (GUESSED if tags > MANY_ANSWERS else 1.0)
 
 
 def _f1(answer: str, target: str) -> float:

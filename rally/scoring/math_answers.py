@@ -116,9 +116,10 @@ def boxed(text: str, truth: Any, same: Same = same_answer) -> Graded:
 
 
 def dapo(text: str, truth: Any, *, strict_box: bool = False, same: Same = same_answer) -> Graded:
-    """Grade the last `Answer:` line near the end, or with `strict_box` the last box at the very end."""
-    answer = last_boxed(text[-BOX_WINDOW:]) if strict_box else last_line(text[-LINE_WINDOW:])
-    return _graded(answer, truth, same)
+    """Grade the last `Answer:` line near the end. If there is none, or with `strict_box`, grade the last box at the
+    very end."""
+    answer = None if strict_box else last_line(text[-LINE_WINDOW:])
+    return _graded(last_boxed(text[-BOX_WINDOW:]) if answer is None else answer, truth, same)
 
 
 def retool(graded: Graded, num_turns: int) -> float:
@@ -139,8 +140,10 @@ FORMAT_SHARE = 0.1
 
 
 def well_formed(text: str) -> bool:
-    thought, closed, rest = text.strip().partition("</think>")
-    return thought.startswith("<think>") and bool(closed) and last_boxed(rest) is not None
+    """Whether the text begins with `<think>`, closes it, and has a box after it, as verl asks for."""
+    _, closed, rest = text.partition("</think>")
+    _, boxed, content = rest.partition(r"\boxed{")
+    return text.startswith("<think>") and bool(closed) and bool(boxed) and "}" in content
 
 
 def score(right: bool, formed: bool) -> float:

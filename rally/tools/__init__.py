@@ -2,6 +2,7 @@
 
 from rally.tools.base import BaseTool
 from rally.tools.function_tool import FunctionTool, function_tool
+from rally.tools.invoke import ToolUnavailable
 from rally.tools.limits import CallLimits, ToolLimits
 from rally.tools.loader import load_function_tools, load_tools
 from rally.tools.schema import BadArguments, ToolConfigError
@@ -20,6 +21,7 @@ __all__ = [
     "ToolLimits",
     "ToolResponse",
     "ToolSession",
+    "ToolUnavailable",
     "function_tool",
     "load_function_tools",
     "load_tools",

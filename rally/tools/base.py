@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from rally.tools.limits import CallLimits
 from rally.tools.schema import Schema, ToolConfigError, openai_schema, without_titles
-from rally.types import ToolResponse
+from rally.types import OnOutage, ToolResponse
 from rally.util.rate_limit import RateLimiter
 
 ArgsT = TypeVar("ArgsT")
@@ -45,6 +45,10 @@ class BaseTool(Generic[ArgsT]):
     """The tool's default limits. `limits` in the tool YAML overrides them."""
     own_timeout: float | None = None
     """The timeout of a call in the tool's own config, in seconds. It extends the deadline unless `limits` sets one."""
+    on_outage: OnOutage | None = None
+    """What happens to an episode in which this tool was unavailable; None is the run's `multi_turn.on_tool_outage`."""
+    timeout_counts: bool = False
+    """Whether a call that misses its deadline is the policy's fault, because its arguments decide how long it takes."""
     shared_limiter: RateLimiter | None = None
     """A limiter shared with other tools. Waiting for it does not count towards the deadline."""
     example: ClassVar[Mapping[str, Any] | None] = None

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import inspect
 import json
 import signal
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
@@ -70,6 +72,66 @@ def call_key(arguments: Mapping[str, Any], row: Mapping[str, Any]) -> str | None
 
 class ToolTimeout(RallyError):
     """Raised by a tool whose own deadline has passed. The text goes to the model."""
+
+
+class ToolUnavailable(RallyError):
+    """Raised by a tool whose server, sandbox or session does not work, whatever the arguments of the call are. The text
+    goes to the model. The episode is not held against the policy (`on_outage`)."""
+
+    outage = True
+
+
+# Names of exceptions for a connection that does not work, in the libraries that tools use most.
+_CONNECTION_ERRORS = frozenset(
+    {
+        *("ConnectError", "ConnectionError", "ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout"),
+        *("NetworkError", "TransportError", "ReadError", "WriteError", "RemoteProtocolError", "ProxyError"),
+        *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "APIConnectionError"),
+        *("APITimeoutError", "Timeout", "URLError", "IncompleteRead", "RemoteDisconnected", "ConnectionClosed"),
+    }
+)
+_FAILED_STATUS = frozenset({401, 403, 407, 408, 425, 429})  # and all from 500 on; the others are about the request
+_FAILED_ERRNO = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "EHOSTUNREACH", "EHOSTDOWN", "ENETUNREACH"),
+        *("ENETDOWN", "ETIMEDOUT", "ENOSPC", "EMFILE", "ENFILE", "ENOMEM", "EIO"),
+    )
+)
+
+
+def is_outage(error: BaseException | None) -> bool:
+    """Whether an exception says that something outside of the call does not work: a connection that fails or is too
+    slow, an HTTP status that is not about the request, a full disk. An exception class may say it itself with the
+    attribute `outage`. An exception that was raised because of such a one counts too."""
+    for _ in range(8):  # chains may be cyclic
+        if error is None:
+            return False
+        said = getattr(error, "outage", None)
+        if isinstance(said, bool):
+            return said
+        status = _http_status(error)
+        if status is not None:
+            return status >= 500 or status in _FAILED_STATUS
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno in _FAILED_ERRNO:
+            return True
+        if any(kind.__name__ in _CONNECTION_ERRORS for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status in an exception of httpx, requests, urllib, aiohttp or OpenAI's client."""
+    named = "HTTP" in type(error).__name__ or "Status" in type(error).__name__ or "Response" in type(error).__name__
+    for holder in (getattr(error, "response", None), error if named else None):
+        for name in ("status_code", "status", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and 100 <= value < 600:
+                return value
+    return None
 
 
 on_abandoned: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("on_abandoned", default=lambda: None)

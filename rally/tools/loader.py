@@ -8,6 +8,8 @@ An entry is a class (`class_name`, with optional `config` and `tool_schema`) or 
         config: {type: native, index: ./wiki}
         limits: {rate_limit: 20, timeout: 5} # see limits.py, for any tool
         process: {memory_mb: 4096}           # or true, false: whether a run gives it a process of its own
+        on_outage: mask                      # or drop_group, count: what an episode gets when the tool is down
+        timeout_counts: false                # true: a late call is the policy's fault, as of a program that loops
         tool_schema: {name: lookup, description: ..., parameters: {...}}
       - name: calculator
 """
@@ -18,7 +20,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -38,7 +40,7 @@ from rally.tools.plain_class_tool import PlainTool
 from rally.tools.process_tool import load_in_process
 from rally.tools.process_worker import ToolSource
 from rally.tools.schema import ToolConfigError
-from rally.types import RallyError
+from rally.types import OnOutage, RallyError
 
 
 def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
@@ -116,7 +118,8 @@ SAME_AS_BUILT_IN = {
 }
 
 BARE_KEYS = ("name", "description", "parameters")
-ENTRY_KEYS = {"class_name", "config", "limits", "process", "tool_schema", *BARE_KEYS}
+OUTAGE_KEYS = ("on_outage", "timeout_counts")
+ENTRY_KEYS = {"class_name", "config", "limits", "process", "tool_schema", *OUTAGE_KEYS, *BARE_KEYS}
 
 
 def load_tools(source: str | Path | Mapping[str, Any], *, processes: bool = False) -> list[BaseTool[Any]]:
@@ -238,9 +241,20 @@ def _placed(entries: Sequence[Any], where: str) -> list[tuple[Any, str]]:
 
 
 def _limited(tool: BaseTool[Any], entry: Any, where: str) -> BaseTool[Any]:
-    """The tool, with its limits overridden by those of its entry."""
-    if isinstance(entry, Mapping) and entry.get("limits") is not None:
+    """The tool, with its limits and its handling of outages overridden by those of its entry."""
+    if not isinstance(entry, Mapping):
+        return tool
+    if entry.get("limits") is not None:
         tool.limits = tool.limits.overridden(entry["limits"], where)
+    if entry.get("on_outage") is not None:
+        if entry["on_outage"] not in get_args(OnOutage):
+            known = ", ".join(get_args(OnOutage))
+            raise ToolConfigError(f"{where}: on_outage must be one of {known}, not {entry['on_outage']!r}")
+        tool.on_outage = entry["on_outage"]
+    if entry.get("timeout_counts") is not None:
+        if not isinstance(entry["timeout_counts"], bool):
+            raise ToolConfigError(f"{where}: timeout_counts must be true or false, not {entry['timeout_counts']!r}")
+        tool.timeout_counts = entry["timeout_counts"]
     return tool
 
 

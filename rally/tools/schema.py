@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
@@ -95,7 +95,20 @@ def usage(parameters: Mapping[str, Any]) -> str:
         f"{name} ({_type_name(schema)}{'' if name in required else ', optional'})"
         for name, schema in (parameters.get("properties") or {}).items()
     ]
-    return f"The arguments are: {', '.join(parts)}." if parts else "It takes no arguments."
+    return f"The arguments are: {several(parts)}." if parts else "It takes no arguments."
+
+
+MOST_LISTED = 12
+
+
+def several(names: Sequence[str]) -> str:
+    """The names as a list, of which a long one is cut with the number of the others."""
+    shown = ", ".join(brief(name, 60) for name in names[:MOST_LISTED])
+    return shown if len(names) <= MOST_LISTED else f"{shown} and {len(names) - MOST_LISTED} more"
+
+
+def brief(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rally.images.loading import loaded_images
@@ -25,16 +24,18 @@ from rally.tools.invoke import (
     CallEnd,
     ToolCaller,
     ToolTimeout,
+    ToolUnavailable,
     call_key,
     is_keyboard,
+    is_outage,
     on_abandoned,
     outcome_of,
     outcome_within,
 )
 from rally.tools.limits import ToolLimits
 from rally.tools.results import ToolReturn, clean, shorten
-from rally.tools.schema import BadArguments, Schema, ToolConfigError, fit, usage
-from rally.types import TOOL_TROUBLE, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
+from rally.tools.schema import BadArguments, Schema, ToolConfigError, brief, fit, several, usage
+from rally.types import HINTS, TOOL_TROUBLE, OnOutage, RallyError, Task, ToolCall, ToolResponse, ToolResult, ToolStatus
 from rally.util.rate_limit import QueueFull
 
 
@@ -48,11 +49,33 @@ class CallOutcome(NamedTuple):
     cached: bool = False
 
 
+LONGEST_NAME, LONGEST_REASON = 60, 240  # characters; a hint repeats what the policy wrote only in part
+
+SEVERITY: tuple[OnOutage, ...] = ("count", "mask", "drop_group")
+
+
+@dataclass
+class Outage:
+    """The calls of one episode that failed because of a tool's infrastructure: their number by tool, the reason of the
+    first, and the strongest of the tools' `on_outage`."""
+
+    first: str
+    on_outage: OnOutage = "count"
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def record(self) -> dict[str, Any]:
+        return {"on_outage": self.on_outage, "calls": dict(self.calls), "first": self.first}
+
+
 class ToolBox:
     """The tools of a run, by name."""
 
-    def __init__(self, tools: Sequence[BaseTool[Any]], limits: ToolLimits | None = None) -> None:
+    def __init__(
+        self, tools: Sequence[BaseTool[Any]], limits: ToolLimits | None = None, on_outage: OnOutage = "mask"
+    ) -> None:
         self.limits = limits or ToolLimits()
+        self.on_outage: OnOutage = on_outage
+        self._outages: dict[str, Outage] = {}
         self._callers = {tool.name: ToolCaller(tool) for tool in tools}
         learn_environment()
         if len(self._callers) < len(tools):
@@ -72,7 +95,17 @@ class ToolBox:
 
     def open(self, task: Task, episode_id: str) -> ToolSession:
         """A session for one episode. `extra_info.tool_selection` of the task limits which tools it has."""
-        return ToolSession(self._selected(task.extra_info.get("tool_selection")), self.limits, task, episode_id)
+        callers = self._selected(task.extra_info.get("tool_selection"))
+        return ToolSession(callers, self.limits, task, episode_id, self._note_outage)
+
+    def take_outage(self, episode_id: str) -> Outage | None:
+        """The outages that the episode met since this was last asked."""
+        return self._outages.pop(episode_id, None)
+
+    def _note_outage(self, episode_id: str, tool: BaseTool[Any], reason: str) -> None:
+        outage = self._outages.setdefault(episode_id, Outage(first=f"{tool.name}: {reason}"))
+        outage.calls[tool.name] += 1
+        outage.on_outage = max(outage.on_outage, tool.on_outage or self.on_outage, key=SEVERITY.index)
 
     def close(self) -> None:
         """Close what the tools share between episodes. Called once, after a run."""
@@ -91,8 +124,16 @@ class ToolBox:
 class ToolSession:
     """The tools of one episode. A tool's instance is created at its first call and released by `close`."""
 
-    def __init__(self, callers: Mapping[str, ToolCaller], limits: ToolLimits, task: Task, episode_id: str) -> None:
+    def __init__(
+        self,
+        callers: Mapping[str, ToolCaller],
+        limits: ToolLimits,
+        task: Task,
+        episode_id: str,
+        on_outage: Callable[[str, BaseTool[Any], str], None],
+    ) -> None:
         self._callers = callers
+        self._on_outage = on_outage
         self._limits = limits
         self._task = task
         self._episode_id = episode_id
@@ -143,10 +184,14 @@ class ToolSession:
             outcome = await self._outcome(call)
         answer, response = outcome.answer, outcome.answer.response
         text = response.text or ""
-        shortened = shorten(text, self._limits.max_response_chars, self._limits.truncate_side)
+        limit = None if outcome.status in HINTS else self._limits.max_response_chars
+        shortened = shorten(text, limit, self._limits.truncate_side)
         truncated = shortened != text
         self._counters["calls"] += 1
         self._counters[outcome.status.value] += 1
+        outage = self._is_outage(call, outcome.status)
+        if outage:
+            self._on_outage(self._episode_id, self._callers[call.name].tool, text.removeprefix("Error: "))
         if truncated:
             self._counters["truncated"] += 1
         return ToolResult(
@@ -159,17 +204,25 @@ class ToolSession:
             truncated=truncated,
             queued=waited + outcome.queued,
             cached=outcome.cached,
+            outage=outage,
         )
+
+    def _is_outage(self, call: ToolCall, status: ToolStatus) -> bool:
+        """Whether the call failed because of the tool's infrastructure. So does a full queue, which other episodes
+        filled."""
+        if status is ToolStatus.TIMEOUT:
+            return not self._callers[call.name].tool.timeout_counts
+        return status in (ToolStatus.UNAVAILABLE, ToolStatus.REJECTED)
 
     async def _outcome(self, call: ToolCall) -> CallOutcome:
         """Check the call, then take its answer from the tool's cache or from the tool."""
         caller = self._callers.get(call.name)
         if call.error is not None:
-            text = f"this tool call could not be read ({call.error.rstrip('.')}). {self._example(caller)}"
-            return _failed(ToolStatus.MALFORMED, text)
+            expected = "" if caller is None else f" {usage(caller.tool.parameters)}"
+            return _failed(ToolStatus.MALFORMED, f"{brief(call.error, LONGEST_REASON).rstrip('.')}.{expected}")
         if caller is None:
-            known = f"the tools are: {', '.join(self._callers)}" if self._callers else "there are no tools here"
-            return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {call.name!r}; {known}.")
+            known = f"the tools are: {several(list(self._callers))}" if self._callers else "there are no tools here"
+            return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {brief(call.name, LONGEST_NAME)!r}; {known}.")
         try:
             arguments = fit(caller.tool.parameters, call.arguments)
         except BadArguments as error:
@@ -194,7 +247,8 @@ class ToolSession:
                 ended = await (outcome_of(work) if caller.instant else outcome_within(work, timeout))
                 seconds = time.perf_counter() - started
                 outcome = _read_end(caller, ended, timeout)._replace(seconds=seconds, queued=sum(waited))
-                late, failed = outcome.status is ToolStatus.TIMEOUT, outcome.status is ToolStatus.ERROR
+                late = outcome.status is ToolStatus.TIMEOUT
+                failed = outcome.status in (ToolStatus.ERROR, ToolStatus.UNAVAILABLE)
                 for limiter in caller.limiters:
                     limiter.record(seconds, late=late, failed=failed)
                 return outcome
@@ -202,7 +256,10 @@ class ToolSession:
             return _failed(ToolStatus.REJECTED, f"{caller.tool.name} is busy: {full}.")
 
     async def _execute(self, caller: ToolCaller, arguments: dict[str, Any]) -> ToolReturn:
-        instance_id = await self._instance(caller)
+        try:
+            instance_id = await self._instance(caller)
+        except Exception as error:  # no argument of the policy is involved
+            raise ToolUnavailable(describe(error)) from error
         return await caller.execute(instance_id, arguments, self._row(caller.tool.name, "execute_kwargs"))
 
     def _timeout(self, caller: ToolCaller) -> float:
@@ -276,14 +333,6 @@ class ToolSession:
         keywords = (self._task.tools_kwargs.get(name) or {}).get(section) or {}
         return {key: value for key, value in keywords.items() if value is not None}
 
-    def _example(self, caller: ToolCaller | None) -> str:
-        caller = caller or next(iter(self._callers.values()), None)
-        if caller is None:
-            return "There are no tools here."
-        arguments = dict.fromkeys(caller.tool.parameters.get("properties") or {}, "...")
-        example = json.dumps({"name": caller.tool.name, "arguments": arguments}, ensure_ascii=False)
-        return f"Write it again as valid JSON, like {example}."
-
 
 def describe(error: BaseException) -> str:
     """The text of an exception, with its type unless it is a RallyError."""
@@ -298,7 +347,8 @@ def describe(error: BaseException) -> str:
 
 
 def _bad_arguments(caller: ToolCaller, error: BadArguments) -> CallOutcome:
-    text = f"bad arguments for {caller.tool.name}: {error}. {usage(caller.tool.parameters)}"
+    reason = brief(str(error), LONGEST_REASON)
+    text = f"bad arguments for {caller.tool.name}: {reason}. {usage(caller.tool.parameters)}"
     return _failed(ToolStatus.BAD_ARGUMENTS, text)
 
 
@@ -308,9 +358,11 @@ def _read_end(caller: ToolCaller, ended: CallEnd, timeout: float) -> CallOutcome
     if isinstance(ended.error, BadArguments):
         return _bad_arguments(caller, ended.error)
     if isinstance(ended.error, ToolTimeout):
-        return _failed(ToolStatus.TIMEOUT, f"{ended.error}.")
+        return _failed(ToolStatus.TIMEOUT, f"{brief(str(ended.error), LONGEST_REASON)}.")
     if ended.error is not None:
-        return _failed(ToolStatus.ERROR, describe(ended.error))
+        late = isinstance(ended.error, TimeoutError) and caller.tool.timeout_counts
+        down = is_outage(ended.error) and not late
+        return _failed(ToolStatus.UNAVAILABLE if down else ToolStatus.ERROR, describe(ended.error))
     answer: ToolReturn = ended.value
     text = answer.response.text
     if text and (safe := redact(text)) != text:

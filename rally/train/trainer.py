@@ -45,7 +45,7 @@ from rally.train.loss_inputs import kl_rewards
 from rally.train.policy import Policy, due, step_seed
 from rally.train.reference import KlController, Reference, awake
 from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
-from rally.train.rollout.rollout import Rollout, RolloutResult, ValidationPass
+from rally.train.rollout.rollout import Rollout, RolloutError, RolloutResult, ValidationPass
 from rally.train.startup_check import check_rollout
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.types import Episode, SamplingParams
@@ -102,6 +102,7 @@ class Trainer:
     recorder: BackgroundWriter = field(default_factory=BackgroundWriter)
     interrupt: Interrupt = field(default_factory=Interrupt)
     done: int = field(default=0, init=False)  # the last completed step
+    lost_steps: int = field(default=0, init=False)  # consecutive steps that lost all their groups
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of earlier steps, for the health checks
 
     async def fit(self) -> dict[str, float]:
@@ -154,6 +155,7 @@ class Trainer:
         metrics |= result.metrics() | reward_metrics(result.scored)
         metrics |= self._update_sampler(step, result.scored)
         self._record(step, result.everything, validate=False)
+        self._check_lost(step, result)
         with clock("update_weights"):
             await self.engine.rest()
         with clock("update_actor"):
@@ -164,6 +166,17 @@ class Trainer:
         self._add_rates(metrics, step, result.everything)
         self._watch(metrics, result.everything)
         return metrics
+
+    def _check_lost(self, step: int, result: RolloutResult) -> None:
+        """Stop a run whose steps lose all their groups to failures or outages: it would go on without learning."""
+        lost = result.failed + result.masked
+        self.lost_steps = self.lost_steps + 1 if lost and not result.scored else 0
+        if self.lost_steps >= self.settings.watch.patience:
+            first = lost[0].error or (lost[0].extra.get("tool_outage") or {}).get("first") or "see the episodes"
+            raise RolloutError(
+                f"in each of the last {self.lost_steps} steps, up to step {step}, every group was dropped because "
+                f"episodes failed or a tool was unavailable; the last time: {first}; repair that, and resume the run"
+            )
 
     async def _collect(self, step: int, timed: Timed) -> RolloutResult:
         settings, size = self.settings, self.settings.batch_size
@@ -180,13 +193,22 @@ class Trainer:
             groups = LiveGroups(settings.filter, size, len(rows), jobs_at, self.rollout.policy)
         jobs = jobs_at(0, size) if groups is None else groups.begin()
         total = len(jobs) if groups is None else None  # unknown: dynamic sampling may add groups
-        with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase:
+        with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase, self._kept(step):
             result = await self.rollout.collect(
                 jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed)
             )
         if groups is not None and groups.missing:
             self.console.warn_once("missing", f"step {step}: {groups.shortage}")
         return result
+
+    @contextmanager
+    def _kept(self, step: int, validate: bool = False) -> Iterator[None]:
+        """Record the episodes of a rollout that stops the run: they show why."""
+        try:
+            yield
+        except RolloutError as stop:
+            self._record(step, stop.episodes, validate=validate)
+            raise
 
     def _shown(self, timed: Timed) -> Timed:
         """`timed`, with a progress bar for scoring a whole batch. Episodes that are scored one by one advance the
@@ -300,7 +322,7 @@ class Trainer:
                 size = (self.settings.val_batch_size or len(self.val_tasks)) * one.n
                 episodes: list[Episode] = []
                 label = f"validation {one.suffix}".strip()
-                with self.console.phase(label, len(jobs)) as phase:
+                with self.console.phase(label, len(jobs)) as phase, self._kept(step, validate=True):
                     for first in range(0, len(jobs), size):
                         part = jobs[first : first + size]
                         result = await self.rollout.collect(

@@ -74,6 +74,11 @@ def replies(draw: st.DrawFn, max_calls: int = 3, content: st.SearchStrategy[str]
     return {**message, "tool_calls": calls} if calls else message
 
 
+def without_text_beside_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The template of Llama 3 does not print that text, so such a conversation is refused."""
+    return [{**m, "content": ""} if m.get("tool_calls") else m for m in messages]
+
+
 @st.composite
 def followers(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Messages that can follow a reply: tool responses, a user message, or both."""

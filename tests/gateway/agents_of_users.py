@@ -270,3 +270,41 @@ async def returns_a_list(row: Row, client: AgentClient) -> list[str]:
 
 def echoes_its_name_blocking(row: Row, client: AgentClient) -> str:
     return asyncio.run(echoes_its_name(row, client))
+
+
+async def is_checked_by_another(row: Row, client: AgentClient) -> Any:
+    """Answers, lets a critic with its own prompt comment on the answer, and returns it as `row["returns"]` says."""
+    llm = client.openai()
+    main: list[Any] = [{"role": "system", "content": "You solve."}, *row["raw_prompt"]]
+    router: list[Any] = [{"role": "user", "content": "Which expert is needed?"}]
+    critic: list[Any] = [{"role": "system", "content": "You check."}, {"role": "user", "content": "Is it right?"}]
+    replies = [
+        (await llm.chat.completions.create(model="m", messages=messages)).choices[0].message
+        for messages in (router, main, critic)
+    ]
+    return {"text": replies[1].content, "message": replies[1], "nothing": None}[row["returns"]]
+
+
+async def trusts_the_policy(row: Row, client: AgentClient) -> str:
+    """Runs calls as some frameworks do: an unknown tool, or arguments that do not parse, raise."""
+    llm, messages = client.openai(), list(row["raw_prompt"])
+    while True:
+        completion = await llm.chat.completions.create(model="m", messages=messages, tools=row["tools"])
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return str(message.content)
+        for call in message.tool_calls:
+            tool = {"calculator": value_of}[call.function.name]
+            text = tool(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+
+async def has_a_dead_tool(row: Row, client: AgentClient) -> None:
+    await ask(client, "hello")
+    raise RuntimeError("the tool failed") from ConnectionRefusedError("nobody listens")
+
+
+async def is_misspelled(row: Row, client: AgentClient) -> None:
+    await ask(client, "hello")
+    aks(client, "again")  # type: ignore[name-defined]  # noqa: F821 - a bug in the agent

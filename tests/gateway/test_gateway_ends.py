@@ -220,7 +220,10 @@ def test_limits_that_only_the_tool_loop_can_keep_are_refused() -> None:
 
 def test_a_return_value_that_means_nothing_is_an_error() -> None:
     error = held_by("returns_a_list", CODEC).episode.error
-    assert error is not None and "returned ['done'], which is not a reward; return a number, a text, None" in error
+    assert (
+        error is not None
+        and "returned ['done'], which is neither a reward nor an answer; return a number, a text, None" in error
+    )
     assert (
         returned_by("mine", np.float32(0.5)).reward == 0.5
         and returned_by("mine", {"reward": np.int64(1)}).reward == 1.0

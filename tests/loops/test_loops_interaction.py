@@ -189,6 +189,15 @@ async def test_a_user_that_fails_in_the_exchange_voids_the_episode_by_name_and_i
     assert user.events[-1] == "finalize e0/talker" and user.events.count("finalize e0/talker") == 1
 
 
+async def test_what_was_sampled_before_the_user_failed_is_kept(tiny: ChatCodec) -> None:
+    called = Reply(said(tiny, "", ("calculator", {"expression": "1"})))
+    held = await talk(tiny, Failing("generate_response", "raise"), [called, *words(tiny, "one")])
+    assert held.episode.stop_reason is StopReason.ERROR and held.episode.extra["fault"] == "infrastructure"
+    assert held.roles == ["assistant", "tool", "assistant"] and "the value of 1" in held.episode.turns[1].text
+    assert held.segment.ids == held.engine.calls[1].prompt + held.engine.calls[1].generation.ids
+    check_sampled_once(held)
+
+
 @pytest.mark.parametrize(("how", "told"), FAILURES)
 @pytest.mark.parametrize("method", ["calculate_score", "finalize_interaction"])
 async def test_a_user_that_fails_at_the_end_is_told_and_the_episode_stands(

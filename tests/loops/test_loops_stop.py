@@ -289,7 +289,10 @@ async def test_a_malformed_call_is_answered_with_the_reason_beside_the_good_ones
     assert [r.status for r in held.episode.tool_results] == [ToolStatus.MALFORMED, ToolStatus.OK]
     assert held.episode.stop_reason is StopReason.STOP
     told = tiny.decode(held.engine.calls[1].prompt)
-    assert "Error: this tool call could not be read" in told
+    assert (
+        "Error: Failed to decode tool call: " in told
+        and "between tool_call tags. The arguments are: expression" in told
+    )
     assert "the value of 1" in told
 
 

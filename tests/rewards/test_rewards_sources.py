@@ -23,7 +23,8 @@ BOXED, LINE = r"so \boxed{\frac12}", "so\nAnswer: 0.5"
         ("DigitalLearningGmbH/MATH-lighteval", LINE, "0.5", {}, 0.0),
         ("math_dapo", LINE, "1/2", {}, 1.0),
         ("math_dapo_reasoning", LINE, "1/3", {}, -1.0),
-        ("aime_2024", BOXED, "1/2", {}, -1.0),
+        ("aime_2024", BOXED, "1/2", {}, 1.0),
+        ("aime_2024", BOXED + "\nAnswer: 3", "1/2", {}, -1.0),
         ("aime_2024", BOXED, "1/2", {"strict_box_verify": True}, 1.0),
         ("retool/aime_2025", BOXED, "1/2", {}, 1.0),
         ("searchR1_nq", "<answer>The Seine</answer>", {"target": ["Seine"]}, {}, 1.0),
@@ -76,7 +77,7 @@ def test_a_truth_no_answer_can_equal_is_an_error(source: str, truth: Any) -> Non
 
 
 def test_an_unknown_equality_is_refused_before_training() -> None:
-    with pytest.raises(RewardError, match="equality must be text or symbolic, not 'sympy'"):
+    with pytest.raises(RewardError, match="equality must be text, symbolic or verl, not 'sympy'"):
         Scorer(RewardSpec(kwargs={"equality": "sympy"}), 1, 20)
 
 

@@ -106,7 +106,8 @@ def test_an_enormous_answer_costs_no_time() -> None:
 def test_dapo_reads_the_answer_line_near_the_end_or_a_strict_box_at_the_very_end() -> None:
     assert math_answers.dapo("Answer: 34", "34") == (True, "34")
     assert math_answers.dapo("Answer: 34" + " " * 300, "34") == (False, None)
-    assert math_answers.dapo(r"\boxed{34}", "34") == (False, None)
+    assert math_answers.dapo(r"\boxed{34}", "34") == (True, "34"), "without an answer line the box counts"
+    assert math_answers.dapo("\\boxed{34}\nAnswer: 5", "34") == (False, "5")
     assert math_answers.dapo(r"\boxed{34}", "34", strict_box=True) == (True, "34")
     assert math_answers.dapo(r"\boxed{34}" + "." * 100, "34", strict_box=True) == (False, None)
 

@@ -125,7 +125,7 @@ async def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
     opened = session(sandbox_url="http://sandbox")
     assert (await ask(opened, "print(1)")).response.text == "1"
     refused = await ask(opened, "print(1)")
-    assert refused.status is ToolStatus.ERROR and "HTTP 401" in (refused.response.text or "")
+    assert refused.status is ToolStatus.UNAVAILABLE and "HTTP 401" in (refused.response.text or "")
     assert not answers
 
 

@@ -60,7 +60,7 @@ async def test_arguments_and_rows_that_do_not_fit_are_told() -> None:
     task = Task(id="t", data_source="x", prompt=({"role": "user", "content": "?"},))
     session = ToolBox(parts).open(task, "e")
     [result] = await session.run([ToolCall(name=NAME, arguments={"bbox_2d": [0, 0, 9, 9]})])
-    assert result.status is ToolStatus.ERROR and "needs an image" in str(result.response.text)
+    assert result.status is ToolStatus.UNAVAILABLE and "needs an image" in str(result.response.text)
     with pytest.raises(ToolConfigError, match="num_wrkers"):
         load_tools({"tools": [{"name": NAME, "config": {"num_wrkers": 2}}]})
 

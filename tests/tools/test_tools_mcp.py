@@ -156,7 +156,7 @@ async def test_a_server_that_dies_in_a_call_is_started_again_and_the_call_is_not
     box = opened(mcp_servers_config_path=servers(drill={"CALLS": str(calls)}))
     first = (await ask(box, "remember", "a")).response.text or ""
     died = await ask(box, "die")
-    assert died.status is ToolStatus.ERROR
+    assert died.status is ToolStatus.UNAVAILABLE and died.outage
     assert died.response.text == ("Error: the MCP server 'drill' ended during this call, which may have had its effect")
     again = await ask(box, "remember", "b")
     assert (again.response.text or "").partition(":")[2] == "b", "a new process, which remembers nothing"
@@ -202,7 +202,7 @@ async def test_whenever_a_server_is_killed_no_call_has_its_effect_twice(opened: 
     seen = calls.read_text().splitlines()
     assert len(seen) == len(set(seen)), "a call that may have been seen is never sent again"
     assert answered and set(answered) <= set(seen)
-    assert statuses <= {ToolStatus.OK, ToolStatus.ERROR}
+    assert statuses <= {ToolStatus.OK, ToolStatus.UNAVAILABLE}
 
 
 async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
@@ -216,7 +216,7 @@ async def test_a_server_that_cannot_start_again_is_left_alone_and_comes_back(
     started = time.perf_counter()
     result = await ask(box, "echo")
     tried = time.perf_counter() - started
-    assert result.status is ToolStatus.ERROR
+    assert result.status is ToolStatus.UNAVAILABLE
     assert "stderr ends with: cannot start today)" in (result.response.text or "")
     started = time.perf_counter()
     assert "the next attempt is in" in ((await ask(box, "echo")).response.text or "")
@@ -398,7 +398,7 @@ async def test_http_with_a_token_survives_a_cut_a_new_session_and_a_server_that_
         state["drop"] = True
         cut = await ask(box, "echo", "2")
         assert (cut.status, cut.response.text) == (
-            ToolStatus.ERROR,
+            ToolStatus.UNAVAILABLE,
             "Error: the MCP server 'web' ended during this call, which may have had its effect",
         )
         assert (await ask(box, "echo", "3")).response.text == "echo 3", "the session went on"

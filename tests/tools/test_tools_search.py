@@ -119,7 +119,7 @@ async def test_what_may_pass_is_asked_again_and_what_will_not_fails_at_once(capl
         assert recovered.metrics["attempts"] == 3
         assert seen[0] == {"queries": ["q"], "topk": 7, "return_scores": True}
         refused, foreign = await call(tool, query="q"), await call(tool, query="q")
-        assert refused.status is foreign.status is ToolStatus.ERROR
+        assert refused.status is foreign.status is ToolStatus.UNAVAILABLE
         assert "refused the request (HTTP 404)" in (refused.response.text or "")
         assert "does not answer as Search-R1's /retrieve does" in (foreign.response.text or "")
         assert len(seen) == 5
@@ -131,7 +131,7 @@ async def test_a_service_that_is_not_there_is_told_within_the_deadline() -> None
     started = time.perf_counter()
     result = await call(tool, query="q")
     assert time.perf_counter() - started < 10
-    assert result.status is ToolStatus.ERROR
+    assert result.status is ToolStatus.UNAVAILABLE
     text = result.response.text or ""
     assert text.startswith("Error: the search failed (All connection attempts failed; no answer within 0.6 seconds)")
 

@@ -44,6 +44,7 @@ def test_rollout_metrics_against_a_worked_example() -> None:
     expected = {
         "episodes/count": 3,
         "episodes/unscored": 1,
+        "episodes/masked": 0,
         "critic/score/mean": 0.5,
         "critic/score/max": 1,
         "critic/score/min": 0,
@@ -81,6 +82,8 @@ def test_rollout_metrics_against_a_worked_example() -> None:
         "tool/ok": 1,
         "tool/timeout": 1,
         "tool/error": 0,
+        "tool/unavailable": 0,
+        "tool/outage_episodes": 0,
         "tool/bad_arguments": 0,
         "tool/unknown_tool": 0,
         "tool/malformed": 0,
@@ -106,6 +109,7 @@ def test_rollout_metrics_against_a_worked_example() -> None:
     }
     for name, success, late, seconds in (("calculate", 1, 0, 0.2), ("search", 0, 1, 1.0)):
         told = {"calls": 1, "success_rate": success, "timeouts": late, "truncations": late, "rejected": 0, "cached": 0}
+        told |= {"outages": 0}
         told |= {"redundant": 0, "queue_s/p50": 0, "queue_s/p95": 0}
         told |= {"latency_s/p50": seconds, "latency_s/p95": seconds}
         expected |= {f"tool/{name}/{key}": value for key, value in told.items()}

@@ -37,6 +37,7 @@ def test_calls_are_told_apart_by_tool_and_made_up_names_are_no_tools() -> None:
             "success_rate": 3 / 5,
             "timeouts": 1,
             "rejected": 1,
+            "outages": 0,
             "truncations": 1,
             "cached": 1,
             "redundant": 1,

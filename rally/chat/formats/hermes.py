@@ -16,7 +16,8 @@ from rally.chat.formats.tolerant_json import read_json
 from rally.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-SHAPE = '<tool_call>{"name": "tool name", "arguments": {"parameter": "value"}}</tool_call>'
+# Without the tags themselves, which are escaped where the model reads this.
+SHAPE = '{"name": "tool name", "arguments": {"parameter": "value"}} between tool_call tags'
 _TAG = re.compile(r"</?tool_call>")
 _FENCE = re.compile(r"\s*```(?:json)?", re.IGNORECASE)
 # An extra closing brace is the most common mistake and is harmless.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, malformed
 from rally.types import ToolCall
 
-SHAPE = "<tool_call><function=tool name><parameter=name>value</parameter></function></tool_call>"
+SHAPE = "<function=tool name><parameter=name>value</parameter></function> between tool_call tags"
 _START = re.compile(r"<tool_call>\s*(?:<function=([^>\n]{0,200})>)?|<function=([^>\n]{0,200})>|</tool_call>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{0,200})>")
 _CLOSE = "</parameter>"

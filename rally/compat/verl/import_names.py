@@ -33,6 +33,7 @@ LOOP = {
 }
 DATA = {"DataProto": "rally.compat.verl.agent_loops.DataProto"}
 SCORES = "verl.utils.reward_score"
+SCORE_FUNCTIONS = "rally.compat.verl.reward_scores"
 
 NAMES: dict[str, dict[str, str]] = {
     "verl": DATA,
@@ -54,13 +55,21 @@ NAMES: dict[str, dict[str, str]] = {
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     },
     "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom_functions.RewardManager"},
-    SCORES: {
-        "default_compute_score": "rally.rewards.compute_score",
-        "_default_compute_score": "rally.rewards.compute_score",
+    SCORES: dict.fromkeys(
+        ("default_compute_score", "_default_compute_score"), f"{SCORE_FUNCTIONS}.default_compute_score"
+    ),
+    f"{SCORES}.gsm8k": {
+        "compute_score": f"{SCORE_FUNCTIONS}.gsm8k",
+        "extract_solution": "rally.scoring.verl_scores.gsm8k_answer",
     },
-    f"{SCORES}.gsm8k": {"compute_score": "rally.compat.verl.reward_scores.gsm8k"},
-    f"{SCORES}.math_dapo": {"compute_score": "rally.compat.verl.reward_scores.math_dapo"},
-    f"{SCORES}.search_r1_like_qa_em": {"compute_score": "rally.compat.verl.reward_scores.search_r1"},
+    f"{SCORES}.math": {"compute_score": f"{SCORE_FUNCTIONS}.math"},  # the name until verl 0.5
+    f"{SCORES}.math_reward": {"compute_score": f"{SCORE_FUNCTIONS}.math"},
+    f"{SCORES}.math_dapo": {"compute_score": f"{SCORE_FUNCTIONS}.math_dapo"},
+    f"{SCORES}.search_r1_like_qa_em": {
+        "compute_score": f"{SCORE_FUNCTIONS}.search_r1",
+        "compute_score_subem": f"{SCORE_FUNCTIONS}.search_r1_contains",
+        "extract_solution": "rally.scoring.answer_extraction.last_tagged",
+    },
     "verl.utils.dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
     "verl.utils.dataset.rl_dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
     "verl.utils.profiler": {"simple_timer": "rally.compat.verl.agent_loops.simple_timer"},

@@ -1,31 +1,92 @@
-"""verl's score functions, with verl's signatures, computed by Rally's own."""
+"""verl's score functions, with the signatures and the results of verl 0.9.
+
+Two inputs that verl accepts are refused with a sentence: a ground truth that is no text, which no answer could equal,
+and an empty list of targets.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rally.rewards.registry import compute_score
+from rally.rewards.score import RewardError
+from rally.scoring import verl_scores
+
+PAUSES = 4
 
 
 def gsm8k(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right number, otherwise `format_score`."""
-    right = compute_score("openai/gsm8k", solution_str, ground_truth, method=method)
-    return score if right else format_score
+    """`score` for the right number, `format_score` for another one, 0 if there is no answer."""
+    return verl_scores.gsm8k(solution_str, _text(ground_truth), method, format_score, score)
+
+
+def math(solution_str: str, ground_truth: Any) -> float:
+    r"""1 if the last `\boxed{}` is the ground truth, otherwise 0."""
+    return float(verl_scores.math(solution_str, _text(ground_truth)))
 
 
 def math_dapo(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: Any = None
-) -> float | dict[str, Any]:
+) -> dict[str, Any]:
     """1 or -1, with `acc` and `pred`."""
-    return compute_score("math_dapo", solution_str, ground_truth, strict_box_verify=strict_box_verify)
+    if pause_tokens_index is not None and len(pause_tokens_index) != PAUSES:
+        raise RewardError(f"pause_tokens_index must have {PAUSES} positions, not {len(pause_tokens_index)}")
+    graded = verl_scores.math_dapo(solution_str, _text(ground_truth), strict_box_verify, pause_tokens_index)
+    return {"score": 1.0 if graded.right else -1.0, "acc": graded.right, "pred": graded.answer}
 
 
 def search_r1(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for an exact match, less after more than ten answers; otherwise `format_score`."""
-    result = compute_score("searchR1_", solution_str, ground_truth)
-    assert isinstance(result, dict)
-    return score * float(result["score"]) or format_score
+    """`score` for an exact match, a quarter of it after more than ten answers, `format_score` for another answer, 0 if
+    there is no answer. `method` has no effect, as in verl."""
+    return verl_scores.search(solution_str, _targets(ground_truth), format_score, score)
+
+
+def search_r1_contains(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` if an accepted answer is part of the answer. `method` has no effect, as in verl."""
+    return verl_scores.search_contains(solution_str, _targets(ground_truth), format_score, score)
+
+
+MATH_SOURCES = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+DAPO_SOURCES = ("math_dapo", "math", "math_dapo_reasoning")
+SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SEARCH_SOURCES = tuple(f"searchR1_{name}" for name in SEARCH_SETS)
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kw: Any
+) -> float | dict[str, Any]:
+    """verl's score of a data source. Sources that verl does not know, or that it scores with packages of its own
+    (`hiyouga/geometry3k`), get the score of `rally.rewards.compute_score`."""
+    if data_source == "openai/gsm8k":
+        return gsm8k(solution_str, ground_truth)
+    if data_source in MATH_SOURCES:
+        return math(solution_str, ground_truth)
+    if data_source in DAPO_SOURCES or data_source.startswith("aime"):
+        return math_dapo(solution_str, ground_truth, bool(kw.get("strict_box_verify", False)))
+    if data_source in SEARCH_SOURCES:
+        return search_r1(solution_str, ground_truth)
+    return compute_score(data_source, solution_str, ground_truth, extra_info, **kw)
+
+
+def _text(ground_truth: Any) -> str:
+    if not isinstance(ground_truth, str):
+        raise RewardError(
+            f"verl's score functions compare text, so no answer could equal the ground_truth {ground_truth!r} of type "
+            f"{type(ground_truth).__name__}; write it as a text, or score with rally.rewards.compute_score"
+        )
+    return ground_truth
+
+
+def _targets(ground_truth: Any) -> Sequence[str]:
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+    targets = [target] if isinstance(target, str) else list(target) if target is not None else []
+    if not targets or not all(isinstance(one, str) for one in targets):
+        raise RewardError(f'the ground_truth of a search row must be {{"target": [texts]}}, not {ground_truth!r}')
+    return targets

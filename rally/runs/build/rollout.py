@@ -116,6 +116,7 @@ def failure_policy_of(config: Config) -> FailurePolicy:
         loop=config.rollout.on_error,
         reward=config.reward.on_error,
         max_failed_share=config.rollout.max_failed_share,
+        max_outage_share=config.rollout.max_outage_share,
     )
 
 

@@ -62,6 +62,9 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     interactions = interactions_of(config)
     codec = codec_of(config, tokenizer, toolbox)
     report = codec.probe()
+    refusal = report.refusal(config.history, tools=bool(toolbox.names), users=bool(interactions.names))
+    if refusal and config.agent_loop_name == "tool_agent":
+        raise RunError(refusal)
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
     elif toolbox.schemas() and report.problems:
@@ -120,6 +123,7 @@ def toolbox_of(config: Config) -> ToolBox:
             max_response_chars=multi_turn.max_tool_response_length,
             truncate_side=multi_turn.tool_response_truncate_side,
         ),
+        on_outage=multi_turn.on_tool_outage,
     )
 
 

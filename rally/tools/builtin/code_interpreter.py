@@ -1,8 +1,9 @@
 """The built-in `code_interpreter`: runs the model's code in the local sandbox or on a sandbox server.
 
 The response is what the code printed, or the value of its last expression if it printed nothing. An error is returned
-with its traceback, a timeout or exceeded limit as one sentence. Code that fails is not a failure of the tool: the
-status is `ok`, and the metric `code_failed` counts it. With `stateful: true`, variables live until the episode ends.
+with its traceback, a timeout or exceeded limit as one sentence. Code that fails or loops is not a failure of the tool:
+the status is `ok`, and the metric `code_failed` counts it. A sandbox that does not work is an outage. With
+`stateful: true`, variables live until the episode ends.
 
     - name: code_interpreter
       config: {num_workers: 16, default_timeout: 10, memory_limit_mb: 1024, stateful: false}
@@ -30,6 +31,7 @@ from rally.sandbox import (
     SandboxError,
     SandboxSession,
     SandboxSettings,
+    UnsupportedProgram,
     shared_sandbox,
 )
 from rally.tools.base import BaseTool
@@ -200,7 +202,12 @@ class CodeInterpreter(BaseTool[Any]):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, dict[str, Any]]:
         program = self._program(parameters)
-        outcome = await self._run(instance_id, program)
+        try:
+            outcome = await self._run(instance_id, program)
+        except SandboxError as error:
+            if program.language != self.settings.default_language:  # the model chose it
+                raise UnsupportedProgram(str(error)) from None
+            raise
         text = _response_text(outcome, program.timeout, self.settings)
         return ToolResponse(text=text), None, {**outcome.metrics(), "code_failed": not outcome.ok}
 

@@ -36,6 +36,7 @@ from rally.types import RallyError, ToolResponse
 if TYPE_CHECKING:
     import httpx
 
+ABOUT_THE_QUERY = frozenset({400, 413, 414, 422})
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_ATTEMPTS = 10
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
@@ -45,7 +46,15 @@ Contents = list[list[str]]
 
 
 class SearchError(RallyError):
-    """A search failed. The text goes to the model."""
+    """The search service does not work. The text goes to the model."""
+
+    outage = True
+
+
+class SearchRefused(SearchError):
+    """The service works and refused this query."""
+
+    outage = False
 
 
 class SearchSource(Protocol):
@@ -92,7 +101,8 @@ class Service:
         if response.status_code == 401:
             raise SearchError(f"the search service needs a token; set {self._token_env} where training runs")
         if response.status_code != 200:
-            raise SearchError(f"the search service at {self._url} refused the request (HTTP {response.status_code})")
+            kind = SearchRefused if response.status_code in ABOUT_THE_QUERY else SearchError
+            raise kind(f"the search service at {self._url} refused the request (HTTP {response.status_code})")
         try:
             result = response.json()["result"]
             contents = [[(hit.get("document") or hit)["contents"] for hit in hits] for hits in result]

@@ -94,11 +94,14 @@ def is_mcp(entry: Mapping[str, Any]) -> bool:
     return "mcp" in kinds or "mcp" in entry or entry.get("class_name") in CLASS_NAMES
 
 
+APART = ("class_name", "config", "limits", "mcp", "on_outage", "timeout_counts")  # read by the loader, or below
+
+
 def read_settings(entry: Mapping[str, Any]) -> McpSettings:
     if entry.get("class_name", next(iter(CLASS_NAMES))) not in CLASS_NAMES:
         raise ToolConfigError("an entry of type mcp takes no class_name; the server's tools are used as they are")
     merged: dict[str, Any] = {}
-    top = {key: value for key, value in entry.items() if key not in ("class_name", "config", "limits", "mcp")}
+    top = {key: value for key, value in entry.items() if key not in APART}
     for part in (top, entry.get("config") or {}, entry.get("mcp") or {}):
         if not isinstance(part, Mapping):
             raise ToolConfigError("config and mcp of an MCP entry must be mappings")

@@ -104,6 +104,14 @@ logging.getLogger("mcp.client.stdio").addFilter(lambda record: not str(record.ms
 class McpFailure(RallyError):
     """An MCP server failed to answer a call. The text goes to the model."""
 
+    outage = True
+
+
+class McpRefusal(McpFailure):
+    """The server works, and its answer is an error."""
+
+    outage = False
+
 
 class Unsent(McpFailure):
     """The server has not seen the call, so it may be sent again."""
@@ -222,7 +230,7 @@ class McpConnection:
             return McpFailure(f"the MCP server {name!r} ended during this call, which may have had its effect")
         if error.code == types.INVALID_PARAMS:
             return BadArguments(text)
-        return McpFailure(f"the MCP server {name!r} refused the call: {text} (code {error.code})")
+        return McpRefusal(f"the MCP server {name!r} refused the call: {text} (code {error.code})")
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:

@@ -31,7 +31,7 @@ from rally.tools.base import BaseTool
 from rally.tools.invoke import ToolTimeout
 from rally.tools.mcp.client import McpClient, hub
 from rally.tools.mcp.config import McpSettings, Server, read_servers, read_settings
-from rally.tools.mcp.connection import McpFailure
+from rally.tools.mcp.connection import McpFailure, McpRefusal
 from rally.tools.schema import Schema, ToolConfigError
 from rally.types import Image, ToolResponse
 from rally.util.rate_limit import RateLimiter
@@ -142,7 +142,7 @@ class McpTool(BaseTool[Any]):
         content = read_content(result)
         text = redact(content.response.text or "")
         if result.is_error:
-            raise McpFailure(text.removeprefix("Error: ") or f"{self.name} failed and gave no reason")
+            raise McpRefusal(text.removeprefix("Error: ") or f"{self.name} failed and gave no reason")
         metrics = {
             "images": len(content.response.image or ()),
             "not_shown": content.not_shown,

@@ -48,12 +48,17 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
 
     `response_length` counts every response token, observed ones too; its `clip_ratio` is the share of episodes
     truncated by the response budget; an aborted episode has no response token. `prompt_length/clip_ratio` needs
-    `max_prompt_length`. Unscored episodes are counted separately.
+    `max_prompt_length`. Unscored episodes, and those masked because a tool was unavailable, are counted separately and
+    are not in the means of rewards.
     """
     if not episodes:
         return {"episodes/count": 0.0}
-    scores = [e.reward for e in episodes if e.reward is not None]
-    metrics: Metrics = {"episodes/count": len(episodes), "episodes/unscored": len(episodes) - len(scores)}
+    scores = [e.reward for e in episodes if e.reward is not None and e.outage is None]
+    metrics: Metrics = {
+        "episodes/count": len(episodes),
+        "episodes/unscored": sum(e.reward is None for e in episodes),
+        "episodes/masked": sum(e.outage is not None for e in episodes),
+    }
     metrics |= spread("critic/score", scores) | spread("critic/rewards", scores)
     if scores:
         metrics["critic/rewards/std"] = pstdev(scores)

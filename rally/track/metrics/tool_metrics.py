@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rally.track.metrics.statistics import Metrics, percentiles, spread
@@ -16,6 +16,7 @@ from rally.track.run_folder.episode_json import plain
 from rally.types import TOOL_TROUBLE, Episode, ToolCall, ToolResult, ToolStatus
 
 SLOW_SECONDS = 1.0  # no warning if an episode waits less for its tools
+FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE)
 FAILED_CALLS = 8  # fewer calls than this may all fail by chance
 
 
@@ -41,7 +42,10 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
         "tool/calls": len(made),
         "tool/truncated": sum(one.result.truncated for one in made),
         "tool/redundant": sum(one.redundant for one in made),
+        "tool/outage_episodes": sum("tool_outage" in e.extra for e in episodes),
     }
+    for name, count in _outage_episodes(episodes).items():
+        metrics[f"tool/{name}/outage_episodes"] = count
     metrics |= {f"tool/{status}": statuses[status] for status in ToolStatus}
     for name in TOOL_TROUBLE:
         metrics[f"tool/{name}"] = sum(e.extra.get("tool_trouble", {}).get(name, 0) for e in episodes)
@@ -57,14 +61,39 @@ def tool_metrics(episodes: Sequence[Episode]) -> Metrics:
 def tool_warnings(episodes: Sequence[Episode]) -> list[ToolWarning]:
     """The warnings about the tools of a step."""
     slow = slow_tool(episodes)
-    return [*failing_tools(episodes), *([] if slow is None else [slow])]
+    return [*outages(episodes), *failing_tools(episodes), *([] if slow is None else [slow])]
+
+
+def outages(episodes: Sequence[Episode]) -> list[ToolWarning]:
+    """Tools that were unavailable in some episodes."""
+    warnings = []
+    for name, count in _outage_episodes(episodes).items():
+        found = [e.extra["tool_outage"] for e in episodes if name in _outage_calls(e)]
+        first = next((one["first"] for one in found if str(one["first"]).startswith(f"{name}: ")), found[0]["first"])
+        text = (
+            f"the tool {name!r} was unavailable in {count} of {len(episodes)} episodes of one step, the first time "
+            f"with {first!r}; on_outage={found[0]['on_outage']} decides what is trained on, and "
+            f"tool/{name}/outage_episodes counts them"
+        )
+        warnings.append(ToolWarning(f"outage of {name}", text))
+    return warnings
+
+
+def _outage_calls(episode: Episode) -> Mapping[str, int]:
+    calls = (episode.extra.get("tool_outage") or {}).get("calls")
+    return calls if isinstance(calls, Mapping) else {}
+
+
+def _outage_episodes(episodes: Sequence[Episode]) -> Counter[str]:
+    """By tool, the episodes in which it was unavailable."""
+    return Counter(name for episode in episodes for name in _outage_calls(episode))
 
 
 def failing_tools(episodes: Sequence[Episode]) -> list[ToolWarning]:
     """Tools all of whose calls failed: otherwise only the policy would see the errors."""
     warnings = []
     for name, made in _by_tool(list(_counted(episodes))).items():
-        failed = [one.result for one in made if one.result.status in (ToolStatus.ERROR, ToolStatus.TIMEOUT)]
+        failed = [one.result for one in made if one.result.status in FAILED]
         if len(failed) == len(made) >= FAILED_CALLS:
             first = failed[0].response.text
             text = (
@@ -137,6 +166,7 @@ def _of_one_tool(made: Sequence[CountedCall]) -> Metrics:
         "success_rate": statuses[ToolStatus.OK] / len(results),
         "timeouts": statuses[ToolStatus.TIMEOUT],
         "rejected": statuses[ToolStatus.REJECTED],
+        "outages": sum(result.outage for result in results),
         "truncations": sum(result.truncated for result in results),
         "cached": sum(result.cached for result in results),
         "redundant": sum(one.redundant for one in made),

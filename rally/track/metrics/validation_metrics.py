@@ -74,10 +74,11 @@ def validation_metrics(episodes: Sequence[Episode], k: int, suffix: str = "") ->
     """
     metrics: Metrics = {}
     for source, members in _by(episodes, lambda e: e.task.data_source).items():
-        metrics |= _scores(source, [e for e in members if e.reward is not None], k)
+        metrics |= _scores(source, [e for e in members if e.reward is not None and e.outage is None], k)
         metrics |= _behaviour(f"val-aux/{source}", members)
     if episodes:
         metrics["val-aux/unscored"] = sum(e.reward is None for e in episodes)
+        metrics["val-aux/masked"] = sum(e.outage is not None for e in episodes)
     metrics |= spread("val-aux/num_turns", [e.num_turns for e in episodes])
     metrics |= {f"val-aux/{name}": value for name, value in agent_metrics(episodes).items()}
     return {f"{name}/{suffix}" if suffix else name: value for name, value in metrics.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rally.loops import Job
-from rally.train.rollout.rollout import FailurePolicy, RolloutResult, counts_zero, policy_for
+from rally.train.rollout.rollout import FailurePolicy, RolloutResult, by_policy, policy_for, usable
 from rally.types import Episode, RallyError
 
 REWARD_NAMES = ("reward", "seq_reward", "seq_final_reward")
@@ -46,6 +46,7 @@ class LiveGroups:
     _ended: dict[str, list[Episode]] = field(default_factory=dict)
     _episodes: int = 0
     _failures: int = 0
+    _outages: int = 0
     _hopeless: bool = False
 
     def begin(self) -> list[Job]:
@@ -56,7 +57,8 @@ class LiveGroups:
         for episode in episodes:
             self._note(episode)
         possible = sum(self.live.values()) + len(self._running)
-        if self._hopeless or self._failures > self.policy.max_failed_share * self._episodes:
+        lost = self._outages > self.policy.max_outage_share * self._episodes
+        if self._hopeless or lost or self._failures > self.policy.max_failed_share * self._episodes:
             return []  # the run is about to stop with an error
         return self._begin(min(self.wanted - possible, self._most - self.begun))
 
@@ -113,14 +115,16 @@ class LiveGroups:
     def _note(self, episode: Episode) -> None:
         group = episode.group
         self._ended.setdefault(group, []).append(episode)
-        self._failures += episode.reward is None
-        self._hopeless |= episode.reward is None and policy_for(episode, self.policy) == "raise"
+        failed = episode.reward is None and episode.outage is None
+        self._outages += episode.outage is not None
+        self._failures += failed and not by_policy(episode)
+        self._hopeless |= failed and policy_for(episode, self.policy) == "raise"
         self._running[group] -= 1
         if not self._running[group]:
             del self._running[group]
-            ended = self._ended.pop(group)
-            if all(e.reward is not None or counts_zero(e, self.policy) for e in ended):
-                self.live[group] = len({metric_of(e, self.settings.metric) for e in ended}) > 1
+            left = usable(self._ended.pop(group), self.policy)
+            if left is not None:
+                self.live[group] = len({metric_of(e, self.settings.metric) for e in left}) > 1
 
 
 def metric_of(episode: Episode, metric: str) -> float:

@@ -1,8 +1,9 @@
 """One rollout: samples and scores the episodes of a step, and applies the failure policy to those that failed.
 
 An episode is scored as soon as it ends, while others still run. A failed episode never biases its group: it is retried,
-its group is dropped, it counts as 0, or the run stops. All failures are counted; more than the allowed share stops the
-run with the reason.
+its group is dropped, it counts as 0, or the run stops. An episode that failed by the policy's fault is trained on, and
+one in which a tool was unavailable is kept out of the loss and of its group's baseline. All failures are counted; more
+than the allowed share stops the run with the reason.
 """
 
 from __future__ import annotations
@@ -23,28 +24,35 @@ OnError = Literal["retry", "drop_group", "zero", "raise"]
 
 
 class RolloutError(RallyError):
-    """More episodes failed than the failure policy allows."""
+    """More episodes failed than the failure policy allows. `episodes` are all of the rollout, for the record."""
+
+    episodes: Sequence[Episode] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePolicy:
-    """What happens to a failed episode, and the share of episodes that may fail."""
+    """What happens to a failed episode, and the share of episodes that may fail, or be lost to tools that are
+    unavailable. After its retries, an episode that failed by the policy's fault is scored as it is (`retry`): its group
+    would otherwise vanish, and with it what the policy should unlearn."""
 
     loop: OnError = "retry"
     reward: OnError = "drop_group"
     reward_retries: int = 1
     max_failed_share: float = 0.1
+    max_outage_share: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutResult:
     """The episodes of a rollout. `episodes` are complete, scored groups. `failed` were dropped or count as 0.
-    `set_aside` succeeded, but their group was dropped. `filtered` are complete groups that are not trained on.
-    `baselines` are the greedy episodes that the others are compared with."""
+    `set_aside` succeeded, but their group was dropped. `masked` were lost because a tool was unavailable.
+    `filtered` are complete groups that are not trained on. `baselines` are the greedy episodes that the others are
+    compared with."""
 
     episodes: list[Episode]
     failed: list[Episode] = field(default_factory=list)
     set_aside: list[Episode] = field(default_factory=list)
+    masked: list[Episode] = field(default_factory=list)
     filtered: list[Episode] = field(default_factory=list)
     baselines: list[Episode] = field(default_factory=list)
     filtering: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling
@@ -59,7 +67,7 @@ class RolloutResult:
     def everything(self) -> list[Episode]:
         whole = self.scored + self.baselines
         kept = {e.id for e in whole}
-        return whole + [e for e in self.failed if e.id not in kept] + self.set_aside
+        return whole + [e for e in self.failed if e.id not in kept] + self.set_aside + self.masked
 
     @property
     def sampled(self) -> list[Episode]:
@@ -70,6 +78,8 @@ class RolloutResult:
         return {
             "failures/loop": float(loops),
             "failures/reward": float(len(self.failed) - loops),
+            "failures/policy": float(sum(by_policy(e) for e in self.everything)),
+            "failures/outage": float(len(self.masked)),
             "failures/dropped_groups": float(self.dropped_groups),
             "failures/set_aside": float(len(self.set_aside)),
             **self.filtering,
@@ -154,7 +164,11 @@ class Rollout:
                 episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout)
         except* RallyError as group:
             raise group.exceptions[0] from None
-        result = settle(episodes, self.policy)
+        try:
+            result = settle(episodes, self.policy)
+        except RolloutError as stop:
+            stop.episodes = episodes
+            raise
         return result if refill is None else refill.chosen(result)
 
     async def _in_batches(
@@ -180,18 +194,24 @@ class Rollout:
 
     async def _score(self, episode: Episode) -> Episode:
         for _ in range(self._tries):
-            if episode.error is None and episode.reward is None:
+            if self._can_be_scored(episode):
                 episode = with_score(episode, await self.scorer.score(episode))
         return episode
 
     async def _score_together(self, episodes: Sequence[Episode]) -> list[Episode]:
         done = list(episodes)
         for _ in range(self._tries):
-            left = [i for i, episode in enumerate(done) if episode.error is None and episode.reward is None]
+            left = [i for i, episode in enumerate(done) if self._can_be_scored(episode)]
             scores = await self.scorer.score_batch([done[i] for i in left])
             for i, score in zip(left, scores, strict=True):
                 done[i] = with_score(done[i], score)
         return done
+
+    def _can_be_scored(self, episode: Episode) -> bool:
+        """Whether the reward function has to score the episode. One that failed by the policy's fault is scored, too,
+        unless the failure policy decides about it."""
+        whole = episode.error is None or (by_policy(episode) and self.policy.loop == "retry")
+        return whole and episode.reward is None
 
     @property
     def _tries(self) -> int:
@@ -207,27 +227,77 @@ def with_score(episode: Episode, score: Score) -> Episode:
     return replace(episode, reward=score.reward, reward_info=score.info, timings=timings, extra=extra)
 
 
+FAULTY_EPISODES = 8  # fewer episodes than this may all fail by the policy's fault
+
+
 def settle(episodes: Sequence[Episode], policy: FailurePolicy) -> RolloutResult:
     """Apply the failure policy to a finished rollout."""
-    failed = [e for e in episodes if e.reward is None]
+    masked = [e for e in episodes if e.outage is not None]
+    failed = [e for e in episodes if e.reward is None and e.outage is None]
+    _check_failures(episodes, failed, masked, policy)
+    groups: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.group, []).append(episode)
+    kept = {name: usable(members, policy) for name, members in groups.items()}
+    dropped = [name for name, members in kept.items() if members is None]
+    mates = [e for name in dropped for e in groups[name] if e.reward is not None and e.outage is None]
+    sampled, baselines = _with_baselines([e for members in kept.values() for e in members or ()])
+    return RolloutResult(
+        episodes=sampled,
+        failed=failed,
+        set_aside=mates,
+        masked=masked,
+        baselines=baselines,
+        dropped_groups=len(dropped),
+    )
+
+
+def usable(group: Sequence[Episode], policy: FailurePolicy) -> list[Episode] | None:
+    """The episodes of a finished group to train on, all with a reward; None if the group is dropped. It is, if an
+    episode failed and does not count as 0, if an outage asks for it or hit the greedy episode, or if outages left a
+    single episode, which cannot be compared with another."""
+    left = [e for e in group if e.outage is None]
+    if any(e.outage == "drop_group" or (e.outage is not None and e.baseline) for e in group):
+        return None
+    if any(e.reward is None and not counts_zero(e, policy) for e in left):
+        return None
+    before, after = (sum(not e.baseline for e in some) for some in (group, left))
+    if after < min(2, before):
+        return None
+    return [e.scored(0.0, e.reward_info) if e.reward is None else e for e in left]
+
+
+def _check_failures(
+    episodes: Sequence[Episode], failed: Sequence[Episode], masked: Sequence[Episode], policy: FailurePolicy
+) -> None:
     for episode in failed:
         if policy_for(episode, policy) == "raise":
             raise RolloutError(
                 f"episode {episode.id} failed, and the failure policy is to stop the run: {_reason(episode)}"
             )
-    if len(failed) > policy.max_failed_share * len(episodes):
+    if len(masked) > policy.max_outage_share * len(episodes) or len(masked) == len(episodes) > 0:
         raise RolloutError(
-            f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
-            f"{policy.max_failed_share} allows; the first failure: {_reason(failed[0])}"
+            f"a tool was unavailable in {len(masked)} of {len(episodes)} episodes (rollout.max_outage_share="
+            f"{policy.max_outage_share}), the first time with: {masked[0].extra['tool_outage']['first']}; repair the "
+            "tool, or set on_outage=count to train on such episodes"
         )
-    zeroed = {e.id for e in failed if counts_zero(e, policy)}
-    dropped = {e.group for e in failed if e.id not in zeroed}
-    kept = [e.scored(0.0, e.reward_info) if e.id in zeroed else e for e in episodes if e.group not in dropped]
-    mates = [e for e in episodes if e.group in dropped and e.reward is not None]
-    sampled, baselines = _with_baselines(kept)
-    return RolloutResult(
-        episodes=sampled, failed=failed, set_aside=mates, baselines=baselines, dropped_groups=len(dropped)
-    )
+    faults = [e for e in episodes if by_policy(e)]
+    if len(faults) == len(episodes) >= FAULTY_EPISODES:
+        raise RolloutError(
+            f"all {len(episodes)} episodes failed in the agent's code after the policy had answered, so the code may "
+            f"be at fault; the first failure: {_reason(faults[0])}"
+        )
+    others = [e for e in failed if not by_policy(e)]
+    if len(others) > policy.max_failed_share * len(episodes):
+        raise RolloutError(
+            f"{len(others)} of {len(episodes)} episodes failed, more than rollout.max_failed_share="
+            f"{policy.max_failed_share} allows; the first failure: {_reason(others[0])}"
+        )
+
+
+def by_policy(episode: Episode) -> bool:
+    """Whether the episode failed by the policy's fault."""
+    return episode.stop_reason is StopReason.ERROR and episode.extra.get("fault") == "policy"
 
 
 class _Compared(NamedTuple):

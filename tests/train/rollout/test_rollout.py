@@ -122,6 +122,8 @@ def test_a_failed_loop_takes_its_whole_group_with_it_and_is_kept_for_the_record(
     assert result.metrics() == {
         "failures/loop": 1.0,
         "failures/reward": 0.0,
+        "failures/policy": 0.0,
+        "failures/outage": 0.0,
         "failures/dropped_groups": 1.0,
         "failures/set_aside": 1.0,
     }

@@ -145,10 +145,11 @@ def _served(
     module: PreTrainedModel, path: str, settings: EngineSettings, name: str, tool_format: str, max_requests: int
 ) -> Served:
     from rally.engines import EmbeddedEngine
-    from rally.models.load import load_tokenizer
+    from rally.models.load import check_vocabulary, load_tokenizer
     from rally.services.admission import Served
 
     tokenizer = load_tokenizer(path, option="--tokenizer")
+    check_vocabulary(module, tokenizer, (), "--tokenizer")
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))

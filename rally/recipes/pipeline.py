@@ -25,7 +25,8 @@ from rally.config.yaml_files import merge, read_document
 from rally.models.lora import is_adapter_folder
 from rally.recipes.catalog import Command, RecipeError, find_recipe
 from rally.track.run_folder.folder import redacted_yaml
-from rally.train.checkpoint.store import MANIFEST, CheckpointStore
+from rally.train.checkpoint.store import CheckpointStore
+from rally.util.checksums import MANIFEST
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
+from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
 from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
@@ -29,7 +30,7 @@ from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.track import RunConsole, RunFolder, Sinks, sole_writer
 from rally.track.display_text import visible
-from rally.train.checkpoint.store import Checkpoint, CheckpointStore
+from rally.train.checkpoint.store import STATE, Checkpoint, CheckpointStore
 from rally.train.divergence import keeping_diverged
 from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
@@ -100,7 +101,10 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
-    written = itertools.chain.from_iterable(row.ids for row in train.rows)
+    written = set(itertools.chain.from_iterable(row.ids for row in train.rows))
+    check_vocabulary(policy.model, tokenizer, written)
+    if problem := reloading_problem(tokenizer, policy.model.config):
+        console.warn_once("tokenizer", problem)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
     folder.save_versions()
@@ -256,7 +260,8 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
         offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
-        policy.load_state(start.state())
+        with start.restoring(STATE):
+            policy.load_state(start.state())
     return policy
 
 

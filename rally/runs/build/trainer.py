@@ -8,6 +8,7 @@ from pathlib import Path
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import restore
+from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
@@ -19,7 +20,7 @@ from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
 from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
 from rally.track import RunConsole, RunFolder
-from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
 from rally.train.trainer import Trainer
 
@@ -42,10 +43,16 @@ def trainer_of(
         console.note(change)
     ranks.start(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
-    warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
+    used = chat_ids(inputs.codec)
+    check_vocabulary(policy.model, inputs.tokenizer, used)
+    if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):
+        console.warn_once("tokenizer", problem)
+    warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
     if checkpoint:
-        engine.begin_at(checkpoint.counters().get("weight_version", 0))
+        with checkpoint.restoring(COUNTERS):
+            version = int(checkpoint.counters().get("weight_version", 0))
+        engine.begin_at(version)
     sampling = sampling_of(config, inputs.codec)
     return Trainer(
         settings=trainer_settings_of(config, steps),

@@ -213,7 +213,8 @@ def check_vocabulary(
 ) -> None:
     """LoadError if the tokenizer has ids without a row in the model's embedding. Of added tokens only `ids`, those that
     the run uses, are compared: some models leave out the rows of tokens for other inputs."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.weight.shape[0]
     last = max((tokenizer.vocab_size - 1, *ids))
     if last >= rows:
         raise LoadError(
@@ -318,9 +319,9 @@ def _template(text_or_path: str) -> str:
         )
     try:
         return Path(text_or_path).expanduser().read_text(encoding="utf-8")
-    except OSError as problem:
+    except (OSError, UnicodeDecodeError) as problem:
         raise LoadError(
-            f"the chat template {text_or_path} cannot be read ({problem.strerror}); give another file"
+            f"the chat template {text_or_path} cannot be read ({checksums.reason(problem)}); give another file"
         ) from None
 
 

@@ -33,6 +33,7 @@ from rally.train.packing import Row
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Message, RallyError, SamplingParams
+from rally.util.private_files import private_folder
 
 Tell = Callable[[Any, random.Random], Sequence[Message]]
 """Returns a conversation that shows the habit of this name, about a problem drawn with the generator."""
@@ -193,7 +194,7 @@ def run_course(
         course.title,
         {"model": f"{sum(p.numel() for p in model.parameters()):,} parameters, random weights", "run": str(folder)},
     )
-    start = folder / "start"
+    start = private_folder(folder) / "start"
     course.write_data(folder / "data", settings.seed)
     start.mkdir(exist_ok=True)
     config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # raises before training

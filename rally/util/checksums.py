@@ -53,9 +53,13 @@ class ManifestError(ValueError):
 
 
 def seal(folder: Path) -> None:
-    """Sync every file of the folder, then write the manifest and sync it."""
+    """Sync every file of the folder, then write the manifest and sync it. Files get the permissions of the folder:
+    safetensors ignores the umask."""
     paths = [path for path in folder.rglob("*") if path.name != MANIFEST or path.parent != folder]
     files = sorted(path for path in paths if path.is_file())
+    for file in files:
+        if file.stat().st_nlink == 1:  # otherwise it is a user's file, too
+            file.chmod(folder.stat().st_mode & 0o666)
     with _threads() as workers:
         synced = [workers.submit(sync, path) for path in paths]  # waits for the disk while others compute
         checksums = checksums_of(files, workers)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file
 from rally.util.checksums import UNREADABLE, reason
+from rally.util.private_files import cache_folder, private_folder
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"
@@ -93,9 +94,9 @@ def index_path(run: Path) -> Path:
     """The path of the index: in the run folder, or in the user's cache if that is not writable."""
     if os.access(run, os.W_OK):
         return run / NAME
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rally" / "view"
+    cache = cache_folder() / "view"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        private_folder(cache)
     except OSError as problem:
         raise RallyError(
             f"neither {run} nor {cache} can be written ({problem.strerror}); set XDG_CACHE_HOME to a folder for indexes"

@@ -33,6 +33,7 @@ from rally.util.atomic_files import write_atomic
 from rally.util.checksums import UNREADABLE, reason
 from rally.util.jsonl import StepLines, checked_lines
 from rally.util.locks import LockFile
+from rally.util.private_files import permissions_of, private_folder
 
 # Fields that a reader depends on and that hold no free text; they are not redacted.
 _EPISODE = ("id", "group", "stop_reason", "segments")
@@ -364,10 +365,12 @@ class FolderInUse(RallyError):
 def sole_writer(folder: Path) -> Iterator[None]:
     """Lock `folder` for this process while the block lasts; FolderInUse if another process writes to it.
 
-    The lock belongs to the process: children do not inherit it, and a killed run can be resumed at once.
+    The lock belongs to the process: children do not inherit it, and a killed run can be resumed at once. A new folder
+    and everything written in the block can be read by this user alone; in an existing folder, by those who can read
+    that.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with LockFile(folder / LOCK, per_process=True) as lock:
+    private_folder(folder)
+    with permissions_of(folder), LockFile(folder / LOCK, per_process=True) as lock:
         try:
             acquired = lock.acquire()
         except OSError:  # the file system has no locks, so nobody can tell

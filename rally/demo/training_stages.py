@@ -207,7 +207,8 @@ def run_course(
 
 
 def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A Llama model with random weights. For the family Qwen2, transformers would replace the tokenizer's class."""
+    """A Llama model with random weights and, like Qwen2, biases in attention, which this size needs to learn reliably.
+    For the family Qwen2 itself, transformers would replace the tokenizer's class."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -217,6 +218,7 @@ def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedMode
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
+            attention_bias=True,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             initializer_range=0.04,

@@ -10,7 +10,7 @@ from track.track_episodes import make_episode
 
 from rally import redact as redact_module
 from rally.cli.main import main
-from rally.config import load_config
+from rally.config import Config, SftConfig, load_config, load_sft_config
 from rally.redact import learn_environment, learn_tree, redact, redacted_json, says_secret
 from rally.tools import ToolBox, ToolLimits, load_tools
 from rally.track import RunConsole, RunFolder
@@ -151,3 +151,84 @@ def test_json_that_leaves_is_json_also_when_a_secret_is_a_number_or_a_name_in_it
     learn_tree({"password": "123456", "token": "reward"})
     value = {"reward": [123456, 0.123456, {"text": "pin 123456, reward"}], "none": None}
     assert json.loads(redacted_json(value)) == value | {"reward": [123456, 0.123456, {"text": "pin ***, ***"}]}
+
+
+SECRET_NAMES = [
+    "GITHUB_PAT", "PGPASSWORD", "clientSecret", "accessToken", "openaiApiKey", "cookie", "passphrase", "MYSQL_PWD",
+    "DB_PASS", "smtpPassword", "refresh_token", "id_token", "authToken", "githubtoken", "SLACK_BOT_TOKEN",
+    "AWS_SECRET_ACCESS_KEY", "awsSecretAccessKey", "x-api-key", "Proxy-Authorization", "Set-Cookie",
+    "sessionCookie", "privateKey", "private_key_1", "PASSWORD2", "userPassword", "JWT_SECRET", "SENTRY_DSN",
+    "signing_key", "api_keys", "basicAuth",
+]  # fmt: skip
+OTHER_NAMES = [
+    "max_tokens", "tokenizer", "pad_token", "eos_token", "image_token", "token_level_rewards",
+    "password_field_count", "token_env", "token_id", "secret_name", "auth_token_env", "author", "compass", "bypass",
+    "pass_rate", "pattern", "PATH", "PWD", "OLDPWD", "sort_key", "public_key", "reward_fn_key",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+@pytest.mark.drill("security", "A secret stands under a key of any spelling", "It is in no episode and no saved file")
+def test_a_secret_under_any_spelling_of_its_name_is_hidden(name: str) -> None:
+    assert says_secret(name)
+    tree = {
+        "config": {name: "0pen-s3same-9"},
+        "pin": {name: 12345678},
+        "many": {name: ["0pen-s3same-8", {"a": "bcdefgh"}]},
+    }
+    learn_tree(tree)
+    assert redact("0pen-s3same-9 and 12345678, 0pen-s3same-8 bcdefgh") == "*** and ***, *** ***"
+    saved = json.dumps(redact_module.redact_tree(tree))
+    assert "s3same" not in saved and "12345678" not in saved and "bcdefgh" not in saved
+
+
+def test_names_of_other_things_are_no_secrets() -> None:
+    assert [name for name in OTHER_NAMES if says_secret(name)] == []
+    keys = [*Config.keys(), *SftConfig.keys()]
+    assert len(keys) > 600 and [key for key in keys if says_secret(key)] == ["data.balance_dp_token"], "true or false"
+    assert "***" not in load_sft_config().to_yaml() + load_config().to_yaml()
+
+
+SHAPES = (
+    "ghp_" + "a1B2" * 9,
+    "github_pat_11ABCDEFG0" + "a1B2" * 12,
+    "glpat-" + "a1B2-" * 4,
+    "sk-proj-" + "a1B2" * 10,
+    "sk-ant-api03-" + "a1B2_" * 10,
+    "xoxb-123456789012-" + "a1B2" * 6,
+    "AKIA" + "ABCD2345" * 2,
+    "AIza" + "a1B2c" * 7,
+    "hf_" + "aBcD" * 9,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nabc=\n-----END RSA PRIVATE KEY-----",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\\nb3Bl\\n-----END OPENSSH PRIVATE KEY-----",
+)
+
+
+@pytest.mark.parametrize("secret", SHAPES)
+@pytest.mark.drill("security", "A tool prints a token that nobody configured", "Its form gives it away; it is hidden")
+def test_what_has_the_form_of_a_token_is_hidden_wherever_it_stands(secret: str, tmp_path: Path) -> None:
+    text = f"env: X={secret}, done"
+    assert redact(text) == "env: X=***, done"
+    folder = RunFolder(tmp_path).create()
+    folder.log_episodes(1, [make_episode("e", extra={"output": text})])
+    written = (tmp_path / "episodes" / "train_000001.jsonl").read_text(encoding="utf-8")
+    assert secret[8:30] not in written and folder.read_episodes(1)[0].extra["output"] == "env: X=***, done"
+
+
+def test_headers_arguments_and_variables_are_hidden() -> None:
+    assert redact('{"Authorization": "Bearer abcdef12"} done') == '{"Authorization": "Bearer ***"} done'
+    assert redact("authorization: Basic dXNlcjpwYXNz\nnext") == "authorization: Basic ***\nnext"
+    learn_tree({"args": ["--token", "first-0ne", "--api-key=second-0ne", "DB_PASSWORD=third-0ne", "--steps=whatever"]})
+    learn_tree({"env": [{"name": "SOME_TOKEN", "value": "fourth-0ne"}]})
+    said = redact("first-0ne second-0ne third-0ne fourth-0ne whatever")
+    assert said == "*** *** *** *** whatever"
+
+
+def test_real_texts_are_left_alone(shared: Path) -> None:
+    """Also those about risk-taking, desk-sized things and task-specific words, and our own documentation."""
+    files = [*(shared / "data").rglob("*.jsonl"), *(Path(__file__).parents[1] / "docs").glob("*.md")]
+    assert sum(file.stat().st_size for file in files) > 5_000_000
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert redact(text) == text, file

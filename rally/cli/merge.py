@@ -34,3 +34,5 @@ def merge(
 
     merged = run(folder, out, base)
     console.note(f"{merged.what}: {merged.folder}")
+    if merged.warning:
+        console.warn_once("tokenizer", merged.warning)

@@ -33,10 +33,14 @@ def toy_model(
     console = quiet_console()
     from rally.chat import tiny_tokenizer
     from rally.demo.training_stages import small_model
+    from rally.models.load import reloading_problem, save_tokenizer
 
     tokenizer = tiny_tokenizer(words.read_text(encoding="utf-8").splitlines() if words else ())
-    small_model(tokenizer, seed).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    model = small_model(tokenizer, seed)
+    model.save_pretrained(out)
+    save_tokenizer(tokenizer, out)
+    if problem := reloading_problem(tokenizer, model.config):
+        console.warn_once("tokenizer", problem)
     console.note(f"a model with random weights is in {out}")
 
 

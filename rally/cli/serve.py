@@ -200,12 +200,13 @@ def _options() -> OptionNames:
 
 def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:
     from rally.engines import EmbeddedEngine
-    from rally.models.load import load_tokenizer
+    from rally.models.load import check_vocabulary, load_tokenizer
     from rally.services.admission import Served
 
     tokenizer = load_tokenizer(path, option="--tokenizer")
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
+    check_vocabulary(module, tokenizer, (), "--tokenizer")
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))

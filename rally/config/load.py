@@ -16,10 +16,10 @@ from rally.config.aliases import SAME_AS, SFT_SAME_AS, resolve_aliases
 from rally.config.base import Root
 from rally.config.checks.consistency import CHECKS, SFT_CHECKS
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
-from rally.config.errors import ConfigError, sentence
+from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.yaml_files import Document, Notes, Tree, first_line, merge, read_document
+from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_depth, first_line, merge, read_document
 from rally.redact import learn_tree
 
 C = TypeVar("C", bound=Root)
@@ -105,13 +105,16 @@ def _override(text: str) -> Tree:
     """`a.b=1`, `+a.b=1` and `++a.b=1` as a mapping. Hydra needs the plus signs for new keys; here they mean nothing."""
     key, equals, value = text.partition("=")
     key = key.strip().removeprefix("+").removeprefix("+").strip()
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"the override {text!r} is not of the form key=value, such as trainer.total_epochs=2.")
+    if not equals or not all(key.split(".")) or key.count(".") >= DEEPEST:
+        raise ConfigError(f"the override {shown(text)!r} is not of the form key=value, such as trainer.total_epochs=2.")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.strip()}"]))
-    except (yaml.YAMLError, OmegaConfBaseException):
-        raise ConfigError(f"the value of the override {text!r} cannot be read; quote it and close every ${{.") from None
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError):
+        raise ConfigError(
+            f"the value of the override {shown(text)!r} cannot be read; quote it and close every ${{."
+        ) from None
     assert isinstance(parsed, dict)
+    check_depth(parsed, f"the override {shown(text)}", DEEPEST - key.count("."))
     return {key: parsed["value"]}
 
 

@@ -340,7 +340,8 @@ class RolloutConfig(LogProbKeys):
     """Store training episodes in skip_dump_dir, and reuse those that an earlier run of the same name, prompts and
     lengths stored. For work on rewards, advantages and the update."""
     skip_dump_dir: PathText | None = None
-    """The folder of skip_rollout. null is rollout_dump in the folder for temporary files."""
+    """The folder of skip_rollout. null is ~/.cache/rally/rollout_dump (or below XDG_CACHE_HOME). A folder of another
+    user is refused."""
     enable_rollout_routing_replay: bool = False
     quantization: str | None = None
     quantization_config_file: PathText | None = None

@@ -22,6 +22,8 @@ from rally.config.errors import ConfigError, sentence
 
 Tree = dict[str, Any]
 HERE = "${here}"
+DEEPEST = 50
+"""Levels of a configuration. OmegaConf fails at about a hundred."""
 
 
 class Notes(Section):
@@ -129,9 +131,26 @@ def _read(path: Path) -> Tree:
         raise ConfigError(f"{path} is not UTF-8 text, as a YAML file must be; {advice}.") from None
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
+    except RecursionError:
+        raise ConfigError(_too_deep(str(path))) from None
+    check_depth(tree, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
     return {str(key): _with_here(value, str(path.parent)) for key, value in tree.items()}
+
+
+def check_depth(value: Any, where: str, levels: int = DEEPEST) -> None:
+    """ConfigError for a value that is nested so deeply that libraries fail on it."""
+    if not isinstance(value, (dict, list)):
+        return
+    if not levels:
+        raise ConfigError(_too_deep(where))
+    for inner in value.values() if isinstance(value, dict) else value:
+        check_depth(inner, where, levels - 1)
+
+
+def _too_deep(where: str) -> str:
+    return f"{where} is nested deeper than {DEEPEST} levels; write it with fewer."
 
 
 def _example(folder: Path) -> str:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file
+from rally.util.checksums import UNREADABLE
 
 Row = dict[str, Any]
 Files = str | Path | Sequence[str | Path]
@@ -79,7 +80,7 @@ class ParquetRows:
     def read(cls, path: Path) -> ParquetRows:
         try:
             return cls(pq.ParquetFile(path).read())
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, *UNREADABLE) as error:
             raise DataError(f"{path} cannot be read as Parquet ({error}); write the file again") from error
 
     def __len__(self) -> int:
@@ -95,7 +96,7 @@ class ParquetRows:
             for cells in zip(*map(_cells, batch.columns), strict=True):
                 row = {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
                 for name in marked & row.keys():
-                    row[name] = json.loads(row[name])
+                    row[name] = _parsed(row[name], f"the column {name}")
                 yield row
 
 
@@ -146,10 +147,10 @@ class JsonRows:
         return (self[number] for number in range(len(self)))
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parsed(text: bytes | str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: this is not valid JSON ({error}); write the file again") from error
 
 

@@ -159,6 +159,8 @@ def restore(sampler: RowSampler, saved: Mapping[str, Any]) -> str | None:
     if not saved:
         return None
     name = type(sampler).__name__
+    if not isinstance(saved.get("class"), str) or "state" not in saved:
+        raise DataError("the sampler's state in the checkpoint is damaged; resume from another checkpoint")
     if saved["class"] != name:
         return f"the checkpoint has the state of the sampler {saved['class']}; {name} starts without a state"
     sampler.load_state(saved["state"])

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec, tiny_tokenizer
 from rally.config import load_config
 from rally.data import TaskSet, load_tasks
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
 from rally.loops import LoopSettings, Runner
+from rally.models.load import save_tokenizer
 from rally.rewards import RewardSpec, Scorer
 from rally.runs import train as run
 from rally.sft.training import SftSettings, conversation_row, sft_step
@@ -32,6 +33,7 @@ from rally.train.packing import Row
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.rollout.rollout import Rollout
 from rally.types import Episode, Message, RallyError, SamplingParams
+from rally.util.private_files import private_folder
 
 Tell = Callable[[Any, random.Random], Sequence[Message]]
 """Returns a conversation that shows the habit of this name, about a problem drawn with the generator."""
@@ -192,28 +194,31 @@ def run_course(
         course.title,
         {"model": f"{sum(p.numel() for p in model.parameters()):,} parameters, random weights", "run": str(folder)},
     )
-    start = folder / "start"
+    start = private_folder(folder) / "start"
     course.write_data(folder / "data", settings.seed)
     start.mkdir(exist_ok=True)
     config = load_config(overrides=overrides, base=course_config(course, folder, settings))  # raises before training
     teach(course, model, codec, load_tasks(folder / "data" / "gate.parquet"), settings, console)
     model.save_pretrained(start)
-    tokenizer.save_pretrained(start)
+    save_tokenizer(tokenizer, start)
     console.note(f"GRPO: {settings.prompts} prompts x 8 episodes a step; reward 1 for the right answer, 0 otherwise")
     run.train(config, console)
     return report(course, folder, codec, console)
 
 
 def small_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A Llama model with random weights and, like Qwen2, biases in attention, which this size needs to learn reliably.
+    For the family Qwen2 itself, transformers would replace the tokenizer's class."""
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=128,
             intermediate_size=384,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
+            attention_bias=True,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             initializer_range=0.04,

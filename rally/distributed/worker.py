@@ -151,7 +151,9 @@ def _execute_critic(critic: Critic, message: ComputeValues | UpdateCritic | Gath
 def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     """Build the same parts as rank 0."""
     config = plan.config
-    checkpoint: Checkpoint | None = open_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    checkpoint: Checkpoint | None = None
+    if plan.checkpoint:
+        checkpoint = open_checkpoint(plan.checkpoint, contents=False)  # rank 0 has compared the checksums
     if isinstance(config, SftConfig):
         ranks = Worker(group, reshard=config.model.fsdp_config.reshard_after_forward)
         policy = sft_policy_of(config, checkpoint, plan.steps, ranks)

@@ -11,6 +11,7 @@ import yaml
 
 from rally.importing import INSTALLED, ImportFailed, import_module, look_in, of_installed_verl
 from rally.loops.base import AgentLoopBase, LoopError
+from rally.util.checksums import reason
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
@@ -75,14 +76,15 @@ def load_loop_config(path: str | Path) -> dict[str, LoopSpec]:
     """The entries of `agent.agent_loop_config_path`: a YAML list of {name, _target_, ...options}."""
     try:
         entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as broken:
-        raise LoopError(f"the agent loop file {path} cannot be read: {broken}") from broken
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as broken:
+        raise LoopError(f"the agent loop file {path} cannot be read ({reason(broken)}); correct it") from broken
     shape = f"{path} must be a list of entries with name and _target_"
     if not isinstance(entries, list):
         raise LoopError(shape)
     specs: dict[str, LoopSpec] = {}
     for entry in entries:
-        if not (isinstance(entry, dict) and "name" in entry and "_target_" in entry):
+        named = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "_target_"))
+        if not named:
             raise LoopError(f"{shape}, not {entry!r}")
         options = {k: v for k, v in entry.items() if k not in ("name", "_target_")}
         specs[entry["name"]] = LoopSpec(import_loop(entry["_target_"]), options)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -29,12 +31,16 @@ from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.models.lora import is_adapter_folder
 from rally.models.vision_loading import auto_class
 from rally.types import RallyError
+from rally.util import checksums
+from rally.util.checksums import weights_damage
 
 WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """In the order in which transformers looks for them: if the first exists, the second is not read."""
 PATH_KEY = "model.path"
 TRAINING_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """Attributes of routers. Others with similar names are thresholds that evaluation uses too."""
+UNREADABLE = (*checksums.UNREADABLE, SafetensorError, ImportError)
+"""What transformers raises for damaged or foreign files."""
 
 
 class LoadError(RallyError):
@@ -74,8 +80,10 @@ def load_model(
     overrides: dict[str, Any] | None = None,
     kind: Any = None,
     option: str = PATH_KEY,
+    verified: bool = False,
 ) -> PreTrainedModel:
-    """A causal or vision-language model in eval mode; `kind` is another transformers class to load with."""
+    """A causal or vision-language model in eval mode; `kind` is another transformers class to load with. `verified`:
+    the checksums of the folder, if it has any, have been compared already."""
     device = device or torch.device("cpu")
     if noisy := [name for name, value in (overrides or {}).items() if value and ("drop" in name or "jitter" in name)]:
         raise LoadError(
@@ -93,12 +101,22 @@ def load_model(
         hint = f"{apart if option == PATH_KEY else ''}merge it into a whole model with: rally merge {path}"
         raise LoadError(f"{path} contains LoRA adapters, not a whole model; {hint}")
     where, source = _locate(path, option)
+    if not verified and (damage := weights_damage(Path(where))):
+        raise LoadError(f"the model {path} is damaged ({damage}); copy it again, or set {option} to another one")
     if kind is None:
         kind = auto_class(load_model_config(path, trust_remote_code=trust_remote_code, option=option))
     try:
-        model: Any = kind.from_pretrained(where, **kwargs, **source)
-    except (OSError, ValueError, ImportError) as problem:
+        model, info = kind.from_pretrained(where, output_loading_info=True, **kwargs, **source)
+    except torch.OutOfMemoryError:
+        raise
+    except UNREADABLE as problem:
         raise LoadError(_load_error("model", path, problem, option)) from problem
+    # transformers initializes missing weights at random
+    if absent := sorted(info["missing_keys"]):
+        raise LoadError(
+            f"the weights in {path} are not those of the model that its config.json describes: {absent[0]} is missing"
+            f"{f', and {len(absent) - 1} more' if len(absent) > 1 else ''}; copy both from one model"
+        )
     if "gguf_file" in source:
         model = _without_quantization(model)
     model = _copied_from_file(model.to(device)).eval()
@@ -140,7 +158,7 @@ def load_model_config(
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             where, trust_remote_code=trust_remote_code, **source, **(overrides or {})
         )
-    except (OSError, ValueError, ImportError) as problem:
+    except UNREADABLE as problem:
         raise LoadError(_load_error("configuration of the model", path, problem, option)) from problem
     return config
 
@@ -165,13 +183,114 @@ def load_tokenizer(
         )
         if not _agrees(tokenizer, Path(where) / "tokenizer.json"):
             tokenizer = _plain_tokenizer(where)
-    except (OSError, ValueError, ImportError) as problem:
+    except Exception as problem:  # the package tokenizers raises Exception itself
         raise LoadError(_load_error("tokenizer", path, problem, option)) from problem
+    if flaw := _flaw(tokenizer):
+        bare = Path(where).is_dir() and not (Path(where) / "tokenizer.json").is_file()
+        why = f"{flaw}, and there is no tokenizer.json" if bare else flaw
+        raise LoadError(
+            f"the tokenizer of {path} does not encode text: {why}; copy the files of the model's tokenizer there, or "
+            f"set {option} to a folder that has them"
+        )
     if chat_template is not None:
         tokenizer.chat_template = _template(chat_template)
     if spelled:
         _spell_out(tokenizer, spelled)
     return tokenizer
+
+
+PROBE = """\
+user
+What is 12*34? The quick brown fox doesn't jump over 56 lazy dogs.
+{"name": "search", "arguments": {"query": "height of Mont Blanc", "top_k": 3}}
+"""
+"""Text that every tokenizer of a chat model encodes without loss."""
+MOST_UNKNOWN = 0.1
+
+
+def _flaw(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why a tokenizer cannot be one of a language model, or None. transformers builds an empty one where its files are
+    missing."""
+    ids = tokenizer.encode(PROBE, add_special_tokens=False)
+    if not ids:
+        return f"{len(PROBE)} characters become no token at all"
+    unknown = 0 if tokenizer.unk_token_id is None else ids.count(tokenizer.unk_token_id)
+    if unknown > MOST_UNKNOWN * len(ids):
+        return f"{unknown} of {len(ids)} tokens of an English text are {tokenizer.unk_token}"
+    decoded = str(tokenizer.decode(ids))
+    if _letters(decoded) != _letters(PROBE):
+        return f"{PROBE[:20]!r} comes back as {decoded[:20]!r}"
+    return None
+
+
+def _letters(text: str) -> str:
+    """Letters and digits alone: some tokenizers normalize spaces, and some write lower case."""
+    return "".join(filter(str.isalnum, text)).casefold()
+
+
+def check_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], option: str = PATH_KEY
+) -> None:
+    """LoadError if the tokenizer has ids without a row in the model's embedding. Of added tokens only `ids`, those that
+    the run uses, are compared: some models leave out the rows of tokens for other inputs."""
+    embedding: Any = model.get_input_embeddings()
+    rows: int = embedding.weight.shape[0]
+    last = max((tokenizer.vocab_size - 1, *ids))
+    if last >= rows:
+        raise LoadError(
+            f"the tokenizer has the token {last}, but the embedding of the model has only {rows} rows; set {option} to "
+            "a folder with the model and its own tokenizer"
+        )
+
+
+def reloading_problem(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> str | None:
+    """How the tokenizer differs once it is saved with a model of this configuration and loaded with transformers alone,
+    in a sentence; None if it does not. transformers chooses a class by model family, which may replace the
+    pre-tokenizer of tokenizer.json. Tokenizers and models with code of their own are not compared."""
+    if getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map"):
+        return None
+    with tempfile.TemporaryDirectory() as place:
+        save_tokenizer(tokenizer, Path(place))
+        config.save_pretrained(place)
+        try:
+            loaded = AutoTokenizer.from_pretrained(place)
+        except Exception as problem:  # noqa: BLE001 - the package tokenizers raises Exception itself
+            return f"transformers cannot load the tokenizer that is saved with the model ({_first_line(problem)})"
+    for text in (PROBE, *_chat_probe(tokenizer)):
+        own, other = (one.encode(text, add_special_tokens=False) for one in (tokenizer, loaded))
+        if own != other:
+            return (
+                f"AutoTokenizer of transformers loads the tokenizer of this {config.model_type} model as "
+                f"{type(loaded).__name__} and encodes {text[:20]!r}... as {len(other)} tokens instead of {len(own)}; "
+                "load checkpoints of this run with transformers.PreTrainedTokenizerFast or with Rally"
+            )
+    if tokenizer.chat_template != loaded.chat_template:
+        return "transformers loads another chat template than the one that is saved with the model"
+    return None
+
+
+def _chat_probe(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A conversation by the chat template, and the special tokens; nothing that the template cannot render."""
+    special = [" ".join(tokenizer.all_special_tokens)] if tokenizer.all_special_tokens else []
+    messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except Exception:  # noqa: BLE001 - no template, or one that raises; the codec reports it
+        return special
+    return [*special, str(rendered)]
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer's files so that transformers 4 reads them too: it does not know the class TokenizersBackend,
+    and fails on a list of extra_special_tokens."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored.get("tokenizer_class") == "TokenizersBackend":
+        stored["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(stored.get("extra_special_tokens"), list):
+        stored["additional_special_tokens"] = stored.pop("extra_special_tokens")
+    path.write_text(json.dumps(stored, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _spell_out(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
@@ -220,9 +339,9 @@ def _template(text_or_path: str) -> str:
         )
     try:
         return Path(text_or_path).expanduser().read_text(encoding="utf-8")
-    except OSError as problem:
+    except (OSError, UnicodeDecodeError) as problem:
         raise LoadError(
-            f"the chat template {text_or_path} cannot be read ({problem.strerror}); give another file"
+            f"the chat template {text_or_path} cannot be read ({checksums.reason(problem)}); give another file"
         ) from None
 
 
@@ -265,7 +384,7 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
-    first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    first = _first_line(problem)
     if isinstance(problem, ImportError) and path.endswith(".gguf"):
         return f'reading {path} needs the gguf package: pip install "rally-rl[gguf]"'
     if (trained := Path(path) / "actor").is_dir():
@@ -281,6 +400,10 @@ def _load_error(kind: str, path: str, problem: Exception, option: str) -> str:
     fetch = f"fetch it with `hf download {path}`, or " if _is_hub_name(path) else ""
     hint = f"{fetch}give a folder, a hub name that can be reached, or a .gguf file as {option}"
     return f"the {kind} {path!r} cannot be loaded ({first}); {hint}"
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
 def _is_hub_name(path: str) -> bool:

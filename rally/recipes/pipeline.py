@@ -25,7 +25,8 @@ from rally.config.yaml_files import merge, read_document
 from rally.models.lora import is_adapter_folder
 from rally.recipes.catalog import Command, RecipeError, find_recipe
 from rally.track.run_folder.folder import redacted_yaml
-from rally.train.checkpoint.store import MANIFEST, CheckpointStore
+from rally.train.checkpoint.store import CheckpointStore
+from rally.util.checksums import MANIFEST, reason
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +185,12 @@ def _saved_config(run: Path) -> dict[str, Any] | None:
     path = run / "config.yaml"
     if not path.is_file() or not any((run / "checkpoints").glob("global_step_*")):
         return None
-    saved: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        raise RecipeError(f"{path} cannot be read ({reason(problem)}); copy it again, or remove the folder") from None
+    if not isinstance(saved, dict):
+        raise RecipeError(f"{path} holds no configuration; copy it again, or remove the folder")
     return saved
 
 

@@ -210,7 +210,8 @@ def find_episode(folder: RunFolder, episode_id: str) -> Recorded:
     for episode in episodes:
         if episode.id == episode_id:
             return Recorded(episode, episodes)
-    raise ReplayError(f"step {step} of {folder.path} has no episode {episode_id}; its first is {episodes[0].id}")
+    known = f"its first is {episodes[0].id}" if episodes else "its file is empty"
+    raise ReplayError(f"step {step} of {folder.path} has no episode {episode_id}; {known}")
 
 
 def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFinding:

@@ -4,11 +4,13 @@ meta.json                        kind and size of the index, and settings of its
 passages.jsonl, offsets.npy      the passages, memory-mapped
 bm25/                            the word index (bm25, hybrid)
 vectors.faiss                    the vectors (dense, hybrid)
+manifest.json                    size and checksums of every file, compared when the index is opened
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,9 @@ from rally.retrieval.dense import Dense, Floats, Vectors, import_vectors, write_
 from rally.retrieval.encoder import Encoder, EncoderSettings, settings_for
 from rally.retrieval.hits import Hit, Ranker, RetrievalError, best_first
 from rally.util.atomic_files import atomic_folder
+from rally.util.checksums import UNREADABLE, damage, reason, seal
+
+_log = logging.getLogger(__name__)
 
 DAMPING = 60
 """The usual constant of reciprocal rank fusion: second in both rankings beats first in only one."""
@@ -52,7 +57,7 @@ Kind = Literal["bm25", "dense", "hybrid"]
 Progress = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Wraps an iterable to show progress, with the total if it is known and a label."""
 
-FORMAT = 1
+FORMAT, WITHOUT_CHECKSUMS = 2, 1
 META, BM25_FOLDER, VECTORS = "meta.json", "bm25", "vectors.faiss"
 ENCODE_BATCH = 4096
 
@@ -148,6 +153,7 @@ def build_index(corpus: Path, out: Path, spec: IndexSpec, progress: Progress = l
         if recipe is not None:
             meta |= {"encoder": _absolute(spec.encoder), "vectors": vectors, "recipe": asdict(recipe), "cut": cut}
         (folder / META).write_text(json.dumps(meta, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        seal(folder)
     return BuiltIndex(out, total, recipe, cut)
 
 
@@ -155,6 +161,19 @@ def open_index(path: str | Path, device: str = "cpu") -> SearchIndex:
     """Open an index. The encoder and flat vector search run on `device`."""
     folder = Path(path).expanduser()
     meta = _read_meta(folder)
+    if meta["format"] == WITHOUT_CHECKSUMS:
+        _log.warning("the index %s was written without checksums, so damage may go unnoticed; build it again", folder)
+    elif problem := damage(folder):
+        raise _damaged(folder, problem)
+    try:
+        return _opened(folder, meta, device)
+    except RetrievalError:
+        raise
+    except UNREADABLE as problem:
+        raise _damaged(folder, reason(problem)) from problem
+
+
+def _opened(folder: Path, meta: dict[str, Any], device: str) -> SearchIndex:
     kind: Kind = meta["kind"]
     rankers: list[Ranker] = []
     if kind != "dense":
@@ -165,14 +184,22 @@ def open_index(path: str | Path, device: str = "cpu") -> SearchIndex:
     return SearchIndex(Passages(folder), rankers[0] if len(rankers) == 1 else Hybrid(*rankers), kind)
 
 
+def _damaged(folder: Path, problem: str) -> RetrievalError:
+    return RetrievalError(f"the index {folder} is damaged ({problem}); build it again")
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    except FileNotFoundError:
         raise RetrievalError(
             f"there is no index at {folder}; build one with: rally data index CORPUS.jsonl --out {folder}"
         ) from None
-    if meta.get("format") != FORMAT:
+    except (OSError, ValueError, RecursionError) as problem:
+        raise _damaged(folder, f"{META}: {reason(problem)}") from problem
+    if not isinstance(meta, dict):
+        raise _damaged(folder, f"{META} holds a {type(meta).__name__} instead of an object")
+    if meta.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
         raise RetrievalError(f"the index {folder} was written by another version of Rally; build it again")
     return meta
 

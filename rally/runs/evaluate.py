@@ -11,6 +11,7 @@ from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_r
 from rally.track import RunConsole, RunFolder, sole_writer
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.trainer import run
+from rally.util.private_files import private_folder
 
 
 def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
@@ -25,6 +26,7 @@ def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
 def evaluate_inputs(config: Config, inputs: RunInputs, console: RunConsole) -> RunOutcome:
     if inputs.val_tasks is None:
         raise RunError("nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
+    private_folder(config.run_dir)
     with sole_writer(config.run_dir / "eval"):  # apart from what training wrote
         return _validated(config, inputs, console)
 

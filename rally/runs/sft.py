@@ -17,6 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
+from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
@@ -30,7 +31,7 @@ from rally.sft.template_check import check_conversations, print_report
 from rally.sft.training import SftError, SftSettings, encode_row, sft_batches, sft_loss, sft_step
 from rally.track import RunConsole, RunFolder, Sinks, sole_writer
 from rally.track.display_text import visible
-from rally.train.checkpoint.store import Checkpoint, CheckpointStore
+from rally.train.checkpoint.store import STATE, Checkpoint, CheckpointStore
 from rally.train.divergence import keeping_diverged
 from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
@@ -102,12 +103,15 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
+    written = set(itertools.chain.from_iterable(row.ids for row in train.rows))
+    check_vocabulary(policy.model, tokenizer, written)
+    if problem := reloading_problem(tokenizer, policy.model.config):
+        console.warn_once("tokenizer", problem)
     texts = [row.ids for row in itertools.islice((row for row in train.rows if not row.images), 2)]
     if config.trainer.startup_check and (compared := compared_rows(texts)):
         warn = functools.partial(console.warn_once, "startup")
         found = check_training(policy, compared, config.data.max_length, warn)
         console.note(f"start-up check: {found}")
-    written = itertools.chain.from_iterable(row.ids for row in train.rows)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
     folder.save_versions()
@@ -264,7 +268,8 @@ def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks
         offload=config.model.fsdp_config.optimizer_offload,
     )
     if start:
-        policy.load_state(start.state())
+        with start.restoring(STATE):
+            policy.load_state(start.state())
     return policy
 
 

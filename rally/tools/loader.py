@@ -201,6 +201,8 @@ def read_yaml(path: Path, kind: str) -> Any:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ToolConfigError(f"{kind} {path} cannot be read ({reason})") from None
+    except RecursionError:
+        raise ToolConfigError(f"{kind} {path} is nested too deeply; write it with fewer levels") from None
 
 
 def _tools(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:

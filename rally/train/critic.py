@@ -22,6 +22,7 @@ from rally.algos.losses import Aggregation, token_weights
 from rally.models.sharding import Ranks
 from rally.train.batch import TrainBatch, batch_of, rows_of, scored_of
 from rally.train.checkpoint.snapshot import Part, state_part
+from rally.train.checkpoint.store import read_state
 from rally.train.divergence import Tried
 from rally.train.loss_inputs import over_rows
 from rally.train.micro_batches import MicroBatchLimits, MicroBatchShare, micro_batches_for, share_of
@@ -188,8 +189,7 @@ class Critic:
 
     def read(self, folder: Path) -> None:
         """Restore the optimizer from a checkpoint. The weights have been loaded from there already."""
-        path = folder / FOLDER / OPTIMIZER
-        self.learner.load_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        self.learner.load_state(read_state(folder / FOLDER / OPTIMIZER))
 
 
 def _only(rows: Sequence[Row], first_D: Tensor) -> list[Row]:

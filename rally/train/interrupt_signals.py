@@ -1,6 +1,8 @@
-"""Handling of Ctrl-C and SIGTERM: the first finishes the current step and saves it, the second stops at once.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: the first finishes the current step and saves it, the second stops at once.
 
-An interrupted run ends with exit code 130, so that it does not look complete.
+SIGHUP means that the terminal has closed. It may arrive twice, from the kernel and from the shell, so a second one has
+no effect; output to the closed terminal is discarded. A run under `nohup` ignores it. An interrupted run ends with exit
+code 130, so that it does not look complete.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from types import FrameType
 from rally.redact import HIDDEN
 from rally.track import RunConsole
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODE = 128 + signal.SIGINT
 GRACE_SECONDS = 5.0  # for tools and servers to close after the second signal
-STDERR = 2
+STDOUT, STDERR = 1, 2
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -40,7 +42,8 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        handled = [number for number in SIGNALS if number != signal.SIGHUP or not _ignored(number)]
+        before = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield
         finally:
@@ -48,8 +51,12 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _discard_output_of_closed_terminals()
         if self._forced:
             _leave()
+        if self.requested and number == signal.SIGHUP:
+            return
         if self.requested:
             self._forced = True
             _say("stopping now; steps after the last checkpoint are repeated when the run resumes")
@@ -74,6 +81,22 @@ def stopped(console: RunConsole, done: int, total: int, command: str) -> RunStop
     where = f"stopped after step {done} of {total}, which is saved" if done else "stopped before the first step"
     console.note(f"{where}; to resume: {command}")
     return RunStopped()
+
+
+def _ignored(number: int) -> bool:
+    """Whether the program was started with this signal ignored, as `nohup` does with SIGHUP."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+def _discard_output_of_closed_terminals() -> None:
+    """Otherwise the next line of output would raise an OSError and end the run before its step is saved."""
+    for descriptor in (STDOUT, STDERR):
+        try:
+            os.write(descriptor, b"\n")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def _say(text: str) -> None:

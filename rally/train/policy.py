@@ -155,6 +155,8 @@ class Policy:
         self.optimizer.param_groups[0].update(own)
         with torch.no_grad():
             for name, master in state.get("masters", {}).items():
+                if master.shape != self.masters[name].shape:
+                    raise ValueError(f"{name} has another shape, {tuple(master.shape)}")
                 self.masters[name].copy_(shard_like(master, self.masters[name]))
         self._norms.extend(state.get("grad_norms", ()))
         self._round()
@@ -168,7 +170,14 @@ class Policy:
 
     def _sharded(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         """The optimizer state, sharded as this rank's masters are."""
-        masters = list(self.masters.values())
+        masters, names = list(self.masters.values()), list(self.masters)
+        for number, one in optimizer["state"].items():
+            for value in one.values():
+                if value.dim() and value.shape != masters[number].shape:
+                    raise ValueError(
+                        f"{names[number]} has the shape {tuple(masters[number].shape)}, its optimizer state "
+                        f"{tuple(value.shape)}"
+                    )
         state = {
             number: {
                 name: shard_like(value, masters[number]) if value.shape == masters[number].shape else value

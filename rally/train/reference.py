@@ -7,12 +7,10 @@ Shapes: M sampled tokens.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,11 +49,10 @@ class KlController:
         """The current coefficient as a part of a checkpoint."""
         return json_part(FILE, {"coefficient": self.coefficient})
 
-    def read(self, folder: Path) -> None:
-        """Restore an adaptive coefficient from a checkpoint. A constant one comes from the configuration."""
-        path = folder / FILE
-        if self.target is not None and path.exists():
-            self.coefficient = json.loads(path.read_text(encoding="utf-8"))["coefficient"]
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore an adaptive coefficient, if one was saved. A constant one comes from the configuration."""
+        if self.target is not None and saved:
+            self.coefficient = float(saved["coefficient"])
 
 
 class Reference(Protocol):

@@ -49,19 +49,24 @@ class StepLines:
         write_atomic(self.path, json_lines(rows))
 
     def repair(self) -> None:
-        """Drop a torn last line, or end one that lost its newline alone."""
+        """Drop a torn last line, or end one that lost its newline alone. Remove the NUL bytes that a file system leaves
+        after a power loss in the place of what was not written yet."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()
-        whole, _, torn = content.rpartition(b"\n")
-        if not torn:
-            return
-        if _parse(torn) is not None:
-            keep = content + b"\n"
-        else:
-            keep = whole + b"\n" if whole else b""
+        keep = content
+        if b"\0" in content:
+            whole = (line.strip(b"\0") for line in content.split(b"\n"))
+            keep = b"\n".join(line for line in whole if line) + b"\n" * content.endswith(b"\n")
+            _log.warning("removed %d NUL bytes of a power loss from %s", len(content) - len(keep), self.path)
+        before, _, torn = keep.rpartition(b"\n")
+        if torn and _parse(torn) is not None:
+            keep += b"\n"
+        elif torn:
+            keep = before + b"\n" if before else b""
             _log.warning("dropped the torn last line of %s (%d bytes)", self.path, len(torn))
-        write_atomic(self.path, keep)
+        if keep != content:
+            write_atomic(self.path, keep)
 
 
 class StepLinesTail:
@@ -93,9 +98,15 @@ class StepLinesTail:
             self._restart(stat.st_ino)
         if stat.st_size <= self._offset:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            lines = file.read(stat.st_size - self._offset).split(b"\n")[:-1]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                lines = file.read(stat.st_size - self._offset).split(b"\n")[:-1]
+        except OSError:
+            if self._strict:
+                raise
+            self.bad = 1  # a folder, or not readable for this user
+            return []
         parsed = [_parse(line) for line in lines]
         if self._strict and None in parsed:
             n = self._lines + parsed.index(None) + 1
@@ -115,6 +126,6 @@ class StepLinesTail:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -99,6 +99,10 @@ def hold(path: Path) -> Lock | None:
             file = _open_or_create(path)
         except (PermissionError, FileExistsError):
             return None  # another user's, or created at this moment by another program
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None  # somebody's symbolic link, which may lead anywhere
+            raise
         try:
             acquired = file.acquire()
             current = acquired and file.is_at(path)
@@ -114,6 +118,6 @@ def hold(path: Path) -> Lock | None:
 def _open_or_create(path: Path) -> LockFile:
     """Creates the file only if it is missing: in a folder like /tmp the kernel refuses O_CREAT on another user's."""
     try:
-        return LockFile(path, flags=0)
+        return LockFile(path, flags=os.O_NOFOLLOW)
     except FileNotFoundError:
-        return LockFile(path, flags=os.O_CREAT | os.O_EXCL, mode=0o600)
+        return LockFile(path, flags=os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode=0o600)

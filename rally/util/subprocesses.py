@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rally.util.private_files import private_folder
+
 
 def kill_group(pid: int) -> None:
     """Kill the process group that the child `pid` leads. Call it before waiting for the child: afterwards the kernel
@@ -91,7 +93,7 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(log.parent)
         launcher = [sys.executable, "-I", str(Path(__file__).with_name("process_guard.py")), str(TERMINATE_SECONDS)]
         with log.open("ab") as out:
             out.write(f"$ {' '.join(command)}\n".encode())

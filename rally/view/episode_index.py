@@ -13,13 +13,15 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file
+from rally.util.checksums import UNREADABLE, reason
+from rally.util.private_files import cache_folder, private_folder
 from rally.view.episode_rows import COLUMNS, Summary, searched, summarize
 
 NAME = ".view.sqlite"
@@ -92,14 +94,19 @@ def index_path(run: Path) -> Path:
     """The path of the index: in the run folder, or in the user's cache if that is not writable."""
     if os.access(run, os.W_OK):
         return run / NAME
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rally" / "view"
+    cache = cache_folder() / "view"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        private_folder(cache)
     except OSError as problem:
         raise RallyError(
             f"neither {run} nor {cache} can be written ({problem.strerror}); set XDG_CACHE_HOME to a folder for indexes"
         ) from None
     return cache / f"{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]}.sqlite"
+
+
+def is_damage(problem: sqlite3.DatabaseError) -> bool:
+    """Whether the file is damaged; subclasses mean other things, such as a lock or a full disk."""
+    return type(problem) is sqlite3.DatabaseError or "malformed" in str(problem) or "no such table" in str(problem)
 
 
 class Index:
@@ -143,6 +150,18 @@ class Index:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = OFF")  # derived data: it is rebuilt if a power loss damages it
         return db
+
+    @contextmanager
+    def opened(self) -> Iterator[sqlite3.Connection]:
+        """A connection for a block. A damaged index is built again; RallyError for this time."""
+        try:
+            with closing(self.connect()) as db:
+                yield db
+        except sqlite3.DatabaseError as problem:
+            if not is_damage(problem):
+                raise
+            self._make()
+            raise RallyError(f"the index {self.path} was damaged and is built again; try again in a second") from None
 
     def label(self, file: str) -> str:
         """A file's name for messages, without the path of the run: exported pages are shared."""
@@ -192,9 +211,10 @@ class Index:
             episode = json.loads(line)
             row: Summary = summarize(episode)
             text = spaced(searched(episode))
-        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+        except UNREADABLE as problem:
+            why = f"{type(problem).__name__}: {reason(problem)}"
             raise RallyError(
-                f"byte {place.offset} of {self.label(place.file)} is not an episode ({problem!r}); move it away"
+                f"byte {place.offset} of {self.label(place.file)} is not an episode ({why}); move it away"
             ) from None
         n = db.execute(_INSERT, (*place, *row[: len(COLUMNS)])).lastrowid
         db.execute("INSERT INTO lanes VALUES (?, ?)", (n, row.lanes))
@@ -217,8 +237,13 @@ class Indexer:
         self._unreadable: dict[IndexedFile, str] = {}  # retried at every poll
         self._trouble: list[str] = []
         self._progress: dict[str, Any] = {"revision": 0, "episodes": 0, "bytes": 0, "read": 0, "problems": []}
-        with closing(index.connect()) as db:
-            self._measure(db, list_files(index.episodes))
+        for _ in range(2):  # the second time with an index that was built again
+            try:
+                with index.opened() as db:
+                    self._measure(db, list_files(index.episodes))
+                break
+            except RallyError as problem:
+                _log.warning("%s", problem)
 
     def start(self) -> None:
         assert self._thread is None, "an indexer is started once"
@@ -237,9 +262,15 @@ class Indexer:
 
     def catch_up(self) -> None:
         """Index everything that exists now."""
-        with closing(self._index.connect()) as db:
-            while self._read_some(db):
-                pass
+        for again in (True, False):
+            try:
+                with self._index.opened() as db:
+                    while self._read_some(db):
+                        pass
+                return
+            except RallyError:
+                if not again:
+                    raise
 
     def _follow(self) -> None:
         """Follow the folder. Errors of the folder or the index are reported and retried."""
@@ -247,13 +278,13 @@ class Indexer:
             try:
                 self._index.ensure()
                 self._follow_one(self._index.inode())
-            except (OSError, sqlite3.DatabaseError) as problem:
+            except (OSError, RallyError, sqlite3.DatabaseError) as problem:
                 self._trouble = [_message(self._index, problem)]
                 self._stop.wait(POLL_SECONDS)
 
     def _follow_one(self, inode: int | None) -> None:
         """Follow the folder until the index file is replaced or removed."""
-        with closing(self._index.connect()) as db:
+        with self._index.opened() as db:
             while not self._stop.is_set() and self._index.inode() == inode:
                 more = self._read_some(db)
                 self._trouble = []
@@ -310,7 +341,9 @@ class Indexer:
         }
 
 
-def _message(index: Index, problem: OSError | sqlite3.DatabaseError) -> str:
+def _message(index: Index, problem: OSError | RallyError | sqlite3.DatabaseError) -> str:
+    if isinstance(problem, RallyError):
+        return str(problem)
     if isinstance(problem, sqlite3.DatabaseError):
         return f"The index {index.path} failed ({problem}); if this persists, remove that file and it is rebuilt."
     return f"The run {index.episodes.parent.name} cannot be read ({problem.strerror or problem}); it is retried."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from rally.track.display_text import one_line
 from rally.track.run_folder.folder import ImageFolder
 from rally.types import RallyError
+from rally.util.checksums import UNREADABLE, reason
 from rally.util.jsonl import StepLinesTail
 from rally.view.episode_index import Index, Indexer
 from rally.view.episode_query import PAGE, Query, QueryError
@@ -74,7 +74,7 @@ class RunData:
 
     def facets(self) -> Json:
         """The values to filter by: steps, stop reasons and data sources, with their episode counts."""
-        with closing(self.index.connect()) as db:
+        with self.index.opened() as db:
             steps = db.execute("SELECT step, validate, count(*), avg(reward) FROM episodes GROUP BY step, validate")
             return {
                 "steps": [list(row) for row in steps],
@@ -91,7 +91,7 @@ class RunData:
             skip, limit = int(params.get("skip", 0)), int(params.get("limit", PAGE))
         except ValueError:
             raise QueryError("skip and limit must be whole numbers") from None
-        with closing(self.index.connect()) as db:
+        with self.index.opened() as db:
             page = query.page(db, params.get("after"), max(0, skip), max(1, limit))
             count = query.count(db) if params.get("count") else None
         return {"rows": page.rows, "next": page.next, "count": count}
@@ -99,15 +99,19 @@ class RunData:
     def beside(self, params: Mapping[str, str]) -> Json:
         """The position of the episode `id` in a table, and its neighbours."""
         query = Query.parse({k: v for k, v in params.items() if k != "id"})
-        with closing(self.index.connect()) as db:
+        with self.index.opened() as db:
             return query.beside(db, params.get("id", ""))._asdict()
 
     def timeline(self, step: int) -> Json:
         """The phases of a step and the activities of its episodes over time."""
         with self._lock:
             self._phases.read()
-            phases = [[p["phase"], p["start"], p["end"]] for p in self._phases.rows if p["step"] == step]
-        with closing(self.index.connect()) as db:
+            phases = [
+                [p["phase"], p["start"], p["end"]]
+                for p in self._phases.rows
+                if p["step"] == step and {"phase", "start", "end"} <= p.keys()
+            ]
+        with self.index.opened() as db:
             found = db.execute(
                 "SELECT id, validate, reward, stop, started, lanes FROM episodes JOIN lanes USING (n) "
                 "WHERE step = ? AND started IS NOT NULL ORDER BY started, n",
@@ -119,7 +123,7 @@ class RunData:
 
     def episode(self, name: str) -> Json:
         """One episode, read from its line, with the text and the advantage of every token."""
-        with closing(self.index.connect()) as db:
+        with self.index.opened() as db:
             place = db.execute("SELECT file, offset, length FROM episodes WHERE id = ?", (name,)).fetchone()
         if place is None:
             raise NotRecorded(f"{self.name} has no episode {name}; it may not be indexed yet")
@@ -130,10 +134,18 @@ class RunData:
                 recorded = json.loads(lines.read(length))
         except (FileNotFoundError, ValueError):
             raise NotRecorded(f"{file} was just rewritten or moved aside; try again in a second") from None
-        advantages = self._advantages_of(file).get(name, [])
-        segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
-        rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
-        return {**rest, "segments": segments, "note": self.tokenizer.note}
+        note = self.tokenizer.note
+        try:
+            advantages = self._advantages_of(file).get(name, [])
+        except UNREADABLE as problem:
+            advantages = []
+            note = f"{note} The advantages in advantages/{file} are damaged ({reason(problem)}).".strip()
+        try:
+            segments = [self._segment(segment, advantages[n : n + 1]) for n, segment in enumerate(recorded["segments"])]
+            rest = {key: shown(value) for key, value in recorded.items() if key != "segments"}
+        except UNREADABLE as problem:
+            raise NotRecorded(f"the episode {name} in {file} is damaged ({type(problem).__name__})") from problem
+        return {**rest, "segments": segments, "note": note}
 
     def _segment(self, segment: Json, advantages: Sequence[Any]) -> Json:
         decode = self.tokenizer.decode

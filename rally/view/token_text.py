@@ -76,7 +76,7 @@ def _named(path: Path) -> list[str]:
     """The tokenizer and the model that the configuration names."""
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     for name in ("actor_rollout_ref", "model"):
         tree = tree.get(name) if isinstance(tree, dict) else None
@@ -89,7 +89,10 @@ def _load(place: str) -> Decode | None:
     if (file := Path(place) / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
-        plain = Tokenizer.from_file(str(file))
+        try:
+            plain = Tokenizer.from_file(str(file))
+        except Exception:  # noqa: BLE001 - the package raises Exception itself, here for a damaged file
+            return None
         return _cached(lambda ids: str(plain.decode(list(ids), skip_special_tokens=False)))
     return _load_by_transformers(place)
 
@@ -104,7 +107,7 @@ def _load_by_transformers(place: str) -> Decode | None:
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **gguf)
-    except (OSError, ValueError, ImportError, KeyError):
+    except Exception:  # noqa: BLE001 - the package tokenizers raises Exception itself
         return None
     return _cached(lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)))
 

@@ -1,16 +1,29 @@
 """Loading from folders, GGUF files and hub names; the tokenizer follows its file; mistakes are one error sentence."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from small_models import make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from train_cases import Paper, run_config, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.demo.training_stages import small_model
 from rally.engines.embedded import EngineCore, EngineSettings
-from rally.models.load import LoadError, load_model, load_tokenizer, pick_device
+from rally.models.load import (
+    LoadError,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    reloading_problem,
+    save_tokenizer,
+)
+from rally.runs.train import train
 from rally.types import SamplingParams
 
 GGUF = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m.gguf"
@@ -86,3 +99,101 @@ def test_a_checkpoint_and_a_folder_without_a_model_say_what_to_name(tmp_path):
             LoadError, match=r"a folder without (tokenizer_)?config\.json; set .* to the folder that has it"
         ):
             load(str(tmp_path))
+
+
+def drop_tokenizer_json(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def drop_vocabulary(folder: Path) -> None:
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    stored["model"]["vocab"] = {"<unk>": 0}
+    stored["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+
+
+def shuffle_vocabulary(folder: Path) -> None:
+    """All letters are there, but the decoder is lost."""
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    stored["decoder"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "x"}
+    (folder / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop_tokenizer_json, "characters become no token at all, and there is no tokenizer.json"),
+        (drop_vocabulary, "tokens of an English text are <unk>"),
+        (shuffle_vocabulary, "comes back as"),
+    ],
+)
+@pytest.mark.drill("reliability", "A model folder lacks its tokenizer.json", "The run stops with one sentence")
+def test_a_tokenizer_that_does_not_encode_text_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], words: str
+) -> None:
+    folder = write_model(tmp_path / "model")
+    load_tokenizer(str(folder))
+    change(folder)
+    with pytest.raises(LoadError, match="does not encode text: .*" + words):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"3", b"\xff\xfe", b"{", b"\0" * 100, b"[" * 100_000, b"{}"])
+def test_a_damaged_file_of_a_tokenizer_is_one_sentence(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / name).write_bytes(content)
+    try:
+        load_tokenizer(str(folder))
+    except LoadError as error:
+        assert str(error).count("\n") == 0
+    else:  # what it says is not needed to encode
+        assert name != "tokenizer.json"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    model = load_model(str(write_model(tmp_path / "model")))
+    larger = tiny_tokenizer([f"word{n}" for n in range(9)])
+    check_vocabulary(model, tiny_tokenizer(), [0, 123])
+    with pytest.raises(LoadError, match=r"has the token 132, but the embedding of the model has only 124 rows"):
+        check_vocabulary(model, larger, [])
+    with pytest.raises(LoadError, match=r"has the token 124, but the embedding"):
+        check_vocabulary(model, tiny_tokenizer(), [124])
+
+
+def test_a_run_with_the_tokenizer_of_another_model_stops(home: Path, tmp_path: Path) -> None:
+    save_tokenizer(tiny_tokenizer([f"word{n}" for n in range(9)]), tmp_path / "tokenizer")
+    config = run_config(home, tmp_path / "run", f"actor_rollout_ref.model.tokenizer_path={tmp_path / 'tokenizer'}")
+    with pytest.raises(LoadError, match="the embedding of the model has only 124 rows"):
+        train(config, Paper().console)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2"])
+def test_a_real_tokenizer_is_the_same_after_saving_in_transformers_alone(shared: Path, name: str) -> None:
+    config = {"qwen2_5": Qwen2Config, "qwen3": Qwen3Config, "llama3_2": LlamaConfig}[name]()
+    assert reloading_problem(load_tokenizer(str(shared / "tokenizers" / name)), config) is None
+
+
+def test_what_the_demo_writes_is_encoded_equally_by_transformers_alone(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = small_model(tokenizer, 0)
+    assert reloading_problem(tokenizer, model.config) is None
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "What is 28*99+97?"}]
+    asked = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert asked == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= written
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.drill(
+    "reliability", "transformers loads a saved tokenizer as another class", "The run warns with the token counts"
+)
+def test_a_tokenizer_that_transformers_loads_differently_is_reported(home: Path, tmp_path: Path, paper: Paper) -> None:
+    problem = reloading_problem(tiny_tokenizer(), Qwen2Config())
+    assert problem and "as Qwen2Tokenizer and encodes" in problem
+    train(run_config(home, tmp_path, "trainer.total_training_steps=1", "data.val_files=null"), paper.console)
+    assert f"warning: {problem}" in paper.text

@@ -29,6 +29,7 @@ from rally.train.policy import Policy
 from rally.train.reference import BaseOfPolicy, FrozenModel
 from rally.train.update import UpdateSettings, update_policy
 from rally.types import SamplingParams
+from rally.util.checksums import seal
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(20)[None]
@@ -327,7 +328,7 @@ def test_a_checkpoint_goes_on_the_way_it_was_trained(home: Path, finished: Path,
     whole = actor_of(finished, 4) / "huggingface"
     shutil.rmtree(actor_of(tmp_path / "run", 4))
     shutil.copytree(whole, actor_of(tmp_path / "run", 4))
-    (tmp_path / "run" / "checkpoints" / "global_step_4" / "manifest.json").write_text("{}")
+    seal(tmp_path / "run" / "checkpoints" / "global_step_4")
     with pytest.raises(LoraError, match=r"was trained without LoRA; leave model.lora_rank out"):
         train(run_config(home, tmp_path / "run", longer, *LORA[:2]), Paper().console)
 

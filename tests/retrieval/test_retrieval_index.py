@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search_cases import CORPUS, write_corpus
+from search_cases import CORPUS, save_encoder, write_corpus
 from typer.testing import CliRunner
 
 from rally.cli.main import app
 from rally.retrieval import IndexSpec, RetrievalError, SearchIndex, build_index, open_index
 from rally.retrieval.hits import Hit
 from rally.retrieval.index import fuse
+from rally.util.checksums import MANIFEST
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +176,62 @@ def test_reciprocal_rank_prefers_what_both_rankings_know() -> None:
     fused = fuse([words, vectors])
     assert [hit.number for hit in fused] == [2, 7, 9, 5]
     assert fused[0].score == pytest.approx(2 / 62)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index with every kind of file."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    spec = IndexSpec(kind="hybrid", encoder=str(save_encoder(folder / "encoder", "paris berlin capital")))
+    return build_index(write_corpus(folder / "corpus.jsonl"), folder / "index", spec).path
+
+
+def damages(file: Path) -> Iterator[bytes]:
+    """The content of a file after each kind of damage."""
+    content = file.read_bytes()
+    for place in {0, len(content) // 3, len(content) // 2, len(content) - 1}:
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        yield bytes(flipped)
+    yield from (content[: len(content) // 2], b"", bytes(len(content)), content + b"\0", b"[]", b"null", b"\xff\xfe")
+
+
+@pytest.mark.drill("reliability", "A file of a retrieval index is damaged", "The index is not opened; one sentence")
+def test_no_damage_to_an_index_goes_unnoticed(hybrid: Path, tmp_path: Path) -> None:
+    open_index(hybrid)
+    copy = tmp_path / "index"
+    shutil.copytree(hybrid, copy)
+    files = sorted(path for path in copy.rglob("*") if path.is_file() and path.stat().st_size)
+    assert len(files) > 10
+    for file in files:
+        content = file.read_bytes()
+        for damaged in damages(file):
+            file.write_bytes(damaged)
+            if file.name == MANIFEST and damaged.strip() == content.strip():
+                continue
+            with pytest.raises(RetrievalError, match=r"damaged|there is no index|another version"):
+                open_index(copy)
+        file.unlink()
+        with pytest.raises(RetrievalError, match=r"damaged|there is no index"):
+            open_index(copy)
+        file.write_bytes(content)
+    open_index(copy)
+
+
+def test_an_index_of_an_older_version_is_opened_with_a_warning(
+    hybrid: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "index"
+    shutil.copytree(hybrid, copy)
+    (copy / MANIFEST).unlink()
+    meta = json.loads((copy / "meta.json").read_text(encoding="utf-8"))
+    (copy / "meta.json").write_text(json.dumps(meta | {"format": 1}), encoding="utf-8")
+    assert ids(open_index(copy), "everest")[0] == "2"
+    assert "was written without checksums" in caplog.text
+    for name in ("offsets.npy", "passages.jsonl", "vectors.faiss", "meta.json", "bm25/meta.json"):
+        content = (copy / name).read_bytes()
+        for damaged in (content[: len(content) // 2], b"", b"[]", b"\xff\xfe"):
+            (copy / name).write_bytes(damaged)
+            with pytest.raises(RetrievalError):
+                open_index(copy)
+        (copy / name).write_bytes(content)

@@ -151,11 +151,12 @@ def config(home: Path, out: Path, *overrides: str) -> SftConfig:
     )
 
 
-def test_ctrl_c_ends_with_the_step_under_way_saved(
-    sft_home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_or_a_closed_terminal_ends_with_the_step_under_way_saved(
+    sft_home: Path, tmp_path: Path, paper: Paper, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def interrupted(*given: Any) -> dict[str, float]:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return sft_step(*given)
 
     with monkeypatch.context() as patch, pytest.raises(RunStopped):

@@ -1,6 +1,7 @@
 """The critic reads the policy's histories and is trained only at sampled tokens; PPO runs, resumes bit for bit, and
 deletes old critics as configured."""
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -296,5 +297,5 @@ def test_a_fixed_coefficient_is_that_of_the_configuration(tmp_path: Path) -> Non
     fixed, adaptive = KlController(coefficient=0.2), KlController(coefficient=0.2, target=0.3)
     for control in (fixed, adaptive):
         control.update(9.0, 0)
-        control.read(tmp_path)
+        control.restore(json.loads((tmp_path / "reward_kl.json").read_text(encoding="utf-8")))
     assert (fixed.coefficient, adaptive.coefficient) == (0.2, 0.5)

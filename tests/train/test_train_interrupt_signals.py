@@ -1,5 +1,6 @@
 """The first Ctrl-C ends and saves the step and prints the command that continues. The second stops at once."""
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -40,6 +42,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def command_line(output: Path | int, words: list[str]) -> None:
     """Does what a shell does: a process group of its own, both outputs in one file or pipe, the arguments."""
     os.setsid()
+    if isinstance(output, int) and os.isatty(output):
+        fcntl.ioctl(output, termios.TIOCSCTTY, 0)
     with open(output, "w", buffering=1, encoding="utf-8") as sys.stdout:
         os.dup2(sys.stdout.fileno(), 2)
         sys.stderr, sys.argv = sys.stdout, ["rally", *words]
@@ -136,7 +140,7 @@ def test_twice_it_stops_at_once(run: Run) -> None:
 
 
 def test_signals_are_left_as_they_were() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     interrupt = Interrupt()
     with interrupt.listening():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -164,3 +168,39 @@ def test_the_step_is_saved_although_ctrl_c_also_ended_who_read_the_output(
     assert run.wait() == EXIT_CODE
     last = RunFolder(run.out).read_metrics()[-1].step
     assert last < STEPS and (run.out / "checkpoints" / f"global_step_{last}").is_dir()
+
+
+@pytest.mark.drill("reliability", "The terminal of a run closes (SIGHUP)", "The step is finished and saved")
+def test_the_step_is_saved_when_the_terminal_closes(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    terminal, theirs = os.openpty()
+    run = Run(home, tmp_path, output=theirs)
+    request.addfinalizer(run.end)
+    os.close(theirs)
+    os.close(terminal)  # the kernel sends SIGHUP
+    os.kill(run.pid, signal.SIGHUP)  # and so does the shell
+    time.sleep(0.2)
+    assert run.process.is_alive(), "the step is still under way"
+    run.hold.unlink()
+    assert run.wait() == EXIT_CODE
+    [row] = RunFolder(run.out).read_metrics()
+    assert row.step == 1 and (run.out / "checkpoints" / "global_step_1").is_dir()
+
+
+def test_nohup_is_respected() -> None:
+    interrupt, before = Interrupt(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupt.listening():
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.requested and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_hangup_does_not_stop_the_run_at_once() -> None:
+    interrupt = Interrupt()
+    with interrupt.listening():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -18,6 +18,7 @@ from rally.config.trainer import RunConfig
 from rally.images.patches import Patches
 from rally.models.load import (
     PATH_KEY,
+    LoadError,
     load_model,
     load_model_config,
     load_tokenizer,
@@ -70,12 +71,15 @@ def trained_model(
     lora = lora_of(model, trainer.seed)
     if path:
         check_resumable(Path(path), lora)
+        if not lora:
+            _check_same_model(model, base, path)
     module = load_model(
         base if lora or not path else path,
         device=device if ranks.world_size == 1 else torch.device("cpu"),
         dtype=str(pick_dtype(model.dtype, device)).removeprefix("torch."),
         trust_remote_code=model.trust_remote_code,
         overrides=dict(model.override_config),
+        verified=bool(path) and not lora,
     )
     if patches := patches_at(model, base, image_options):
         set_patches(module, patches)
@@ -83,6 +87,28 @@ def trained_model(
         add_adapters(module, lora, base, path)
         turn_off_dropout(module)
     return module
+
+
+ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _check_same_model(model: ModelConfig | SftModel, base: str, path: str) -> None:
+    """LoadError if the checkpoint at `path` is not one of the model `base`, whose tokenizer the run uses."""
+    if base.endswith(".gguf"):  # slow to read
+        return
+    ours, theirs = (
+        load_model_config(
+            one, trust_remote_code=model.trust_remote_code, overrides=dict(model.override_config)
+        ).get_text_config()
+        for one in (base, path)
+    )
+    for name in ARCHITECTURE:
+        own, other = getattr(ours, name, None), getattr(theirs, name, None)
+        if own != other:
+            raise LoadError(
+                f"the checkpoint {path} is of another model than {PATH_KEY}={base}: {name} is {other} instead of "
+                f"{own}; set {PATH_KEY} to the model that the run started with"
+            )
 
 
 def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:

@@ -19,10 +19,11 @@ from rally.runs.build.update_settings import (
     reward_kl_coef,
     update_settings_of,
 )
-from rally.train.checkpoint.store import Checkpoint, CheckpointError
-from rally.train.critic import FOLDER, Critic, CriticSettings
+from rally.train.checkpoint.store import STATE, Checkpoint, CheckpointError
+from rally.train.critic import FOLDER, OPTIMIZER, Critic, CriticSettings
 from rally.train.micro_batches import UNBOUND
 from rally.train.policy import Policy
+from rally.train.reference import FILE as KL_FILE
 from rally.train.reference import BaseOfPolicy, FrozenModel, KlController, Reference
 from rally.train.value_model import load_value_model
 
@@ -59,7 +60,8 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     )
     critic = Critic(learner, critic_settings_of(config))
     if checkpoint:
-        critic.read(checkpoint.path)
+        with checkpoint.restoring(f"{FOLDER}/{OPTIMIZER}"):
+            critic.read(checkpoint.path)
     return critic
 
 
@@ -88,7 +90,8 @@ def kl_control_of(config: Config, checkpoint: Checkpoint | None) -> KlController
     adaptive = keys.type == "adaptive"
     control = KlController(coefficient=coefficient, target=keys.target_kl if adaptive else None, horizon=keys.horizon)
     if checkpoint:
-        control.read(checkpoint.path)
+        with checkpoint.restoring(KL_FILE):
+            control.restore(checkpoint.read_json(KL_FILE))
     return control
 
 
@@ -102,7 +105,8 @@ def policy_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
         offload=config.actor.fsdp_config.optimizer_offload,
     )
     if checkpoint:
-        policy.load_state(checkpoint.state())
+        with checkpoint.restoring(STATE):
+            policy.load_state(checkpoint.state())
     return policy
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rally.runs.build.run_inputs import RunInputs
 from rally.train.rollout.rollout import FailurePolicy, Rollout, ValidationPass
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import SamplingParams
+from rally.util.private_files import cache_folder, own_folder
 
 
 def engine_settings_of(config: Config) -> EngineSettings:
@@ -152,14 +152,17 @@ def with_rollout_cache(runner: Runner, config: Config) -> Runner:
     """The runner, with a cache of sampled episodes if rollout.skip_rollout is set."""
     if not config.rollout.skip_rollout:
         return runner
-    return CachedRolloutRunner(**vars(runner), dump=rollout_cache_dir(config))
+    dump = rollout_cache_dir(config)
+    for folder in (dump.parents[1], dump.parent, dump):
+        own_folder(folder, "rollout.skip_dump_dir")
+    return CachedRolloutRunner(**vars(runner), dump=dump)
 
 
 def rollout_cache_dir(config: Config) -> Path:
     """The folder of cached episodes for runs with this configuration."""
     trainer, shape = config.trainer, f"GBS{config.data.train_batch_size}_N{config.rollout.n}"
     lengths = f"in{config.prompt_length}_out{config.response_length}"
-    dump = Path(config.rollout.skip_dump_dir or Path(tempfile.gettempdir()) / "rollout_dump")
+    dump = Path(config.rollout.skip_dump_dir or cache_folder() / "rollout_dump")
     return dump / f"{trainer.experiment_name}_{trainer.project_name}" / f"{shape}_{lengths}_{_sampling_hash(config)}"
 
 

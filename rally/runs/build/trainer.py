@@ -10,6 +10,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore
+from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
@@ -21,7 +22,7 @@ from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
 from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
 from rally.track import RunConsole, RunFolder
-from rally.train.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
 from rally.train.startup_check import check_critic, check_training, compared_rows
 from rally.train.trainer import Trainer
@@ -45,7 +46,11 @@ def trainer_of(
         console.note(change)
     ranks.start(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
-    warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, chat_ids(inputs.codec), KEY, console.warn_once)
+    used = chat_ids(inputs.codec)
+    check_vocabulary(policy.model, inputs.tokenizer, used)
+    if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):
+        console.warn_once("tokenizer", problem)
+    warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
     texts = startup_texts(inputs.codec, train_tasks) if config.trainer.startup_check else ()
     compared = compared_rows(texts) if steps else []
@@ -53,7 +58,9 @@ def trainer_of(
         found = check_training(policy, compared, config.max_model_len, partial(console.warn_once, "startup"))
         console.note(f"start-up check: {found}")
     if checkpoint:
-        engine.begin_at(checkpoint.counters().get("weight_version", 0))
+        with checkpoint.restoring(COUNTERS):
+            version = int(checkpoint.counters().get("weight_version", 0))
+        engine.begin_at(version)
     critic = critic_of(config, checkpoint, steps, ranks) if steps else None
     if critic is not None and compared and ranks.world_size == 1:
         check_critic(critic.learner, compared, config.max_model_len, partial(console.warn_once, "critic"))

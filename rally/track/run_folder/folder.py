@@ -30,8 +30,10 @@ from rally.redact import redact, redact_texts
 from rally.track.run_folder.episode_json import Json, episode_from_json, episodes_to_json, image_from_json, plain
 from rally.types import Episode, Image, RallyError
 from rally.util.atomic_files import write_atomic
+from rally.util.checksums import UNREADABLE, reason
 from rally.util.jsonl import StepLines, checked_lines
 from rally.util.locks import LockFile
+from rally.util.private_files import permissions_of, private_folder
 
 # Fields that a reader depends on and that hold no free text; they are not redacted.
 _EPISODE = ("id", "group", "stop_reason", "segments")
@@ -200,7 +202,13 @@ class RunFolder:
         """The versions that have changed since the run was made, such as `torch 2.12.0 -> 2.13.0`."""
         if not self.versions_path.exists():
             return []
-        was, now = json.loads(self.versions_path.read_text(encoding="utf-8")), _versions()
+        now = _versions()
+        try:
+            was = json.loads(self.versions_path.read_text(encoding="utf-8"))
+        except UNREADABLE as problem:
+            return [f"{self.versions_path.name} cannot be read ({reason(problem)}), so versions are not compared"]
+        if not isinstance(was, dict):
+            return [f"{self.versions_path.name} is damaged, so versions are not compared"]
         return [f"{name} {was.get(name)} -> {version}" for name, version in now.items() if was.get(name) != version]
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -220,7 +228,8 @@ class RunFolder:
         steps: dict[int, dict[str, float]] = {}
         for row in self._metrics.rows():
             step = row.pop("step")
-            steps.setdefault(step, {}).update({k: math.nan if v is None else v for k, v in row.items()})
+            with self._reading(self.metrics_path):
+                steps.setdefault(step, {}).update({k: math.nan if v is None else float(v) for k, v in row.items()})
         return [MetricsRow(step, steps[step]) for step in sorted(steps)]
 
     def log_phase(self, step: int, phase: str, start: float, end: float) -> None:
@@ -229,7 +238,8 @@ class RunFolder:
 
     def read_timeline(self) -> list[PhaseRow]:
         """Every phase, in the order in which they ended. The folder of a running run can be read."""
-        return [PhaseRow(row["step"], row["phase"], row["start"], row["end"]) for row in self._timeline.rows()]
+        with self._reading(self.timeline_path):
+            return [PhaseRow(row["step"], row["phase"], row["start"], row["end"]) for row in self._timeline.rows()]
 
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """Write all episodes of a step as JSON lines, without known secrets."""
@@ -243,13 +253,14 @@ class RunFolder:
             known = ", ".join(map(str, self.episode_steps(validate))) or "none"
             kind = "validation" if validate else "training"
             raise RallyError(f"{self.path} has no {kind} episodes of step {step}; the steps it has are: {known}")
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with self._reading(path), path.open(encoding="utf-8", newline="\n") as file:
             return [episode_from_json(json.loads(line, object_hook=self.images.hook)) for line in file]
 
     def episode_steps(self, validate: bool = False) -> list[int]:
         """The steps whose episodes are stored."""
         kind = "val" if validate else "train"
-        return sorted(_step_of(p) for p in self.episodes_path.glob(f"{kind}_*.jsonl"))
+        files = (p for p in self.episodes_path.glob(f"{kind}_*.jsonl") if _OF_A_STEP.fullmatch(p.stem))
+        return sorted(map(_step_of, files))
 
     def log_advantages(self, step: int, advantages: Advantages) -> None:
         """Write the advantages of the trained episodes; non-finite values become null."""
@@ -262,7 +273,7 @@ class RunFolder:
         path = self._advantage_file(step)
         if not path.exists():
             return {}
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with self._reading(path), path.open(encoding="utf-8", newline="\n") as file:
             return {row["id"]: _advantages_from_json(row["segments"]) for row in map(json.loads, file)}
 
     def rewind(self, step: int) -> Path | None:
@@ -288,8 +299,20 @@ class RunFolder:
             lines.replace(row for row in rows if row["step"] <= step)
         return aside
 
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """A block that reads a file of records. RallyError if it is damaged."""
+        try:
+            yield
+        except RallyError:
+            raise
+        except UNREADABLE as problem:
+            why = f"{type(problem).__name__}: {reason(problem)}"
+            raise RallyError(f"{path} is damaged ({why}); move it away, or copy it again") from problem
+
     def _new_aside(self) -> Path:
-        n = 1 + max((int(p.name.partition("-")[2]) for p in self.path.glob("rewound-*")), default=0)
+        earlier = (p.name.partition("-")[2] for p in self.path.glob("rewound-*"))
+        n = 1 + max((int(number) for number in earlier if number.isdecimal()), default=0)
         aside = self.path / f"rewound-{n}"
         (aside / "episodes").mkdir(parents=True)
         return aside
@@ -342,10 +365,12 @@ class FolderInUse(RallyError):
 def sole_writer(folder: Path) -> Iterator[None]:
     """Lock `folder` for this process while the block lasts; FolderInUse if another process writes to it.
 
-    The lock belongs to the process: children do not inherit it, and a killed run can be resumed at once.
+    The lock belongs to the process: children do not inherit it, and a killed run can be resumed at once. A new folder
+    and everything written in the block can be read by this user alone; in an existing folder, by those who can read
+    that.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with LockFile(folder / LOCK, per_process=True) as lock:
+    private_folder(folder)
+    with permissions_of(folder), LockFile(folder / LOCK, per_process=True) as lock:
         try:
             acquired = lock.acquire()
         except OSError:  # the file system has no locks, so nobody can tell

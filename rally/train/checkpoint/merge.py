@@ -20,12 +20,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig
 
-from rally.models.load import INDEX, WHOLE, LoadError, load_model, load_model_config, load_tokenizer
+from rally.models.load import (
+    INDEX,
+    UNREADABLE,
+    WHOLE,
+    LoadError,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    reloading_problem,
+    save_tokenizer,
+)
 from rally.models.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
 from rally.models.vision_loading import auto_class, patches_for
 from rally.types import RallyError
+from rally.util.checksums import MANIFEST, damage, reason, seal, weights_damage
 
 NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 HF = "huggingface"
@@ -96,6 +106,8 @@ class MergeError(RallyError):
 class Merged(NamedTuple):
     folder: Path
     what: str
+    warning: str | None
+    """What a user of the folder must know about its tokenizer."""
 
 
 def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) -> Merged:
@@ -103,6 +115,7 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
     target = out or checkpoint / "merged"
     source = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
     _refuse(source, target)
+    _check_contents(checkpoint, source)
     work = target.with_name(f".writing_{target.name}_{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -114,10 +127,11 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
             what = f"shards of {_merge_fsdp(source, work)} devices merged into one model"
         else:
             what = f"{_merge_shards(source, work)} files merged into one"
-        _check_whole(work)
+        warning = _check_whole(work)
         if target.is_dir():  # it holds the configuration and tokenizer of the shards
             os.replace(work / WHOLE, target / WHOLE)
         else:
+            seal(work)
             work.rename(target)
     except SafetensorError as problem:  # a damaged file or a full disk
         raise MergeError(
@@ -125,7 +139,7 @@ def merge(checkpoint: Path, out: Path | None = None, base: str | None = None) ->
         ) from problem
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Merged(target, what)
+    return Merged(target, what, warning)
 
 
 def _refuse(source: Path, target: Path) -> None:
@@ -140,6 +154,15 @@ def _refuse(source: Path, target: Path) -> None:
     raise MergeError(
         f"{source} holds neither {CONFIG} nor {INDEX}; name a folder with adapters or with a model in several files"
     )
+
+
+def _check_contents(checkpoint: Path, source: Path) -> None:
+    """MergeError for a checkpoint, or a model of one, whose files differ from their checksums."""
+    problem = weights_damage(source)
+    if problem is None and (checkpoint / MANIFEST).is_file():
+        problem = damage(checkpoint)
+    if problem is not None:
+        raise MergeError(f"{checkpoint} is damaged ({problem}); copy it again, or merge another checkpoint")
 
 
 def _awaits_weights(source: Path, target: Path) -> bool:
@@ -172,7 +195,7 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     add_adapters(model, LoraSettings(start=str(source)), path)
     plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
     tokenizer = source if (source / "tokenizer_config.json").is_file() else path
-    load_tokenizer(str(tokenizer)).save_pretrained(target)
+    save_tokenizer(load_tokenizer(str(tokenizer)), target)
     if patches := patches_for(model.config, str(source if (source / PROCESSOR).is_file() else path), {}):
         patches.processor.save_pretrained(target)
 
@@ -204,11 +227,18 @@ def _merge_shards(source: Path, target: Path) -> int:
     return len(shards)
 
 
-def _check_whole(folder: Path) -> None:
-    """Load the merged folder: transformers would silently initialize missing weights at random."""
-    kind = auto_class(AutoConfig.from_pretrained(folder))
-    loaded: Any = kind.from_pretrained(folder, output_loading_info=True, dtype="auto")
+def _check_whole(folder: Path) -> str | None:
+    """Load the merged folder: transformers would silently initialize missing weights at random. Returns a warning if
+    transformers loads its tokenizer differently."""
+    try:
+        config = load_model_config(str(folder))
+        loaded: Any = auto_class(config).from_pretrained(folder, output_loading_info=True, dtype="auto")
+    except UNREADABLE as problem:
+        raise MergeError(f"the merged model does not load ({reason(problem)}); no folder was written") from problem
     info = loaded[1]
     wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     if wrong:
         raise MergeError(f"the merged model does not load correctly ({wrong[0]}); no folder was written")
+    if not (folder / "tokenizer_config.json").is_file():
+        return "the merged folder has no tokenizer, because its source has none; copy the files of the tokenizer there"
+    return reloading_problem(load_tokenizer(str(folder)), config)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rally.models.load import save_tokenizer
 from rally.models.lora import adapter_weights, has_adapters, merged_weights, plain_twin, save_adapters
 from rally.models.sharding import full_tensor, model_state, ranks_of
 from rally.models.vision_loading import processor_files
@@ -228,8 +229,8 @@ def _tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bytes]:
     """The files of the run's tokenizer, saved once on the training thread: saving takes a third of a second and is not
     safe while another thread encodes."""
     with tempfile.TemporaryDirectory() as place:
-        tokenizer.save_pretrained(place)
         root = Path(place)
+        save_tokenizer(tokenizer, root)
         return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 

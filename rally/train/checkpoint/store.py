@@ -2,8 +2,8 @@
 
 `global_step_N/actor/` is a Hugging Face model folder with its tokenizer. Beside it are the optimizer, the schedule, the
 step, counters, the sampler state and further parts; random numbers follow from (seed, step) and need no state.
-`manifest.json` lists every file with its size and is written last. The state is copied at once and by default written
-in the background.
+`manifest.json` lists every file with its size and checksums and is written last; a run that resumes compares them. The
+state is copied at once and by default written in the background.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from rally.train.checkpoint.snapshot import Part, json_part, model_part, state_p
 from rally.train.policy import Policy
 from rally.train.rank_messages import GatherState
 from rally.types import RallyError
-from rally.util.atomic_files import sync, write_atomic
+from rally.util.atomic_files import write_atomic
 from rally.util.background_threads import BackgroundJobs, side_by_side
+from rally.util.checksums import UNREADABLE, damage, has_checksums, read_manifest, reason, seal, write_manifest
 
 _STEP = re.compile(r"global_step_(\d+)")
-MANIFEST = "manifest.json"
+STATE = "trainer.pt"
 SAMPLER = "sampler.json"
 COUNTERS = "counters.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -54,26 +56,44 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """The training state, memory-mapped: pages are read on use and shared between processes. Copy what is to be
         kept."""
-        state = torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-        assert isinstance(state, dict)
-        return state
+        return read_state(self.path / STATE)
 
     def holds(self, folder: str) -> bool:
         """Whether the manifest lists a folder. A folder on disk that is not listed was being removed."""
-        return any(name.startswith(f"{folder}/") for name in _manifest(self.path))
+        return any(name.startswith(f"{folder}/") for name in read_manifest(self.path))
+
+    @contextmanager
+    def restoring(self, name: str) -> Iterator[None]:
+        """A block that restores the contents of the file `name`. CheckpointError if they do not fit."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as problem:
+            if isinstance(problem, RallyError):
+                raise
+            raise CheckpointError(
+                f"{self.path / name} does not fit this run ({reason(problem)}); resume with the model and the settings "
+                f"that wrote it, or start a new run with the model in {self.actor}"
+            ) from problem
 
     def sampler_state(self) -> dict[str, Any]:
         """The sampler's state; empty for a sampler without one."""
-        return self._read_json(SAMPLER)
+        return self.read_json(SAMPLER)
 
     def counters(self) -> dict[str, Any]:
         """The run's counters at this step."""
-        return self._read_json(COUNTERS)
+        return self.read_json(COUNTERS)
 
-    def _read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A file of `json_part`; empty if the checkpoint has none."""
         path = self.path / name
-        state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        assert isinstance(state, dict)
+        try:
+            state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError, RecursionError) as problem:
+            raise unreadable(path, problem) from problem
+        if not isinstance(state, dict):
+            raise unreadable(path, ValueError(f"it holds a {type(state).__name__} instead of an object"))
         return state
 
 
@@ -157,36 +177,48 @@ class CheckpointStore:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         side_by_side([functools.partial(part, work) for part in parts], "rally-part")
-        _seal(work)
+        seal(work)
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint. Incomplete ones are skipped with a warning."""
+        """The newest complete checkpoint, or None if there is no checkpoint. Damaged ones are skipped with a warning;
+        CheckpointError if all are."""
         for torn in self.folder.glob(".writing_*"):
             self.warn(f"{torn} is a checkpoint whose writing was interrupted; it is removed")
             shutil.rmtree(torn)
         for old in self.folder.glob(".dropping_*"):
             shutil.rmtree(old)
+        problems: list[str] = []
         for path in reversed(self._saved()):
-            problem = damage(path)
+            problem = _flaw(path)
             if problem is None:
+                for newer in problems:
+                    self.warn(f"the checkpoint {newer}; {path.name} is used instead")
+                if not has_checksums(path):
+                    self.warn(f"the checkpoint {path} was written without checksums; only the sizes were compared")
                 return Checkpoint(path, _step_of(path))
-            self.warn(f"the checkpoint {path} is incomplete ({problem}); it is ignored")
+            problems.append(f"{path} is damaged ({problem})")
+        if problems:
+            others = "" if len(problems) == 1 else f", nor can the {len(problems) - 1} before it"
+            raise CheckpointError(
+                f"the checkpoint {problems[0]} and cannot be used{others}; copy a good one there, or move "
+                f"{self.folder} away to start from the beginning"
+            )
         return None
 
     def supersede_after(self, step: int) -> list[Path]:
         """Rename complete checkpoints of later steps, so that `latest` no longer finds them. Returns their new
         paths."""
-        later = [p for p in self._saved() if _step_of(p) > step and damage(p) is None]
+        later = [p for p in self._saved() if _step_of(p) > step and damage(p, contents=False) is None]
         places = []
         for path in later:
             place = path.with_name(f"superseded_{path.name}")
             shutil.rmtree(place, ignore_errors=True)
             places.append(path.rename(place))
         if places:
-            self._point_at(max((_step_of(p) for p in self._saved() if damage(p) is None), default=None))
+            self._point_at(max((_step_of(p) for p in self._saved() if damage(p, contents=False) is None), default=None))
         return places
 
     def _point_at(self, step: int | None) -> None:
@@ -198,8 +230,8 @@ class CheckpointStore:
 
     def _drop_old(self, newest: int) -> None:
         """Keep the last `keep` up to step `newest`. Later ones, incomplete or of a rewound run, are not counted."""
-        paths = self._saved()
-        complete = [Checkpoint(p, _step_of(p)) for p in paths if _step_of(p) <= newest and damage(p) is None]
+        paths = [path for path in self._saved() if _step_of(path) <= newest]
+        complete = [Checkpoint(p, _step_of(p)) for p in paths if damage(p, contents=False) is None]
         if self.keep is not None:
             for old in complete[: -self.keep]:  # renamed first: a kill must not leave a partial one
                 shutil.rmtree(old.path.rename(old.path.with_name(f".dropping_{old.path.name}")))
@@ -217,42 +249,48 @@ def policy_parts(policy: Policy, tokenizer: PreTrainedTokenizerBase, step: int, 
     return [model, state_part("trainer.pt", {"step": step, **policy.state()})]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path that the user named. Raises `CheckpointError` if it cannot be used."""
+def open_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
+    """The checkpoint at a path that the user named. Raises `CheckpointError` if it cannot be used. `contents`: also
+    compare the checksums."""
     if not _STEP.search(path.name):
         raise CheckpointError(f"{path} is not a checkpoint folder; its name must contain global_step_N")
-    problem = damage(path)
-    if problem:
-        raise CheckpointError(f"the checkpoint {path} cannot be used: {problem}")
+    if problem := _flaw(path, contents=contents):
+        raise CheckpointError(f"the checkpoint {path} cannot be used: {problem}; choose or copy another one")
     return Checkpoint(path, _step_of(path))
 
 
-def damage(path: Path) -> str | None:
+def _flaw(path: Path, *, contents: bool = True) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
-    try:
-        manifest = _manifest(path)
-    except (OSError, ValueError):
-        return f"it has no readable {MANIFEST}"
-    for name, size in manifest.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    if problem := damage(path, contents=contents):
+        return problem
+    listed = read_manifest(path)
+    if STATE not in listed or not any(name.startswith("actor/") for name in listed):
+        return f"its manifest does not list {STATE} and a model in actor/"
     return None
 
 
-def _manifest(path: Path) -> dict[str, int]:
-    """The files of a checkpoint with their sizes."""
-    listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    assert isinstance(listed, dict)
-    return listed
+def read_state(path: Path) -> dict[str, Any]:
+    """A file of `state_part`, memory-mapped. CheckpointError if it is not one."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UNREADABLE as problem:
+        raise unreadable(path, problem) from problem
+    if not isinstance(state, dict):
+        raise unreadable(path, ValueError(f"it holds a {type(state).__name__} instead of a training state"))
+    return state
+
+
+def unreadable(path: Path, problem: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({reason(problem)}); resume from another checkpoint with trainer.resume_from_path, or "
+        "copy this one again"
+    )
 
 
 def _unlist(path: Path, folder: str) -> None:
     """Remove a folder from the manifest, so that the checkpoint is complete without it."""
-    listed = {name: size for name, size in _manifest(path).items() if not name.startswith(f"{folder}/")}
-    write_atomic(path / MANIFEST, json.dumps(listed, indent=1), synced=True)
+    listed = read_manifest(path).items()
+    write_manifest(path, {name: record for name, record in listed if not name.startswith(f"{folder}/")})
 
 
 def _sampler_part(state: Mapping[str, Any]) -> Part:
@@ -268,13 +306,3 @@ def _sampler_part(state: Mapping[str, Any]) -> Part:
 def _step_of(path: Path) -> int:
     match = _STEP.search(path.name)
     return int(match.group(1)) if match else -1
-
-
-def _seal(folder: Path) -> None:
-    """Sync every file, then write the manifest and sync it."""
-    paths = list(folder.rglob("*"))
-    for path in paths:
-        sync(path)
-    manifest = {str(p.relative_to(folder)): p.stat().st_size for p in paths if p.is_file()}
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1), synced=True)
-    sync(folder)

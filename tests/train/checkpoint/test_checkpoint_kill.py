@@ -143,7 +143,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(resumable: Path) -> Non
     torn = run / "checkpoints" / "global_step_4"
     os.truncate(torn / "actor" / "model.safetensors", 100)
     train(load_config(resumable / "config.yaml"), paper.console)
-    assert f"warning: the checkpoint {torn} is incomplete (actor/model.safetensors has 100 bytes" in paper.text
+    assert f"warning: the checkpoint {torn} is damaged (actor/model.safetensors has 100 bytes" in paper.text
     assert f"resuming from {run / 'checkpoints' / 'global_step_2'}, step 2" in paper.text
     assert steps(run) == list(range(1, STEPS + 1)) and steps(run / "rewound-1") == [3, 4, 5]
     assert actor(run)

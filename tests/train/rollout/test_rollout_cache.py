@@ -1,6 +1,8 @@
 """Cached episodes are not sampled again, and are scored and trained on as before."""
 
 import asyncio
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +57,30 @@ def test_a_second_run_takes_what_the_first_sampled(home: Path, tmp_path: Path) -
     assert skipped(run(home, tmp_path / "other", tmp_path / "dump")).count(False) == 1, "another question of that name"
     [row] = [row for row in RunFolder(tmp_path / "again").read_metrics() if row.step == 1]
     assert row.metrics["episodes/skipped"] == 12
+
+
+@pytest.mark.drill("reliability", "Cached episodes are damaged", "They are sampled again, with a warning")
+def test_damaged_episodes_of_the_cache_are_sampled_again(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run(home, tmp_path / "first", tmp_path / "dump")
+    [file] = (tmp_path / "dump").glob("*/*/1.jsonl")
+    lines = file.read_bytes().splitlines(keepends=True)
+    digit = re.search(rb'"response_ids": ?\[(\d)', lines[1])
+    assert digit
+    lines[0] = bytes(len(lines[0]) - 1) + b"\n"  # as after a power cut
+    lines[1] = lines[1][: digit.start(1)] + b"%d" % ((int(digit[1]) + 1) % 10) + lines[1][digit.end(1) :]
+    lines[2] = b"\xff" + lines[2][1:]
+    lines[3] = b"[]\n"
+    file.write_bytes(b"".join(lines))
+    again = run(home, tmp_path / "again", tmp_path / "dump")
+    assert skipped(again).count(False) == 4 and "4 of 12 cached episodes" in caplog.text
+    assert [e.id for e in again] == [e.id for e in first]
+    older = json.loads(lines[4])["episode"]
+    file.write_text(json.dumps(older) + "\n", encoding="utf-8")
+    assert skipped(run(home, tmp_path / "older", tmp_path / "dump")).count(True) == 1, (
+        "lines of older versions are read"
+    )
 
 
 def test_what_another_model_or_other_prompts_sampled_is_not_taken(home: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Compares, before the first step, the forwards that a run will use with the module's own plain forward.
 
-The reference is the model as transformers runs it: one row at a time, in eval mode, with its class's plain attention, or
-in half precision with torch's, because the plain one rounds its scores. Compared with it are
+The reference is the model as transformers runs it: one row at a time, in eval mode, with its class's plain attention,
+or in half precision with torch's, because the plain one rounds its scores. Compared with it are
 
 - the training forward: several rows packed into one sequence, with a shared prefix and a branch inside it, in train
   mode;
@@ -313,12 +313,12 @@ async def check_rollout(
 ) -> Difference:
     """Compare what the engine records with the plain forward, over two turns of three episodes at once. Two of them
     share a prompt. Raises StartupCheckError if rounding does not explain the difference."""
-    room = engine.max_model_len - 3 * NEW_TOKENS
-    usable = [list(prompt[: min(LONGEST, room)]) for prompt in prompts if prompt]
-    if room < 1 or not usable:
-        raise StartupCheckError(f"histories of {engine.max_model_len} tokens are too short to compare; set {KEY}=false")
+    tokens = min(NEW_TOKENS, max(1, engine.max_model_len // 6))  # of a sampled turn, and of the answer to it
+    usable = [list(prompt[: min(LONGEST, max(1, engine.max_model_len - 3 * tokens))]) for prompt in prompts if prompt]
+    if not usable:
+        raise StartupCheckError(f"there is no text to compare; set {KEY}=false")
     temperature = sampling.temperature or 1.0
-    plain_params = replace(sampling, max_tokens=NEW_TOKENS, stop_ids=(), stop=(), ignore_eos=True)
+    plain_params = replace(sampling, max_tokens=tokens, stop_ids=(), stop=(), ignore_eos=True)
     found = await _rollout_difference(engine, model, usable, replace(plain_params, temperature=temperature))
     if found.certain and isinstance(engine, EmbeddedEngine):  # a peaked distribution hides mistakes
         flat = replace(plain_params, temperature=FLATTER * temperature)
@@ -342,7 +342,7 @@ async def _rollout_difference(
             drawn = replace(params, seed=2 * number + turn)
             generation = await engine.generate(history.ids, drawn, session=f"startup-{number}")
             history = history.append_sampled(generation)
-            history = history if turn else history.append_observed(answer[:NEW_TOKENS])
+            history = history if turn else history.append_observed(answer[: params.max_tokens])
         return history
 
     forward, name = "the engine", type(model).__name__

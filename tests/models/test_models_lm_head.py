@@ -6,9 +6,10 @@ from small_models import VOCABULARY, make_model
 from train_cases import Gradients, difference, size, uneven_episodes
 from transformers import PreTrainedModel
 
+from benchmarks.architectures import small_model
 from rally.models import attention
 from rally.models import lm_head as head
-from rally.models.lm_head import HeadLogprobs, chunk_rows, plain_weight
+from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, plain_weight
 from rally.train.batch import build_batch
 from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
 from rally.train.packing import PackedRows, pack
@@ -87,8 +88,6 @@ def with_wrapper(model: PreTrainedModel) -> None:
 
 HEADS = {
     "bias": with_bias,
-    "softcap": lambda model: setattr(model.config, "final_logit_softcapping", 3.0),
-    "scale": lambda model: setattr(model.config, "logit_scale", 0.5),
     "adapter": with_wrapper,
 }
 
@@ -135,3 +134,17 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     frozen = weight.detach()
     HeadLogprobs.apply(hidden, frozen, targets, 1.0, 5, False)[0].sum().backward()
     assert hidden.grad is not None and frozen.grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("llama", 1.0), ("cohere", 0.0625), ("granite", 0.125), ("minicpm3", 4.0), ("gemma2", None)]
+)
+def test_what_a_class_does_to_its_logits_is_found(name: str, scale: float | None) -> None:
+    model = small_model(name)
+    assert head_scale(model) == (scale if scale is None else pytest.approx(scale))
+    ids = torch.tensor([[5, 9, 200, 17]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        found = head_logits(model, attention.body_of(model)(input_ids=ids, use_cache=False).last_hidden_state[0])
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert (plain_weight(model) is None) == (scale is None)

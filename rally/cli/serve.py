@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import secrets
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rally.engines import EngineSettings
     from rally.engines.embedded.settings import OptionNames
     from rally.services.admission import Served
+    from rally.train.startup_check import Difference
 
 app = typer.Typer(help="Run a server alone.", no_args_is_help=True)
 
@@ -141,6 +144,9 @@ def engine(
     ] = False,
     allow_host: AllowHost = None,
     max_body_mb: MaxBody = 8,
+    check: Annotated[
+        bool, typer.Option(help="Compare the engine with the model's own forward first, unless weights are accepted.")
+    ] = True,
     accept_weights: Annotated[bool, typer.Option(help="Let a training run replace the weights.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What becomes of requests when they are replaced.")] = "keep",
 ) -> None:
@@ -181,6 +187,8 @@ def engine(
             max_requests=max_requests,
             hidden_tools=hidden_tools,
         )
+        if check and not accept_weights:  # a run compares the weights that it sends itself
+            console.note(f"start-up check: {_checked(served, module)}")
         plan = served.engine.core.memory_plan
         assert plan is not None
         console.note(f"memory: {plan_words(plan, settings)}")
@@ -196,6 +204,18 @@ def _options() -> OptionNames:
 
     length = "--max-model-len"
     return OptionNames(max_model_len=length, lengths=length, memory="--memory", torch_attention="--dtype=float32")
+
+
+def _checked(served: Served, module: PreTrainedModel) -> Difference:
+    """Compare the engine with the module's own forward on some text."""
+    from rally.train.startup_check import check_rollout
+    from rally.types import SamplingParams
+
+    text = f"{engine.__doc__} {json.dumps({'name': 'calculator', 'arguments': {'expression': '12 * (3 + 4)'}})}"
+    ids = [*served.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    advice = "serve it with vLLM or SGLang (--no-check serves it anyway)"
+    prompts = (ids, ids[len(ids) // 2 :] or ids)
+    return asyncio.run(check_rollout(served.engine, module, prompts, SamplingParams(max_tokens=1), advice))
 
 
 def _served(module: PreTrainedModel, path: str, settings: EngineSettings, chat_template: Path | None) -> Served:

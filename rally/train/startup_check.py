@@ -65,9 +65,12 @@ class Tolerance(NamedTuple):
     gradient: float
 
 
-def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    whole = dtype in (torch.float32, torch.float64)
-    return Tolerance(1e-3, 1e-4, 1e-2) if whole else Tolerance(0.3, 0.03, 0.3)
+def tolerance_of(model: PreTrainedModel) -> Tolerance:
+    """In bfloat16 Qwen2.5-Coder-1.5B measured 0.06 and 0.010 on an H200 with torch's attention as the reference, and
+    1.7 and 0.085 with plain attention, which is the only one that some classes have."""
+    if model.dtype in (torch.float32, torch.float64):
+        return Tolerance(1e-3, 1e-4, 1e-2)
+    return Tolerance(0.3, 0.03, 0.3) if getattr(model, "_supports_sdpa", False) else Tolerance(2.5, 0.13, 0.5)
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ def _tried(policy: Policy, rows: Sequence[Row], readout: Readout) -> Difference 
     finally:
         model.eval()
     found = _difference("the training forward", read_M.detach(), plain)
-    tolerance = tolerance_of(model.dtype)
+    tolerance = tolerance_of(model)
     if not found.within(tolerance):
         return f"{name} is not computed correctly: {found}, and rounding explains {tolerance.mean * found.spread:.1e}"
     off = _relative(gradients, plain_gradients)
@@ -309,7 +312,11 @@ def _relative(gradient: Tensor, plain: Tensor) -> float:
 
 
 async def check_rollout(
-    engine: Engine, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    engine: Engine,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    advice: str = f"use another rollout.name ({KEY}=false starts the run anyway)",
 ) -> Difference:
     """Compare what the engine records with the plain forward, over two turns of three episodes at once. Two of them
     share a prompt. Raises StartupCheckError if rounding does not explain the difference."""
@@ -323,12 +330,11 @@ async def check_rollout(
     if found.certain and isinstance(engine, EmbeddedEngine):  # a peaked distribution hides mistakes
         flat = replace(plain_params, temperature=FLATTER * temperature)
         found = max(found, await _rollout_difference(engine, model, usable, flat), key=lambda one: one.largest)
-    tolerance = tolerance_of(model.dtype)
+    tolerance = tolerance_of(model)
     if not found.within(tolerance):
         raise StartupCheckError(
             f"the engine does not sample from {type(model).__name__} as the model computes it: {found}, and rounding "
-            f"explains {tolerance.mean * found.spread:.1e}; use another rollout.name ({KEY}=false starts the run "
-            "anyway)"
+            f"explains {tolerance.mean * found.spread:.1e}; {advice}"
         )
     return found
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from rally.images.loading import read_image
 from rally.tools.base import BaseTool
-from rally.tools.invoke import ToolTimeout
+from rally.tools.invoke import ToolTimeout, ToolUnavailable
 from rally.tools.limits import CallLimits
 from rally.tools.process_worker import CANCEL_SECONDS, ToolSource, frame
 from rally.tools.results import ToolReturn
@@ -48,12 +48,19 @@ _ERRORS: dict[str, type[RallyError]] = {
     "bad_arguments": BadArguments,
     "timeout": ToolTimeout,
     "config": ToolConfigError,
+    "unavailable": ToolUnavailable,
     "error": RallyError,
 }
 
 
 class ToolProcessEnded(RallyError):
     """The process of a tool ended during a call. The text goes to the model."""
+
+
+class ToolNotStarted(ToolProcessEnded):
+    """The process of a tool cannot be started, whatever the call is."""
+
+    outage = True
 
 
 def default_memory_mb() -> int:
@@ -252,14 +259,14 @@ class ToolHost:
             if self._closed:
                 raise ToolProcessEnded("the process of the tool was closed with its run")
             if time.monotonic() < self._next_start:
-                raise ToolProcessEnded(self._failed_start)
+                raise ToolNotStarted(self._failed_start)
             self._retired = [p for p in (*self._retired, self._current) if not p.ended]
             try:
                 self._current = _Process(self._source, self._memory_mb)
             except ToolConfigError as error:
                 self._next_start = time.monotonic() + FAILED_START_SECONDS
                 self._failed_start = f"the process of the tool cannot be started again: {error}"
-                raise ToolProcessEnded(self._failed_start) from None
+                raise ToolNotStarted(self._failed_start) from None
             return self._current
 
 
@@ -280,6 +287,8 @@ class ProcessTool(BaseTool[Any]):
         self.example = described["example"]  # type: ignore[misc]
         self.sees_images = described["sees_images"]
         self.destructive = described["destructive"]
+        self.on_outage = described["on_outage"]
+        self.timeout_counts = described["timeout_counts"]
 
     def prepare(self) -> None:
         self._host.ask_now("prepare", self.name)

@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from rally.images.loading import ImageError, read_image
 from rally.tools.base import BaseTool
-from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, on_abandoned, outcome_of
+from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, is_outage, on_abandoned, outcome_of
 from rally.tools.results import ToolReturn
 from rally.tools.schema import BadArguments, ToolConfigError
 from rally.tools.session import describe
@@ -139,7 +139,8 @@ def _encoded(ended: CallEnd) -> dict[str, Any]:
     error = ended.error
     if error is not None:
         kinds = {"bad_arguments": BadArguments, "timeout": ToolTimeout, "config": ToolConfigError}
-        kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "error")
+        kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), None)
+        kind = kind or ("unavailable" if is_outage(error) else "error")
         return {"error": describe(error), "kind": kind}
     value = ended.value
     if not isinstance(value, ToolReturn):
@@ -167,6 +168,8 @@ def _description(caller: ToolCaller) -> dict[str, Any]:
         "example": None if tool.example is None else dict(tool.example),
         "sees_images": tool.sees_images,
         "destructive": tool.destructive,
+        "on_outage": tool.on_outage,
+        "timeout_counts": tool.timeout_counts,
         "process": tool.process,
     }
 

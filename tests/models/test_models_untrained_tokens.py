@@ -17,7 +17,7 @@ from rally.chat import ChatCodec
 from rally.config import load_sft_config
 from rally.data import write_rows
 from rally.doctor.doctor import examine
-from rally.models.load import LoadError, load_tokenizer
+from rally.models.load import PROBE, LoadError, load_tokenizer
 from rally.models.untrained_tokens import advice, chat_ids, untrained_tokens
 from rally.runs.evaluate import evaluate
 from rally.runs.sft import sft
@@ -158,7 +158,8 @@ def test_all_other_tokens_keep_their_numbers_in_checkpoints_too(shared: Path, tm
 
 
 def test_a_token_that_is_an_ordinary_word_too_cannot_be_spelled_out(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"<unk>": 0, "call": 1}, unk_token="<unk>"))
+    vocabulary = ["<unk>", "call", *sorted(set(PROBE.split()))]
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     words.add_tokens(["call"])
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)

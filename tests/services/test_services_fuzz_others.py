@@ -87,7 +87,7 @@ def test_the_sandbox_and_retrieval_refuse_what_is_malformed(sandboxed: Service, 
         assert sandboxed.post("/run_code", content).status_code == 422
         assert searched.post("/retrieve", content).status_code == 422
     for change in ({"memory_limit_MB": 2**70}, {"run_timeout": 1e300}, {"run_timeout": float("nan")}, {"args": "x"}):
-        assert sandboxed.post("/run_code", json.dumps(RUN | change).encode()).status_code == 422
+        assert sandboxed.post("/run_code", json.dumps(RUN | change).encode()).status_code in (400, 422)
     ok = sandboxed.post("/run_code", json.dumps(RUN).encode()).json()
     assert (ok["status"], ok["run_result"]["stdout"]) == ("Success", "1\n")
     large = {"queries": ["a"] * 8000, "topk": 1000}

@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with an unlimited context length in its configuration, and its tokenizer."""
     folder = tmp_path_factory.mktemp("served")
     model = make_model()
+    model.resize_token_embeddings(len(tiny_tokenizer()))
     model.config.max_position_embeddings = 10**10
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

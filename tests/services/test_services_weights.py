@@ -95,6 +95,7 @@ def test_a_server_started_without_a_token_makes_and_prints_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model(seed=1)
+    model.resize_token_embeddings(len(tiny_tokenizer()))
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     monkeypatch.delenv("RALLY_ENGINE_TOKEN", raising=False)

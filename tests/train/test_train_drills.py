@@ -88,6 +88,7 @@ def drill(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             "data.max_response_length=220",
             "data.val_files=[]",
             "trainer.startup_check=false",  # the speaker is no model
+            f"{rollout}mismatch_limit=1000",
             "trainer.total_training_steps=1",
             *(rollout + override for override in overrides),
         )

@@ -24,7 +24,7 @@ def test_a_run_killed_again_and_again_ends_where_an_undisturbed_one_does(home: P
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nkill ") == 3 and "while saving" in done.stdout
+    assert done.stdout.count("\nSIGKILL ") == 3 and "while saving" in done.stdout
     assert "weights, optimizer, sampler and metrics are bit-identical" in done.stdout
     start, end = (
         load_file(folder / "model.safetensors")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -90,7 +91,11 @@ def _ignored(number: int) -> bool:
 
 def _discard_output_of_closed_terminals() -> None:
     """Otherwise the next line of output would raise an OSError and end the run before its step is saved."""
-    for descriptor in (STDOUT, STDERR):
+    descriptors = {STDOUT, STDERR}
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # no file, as in a notebook
+            descriptors.add(stream.fileno())
+    for descriptor in descriptors:
         try:
             os.write(descriptor, b"\n")
         except OSError:

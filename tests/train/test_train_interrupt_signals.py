@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from train_cases import run_tree
 
 from rally.cli.main import main
 from rally.track import RunFolder
+from rally.train import interrupt_signals
 from rally.train.interrupt_signals import EXIT_CODE, Interrupt, resume_command
 
 FORK = multiprocessing.get_context("fork")  # keeps the modules that are imported already
@@ -39,9 +43,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def command_line(output: Path | int, words: list[str]) -> None:
-    """Does what a shell does: a process group of its own, both outputs in one file or pipe, the arguments."""
+def command_line(output: Path | int, words: list[str], not_theirs: int | None = None) -> None:
+    """Does what a shell does: a process group of its own, both outputs in one file, pipe or terminal, the arguments."""
     os.setsid()
+    if not_theirs is not None:
+        os.close(not_theirs)
     if isinstance(output, int) and os.isatty(output):
         fcntl.ioctl(output, termios.TIOCSCTTY, 0)
     with open(output, "w", buffering=1, encoding="utf-8") as sys.stdout:
@@ -53,8 +59,10 @@ def command_line(output: Path | int, words: list[str]) -> None:
 class Run:
     """`rally train` in its own process group, held in the middle of its first step until it is released."""
 
-    def __init__(self, home: Path, folder: Path, *overrides: str, output: int | None = None) -> None:
-        self.output = output
+    def __init__(
+        self, home: Path, folder: Path, *overrides: str, output: int | None = None, not_theirs: int | None = None
+    ) -> None:
+        self.output, self.not_theirs = output, not_theirs
         self.out, self.log, self.hold = folder / "run", folder / "log", folder / "hold"
         self.scored, held = folder / "scored", EPISODES // 2
         (folder / "reward.py").write_text(REWARD.format(held=held), encoding="utf-8")
@@ -68,7 +76,7 @@ class Run:
         self.until(lambda: self.scored.exists() and self.scored.stat().st_size > held)
 
     def start(self, *words: str) -> BaseProcess:
-        process = FORK.Process(target=command_line, args=(self.output or self.log, list(words)))
+        process = FORK.Process(target=command_line, args=(self.output or self.log, list(words), self.not_theirs))
         gc.collect()  # garbage of other tests may own threads; collecting it in a fork would abort
         process.start()
         return process
@@ -173,11 +181,25 @@ def test_the_step_is_saved_although_ctrl_c_also_ended_who_read_the_output(
 @pytest.mark.drill("reliability", "The terminal of a run closes (SIGHUP)", "The step is finished and saved")
 def test_the_step_is_saved_when_the_terminal_closes(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     terminal, theirs = os.openpty()
-    run = Run(home, tmp_path, output=theirs)
-    request.addfinalizer(run.end)
-    os.close(theirs)
+    os.set_blocking(terminal, False)
+    closing = threading.Event()
+
+    def show() -> None:
+        """Read what the run prints, as a terminal does: it would wait otherwise."""
+        while not closing.wait(0.01):
+            with suppress(OSError):
+                os.read(terminal, 65536)
+
+    with ThreadPoolExecutor(1) as window:
+        showing = window.submit(show)
+        run = Run(home, tmp_path, output=theirs, not_theirs=terminal)
+        request.addfinalizer(run.end)
+        os.close(theirs)
+        closing.set()
+        showing.result()
     os.close(terminal)  # the kernel sends SIGHUP
-    os.kill(run.pid, signal.SIGHUP)  # and so does the shell
+    time.sleep(0.2)
+    os.kill(run.pid, signal.SIGHUP)  # and so may the shell
     time.sleep(0.2)
     assert run.process.is_alive(), "the step is still under way"
     run.hold.unlink()
@@ -196,7 +218,8 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_hangup_does_not_stop_the_run_at_once() -> None:
+def test_a_second_hangup_does_not_stop_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt_signals, "_leave", lambda: None)  # which would end this process after some seconds
     interrupt = Interrupt()
     with interrupt.listening():
         signal.raise_signal(signal.SIGHUP)

@@ -1,6 +1,8 @@
 """Fixtures for all tests. The folder of shared data and tokenizers is found by RALLY_SHARED."""
 
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 # Set before anything reads them: no test uses the network, and every test process uses one torch thread.
@@ -19,6 +21,11 @@ settings.register_profile("rally", deadline=None, suppress_health_check=[HealthC
 settings.register_profile("gate", settings.get_profile("rally"), derandomize=True)
 settings.register_profile("fuzz", settings.get_profile("rally"), max_examples=2000)
 settings.load_profile(os.environ.get("RALLY_EXAMPLES", "rally"))
+
+# A parent such as nohup may have set the signal to be ignored, and runs leave it so; the tests are about the rest.
+with suppress(ValueError):  # not in the main thread
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -110,7 +110,7 @@ def test_everything_over_http_its_images_and_its_restart(web: Web) -> None:
         await asyncio.sleep(0.1)
         await asyncio.to_thread(web.launch)
         assert (await waiting).response.text == "The sum of 20 and 22 is 42."
-        assert (await long).status is ToolStatus.ERROR
+        assert (await long).status is ToolStatus.UNAVAILABLE
 
     with closing(toolbox({"url": f"http://127.0.0.1:{web.port}/mcp"})) as box:
         asyncio.run(use())

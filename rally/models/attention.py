@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rally.models import state_layers
 from rally.models.vision import SeenImages, packed_seen_hidden
 
 NAME = "rally"
@@ -82,6 +83,7 @@ def install(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
+    state_layers.install(model, body_of(model))
 
 
 def body_of(model: PreTrainedModel) -> Any:

@@ -285,6 +285,26 @@ class SegmentTree:
         return [None if skip else part for part, skip in zip(flat, same, strict=True)]
 
 
+class BranchContext:
+    """The context of a training forward: branches of a packed batch, all of which begin with an empty state or within
+    the batch."""
+
+    keeps_states = False
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        self._branches = (lengths, parents, device)
+
+    @functools.cached_property
+    def tree(self) -> SegmentTree:
+        return SegmentTree.of_branches(*self._branches)
+
+    def initial_states(self, name: str) -> None:
+        return None
+
+    def store_final_states(self, name: str, states: Tensor) -> None:
+        raise AssertionError("training keeps no states")
+
+
 def conv(
     x_CT: Tensor,
     weight_CW: Tensor,
@@ -419,7 +439,8 @@ def stepwise(
     assert first is not None
     state = _initial(first, empty.expand(len(first), *empty.shape), tree, initial)
     steps = zip(*(x.index_select(0, plan.order_T).split(plan.counts) for x in inputs), strict=True)
-    outputs, states = [], []
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
     for parent, values in zip(plan.parents, steps, strict=True):
         if outputs and parent is not None:
             state = state.index_select(0, parent)

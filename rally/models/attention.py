@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rally.models import state_layers
+from rally.models import routing, state_layers
 from rally.models.vision import SeenImages, packed_seen_hidden
 
 NAME = "rally"
@@ -93,6 +93,7 @@ def install(model: PreTrainedModel) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     state_layers.install(model, body_of(model))
+    routing.install(model)
 
 
 def body_of(model: PreTrainedModel) -> Any:

@@ -7,7 +7,7 @@ convolution, the scan, and the fused kernels that would skip both. Inside a pack
 original function is called with the same arguments.
 
 A packed forward is one whose body is called with the keyword `rally`, a `StateContext`. Gradient checkpointing computes
-layers again in another thread, where that keyword may not arrive; `checkpoint_contexts` restores the context there.
+layers again in another thread, where that keyword may not arrive; the context is therefore a forward variable.
 
 States are float32, as are gates and norms. The scans are plain torch on any device.
 
@@ -20,9 +20,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+
+from rally.models.forward_variables import forward_variable
 
 CHUNK = 64  # tokens that a scan combines by matrix products
 CHANNEL_CHUNK = 16  # the same where each channel has its own decay, which takes c * K numbers a token
@@ -495,7 +496,7 @@ class _Layer:
         return output
 
 
-_context: ContextVar[StateContext | None] = ContextVar("packed forward", default=None)
+_context: ContextVar[StateContext | None] = forward_variable("packed forward")
 _layer: ContextVar[_Layer | None] = ContextVar("layer of a packed forward", default=None)
 
 Original = Callable[..., Any]
@@ -749,20 +750,6 @@ def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
     layer = _layer.get()
     if layer is not None and layer.name == module.rally_name:
         _layer.set(layer.outer)
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of `torch.utils.checkpoint`: the second forward of a layer gets the context of its first one."""
-    return nullcontext(), _restored(_context.get())
-
-
-@contextmanager
-def _restored(context: StateContext | None) -> Iterator[None]:
-    token: Token[StateContext | None] = _context.set(context)
-    try:
-        yield
-    finally:
-        _context.reset(token)
 
 
 class _Shapes:

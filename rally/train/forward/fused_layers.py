@@ -36,6 +36,7 @@ from rally.models.decoder_families import (
 )
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
+from rally.models.routing import over_tokens
 from rally.models.sharding import ranks_of
 from rally.models.state_layers import BranchContext, holds_state
 from rally.models.vision import SeenImages, image_features
@@ -198,7 +199,8 @@ def _unpacked_hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
 
 
 def _row_hidden(model: PreTrainedModel, packed: PackedRows, branch: int, history: Tensor) -> Tensor:
-    output = body_of(model)(input_ids=packed.ids_T[history].unsqueeze(0), use_cache=False)
+    with over_tokens(history):
+        output = body_of(model)(input_ids=packed.ids_T[history].unsqueeze(0), use_cache=False)
     return output.last_hidden_state[0, -packed.queries[branch] :]  # type: ignore[no-any-return]
 
 
@@ -236,13 +238,14 @@ def _group_hidden(
     if holds_state(model):
         before = [int(place[parent]) if parent >= 0 else -1 for parent in parents]
         states["rally"] = BranchContext([packed.queries[i] for i in branches], before, tokens.device)
-    output = body_of(model)(
-        input_ids=packed.ids_T[tokens][None],
-        position_ids=packed.positions_T[tokens][None],
-        attention_mask=mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None],
-        use_cache=False,
-        **states,
-    )
+    with over_tokens(tokens):
+        output = body_of(model)(
+            input_ids=packed.ids_T[tokens][None],
+            position_ids=packed.positions_T[tokens][None],
+            attention_mask=mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None],
+            use_cache=False,
+            **states,
+        )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 

@@ -41,6 +41,8 @@ TRAINING_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """Attributes of routers. Others with similar names are thresholds that evaluation uses too."""
 RANDOM_IN_TRAINING = ("PhimoeTopKRouter",)
 """Modules that draw random numbers in train mode; they stay in eval mode."""
+BALANCE_LOSS = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+"""Settings of the auxiliary loss in a class's own loss function."""
 UNREADABLE = (*checksums.UNREADABLE, SafetensorError, ImportError)
 """What transformers raises for damaged or foreign files."""
 
@@ -91,6 +93,11 @@ def load_model(
         raise LoadError(
             f"model.override_config sets {', '.join(noisy)}, and models are trained without dropout or noise, because "
             "the rollout has none; leave it out"
+        )
+    if balance := [name for name, value in (overrides or {}).items() if value and name in BALANCE_LOSS]:
+        raise LoadError(
+            f"model.override_config sets {', '.join(balance)}, and the load-balancing loss of experts is not part of "
+            "the objective; leave it out"
         )
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),

@@ -28,7 +28,7 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "success": ("low", "high", "explore", "solved_at"),
 }
 BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
-LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
+LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that always discount along an episode."""
 LOSS_KEYS: dict[str, tuple[str, ...]] = {

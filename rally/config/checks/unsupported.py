@@ -38,7 +38,7 @@ ESTIMATORS = (
 CRITIC_MODEL = (
     *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "tiled_mlp"),
     *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
-    *("target_modules", "exclude_modules"),
+    *("target_modules", "exclude_modules", "target_parameters"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")

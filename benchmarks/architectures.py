@@ -349,7 +349,9 @@ def with_adapters(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict
     try:
         turn_off_dropout(model)
         add_adapters(model, LoraSettings(rank=2), "small")
-        model(input_ids=torch.tensor([words(5, 90)]), use_cache=False).logits.log_softmax(-1)[..., 7].sum().backward()
+        logits = model(input_ids=torch.tensor([words(5, 90)]), use_cache=False).logits
+        if logits.requires_grad:  # Reformer's do not, in eval mode
+            logits.log_softmax(-1)[..., 7].sum().backward()
         for parameter in model.parameters():
             if parameter.grad is not None:  # one step; adapters that the model does not read stay as they are
                 parameter.data -= 0.1 * parameter.grad / parameter.grad.abs().max().clamp(min=1e-9)
@@ -423,8 +425,11 @@ def recorded(results: Mapping[str, Mapping[str, Verdict]]) -> dict[str, dict[str
 
 def reason(verdict: Verdict) -> str:
     """The first clause of a refusal, without numbers and class names."""
-    text = re.split(r";|\(|: the |, and | fails for ", verdict.says)[0]
-    return re.sub(r"^\w+(For\w+|WithLMHead|LMHeadModel|Model\w*) ", "", text).strip().replace("|", "/")
+    text = re.split(r";|: the |, and |, which the embedded", verdict.says)[0]
+    text = re.sub(r" fails for .*", " fails", text)
+    text = re.sub(r" \(.*", "", text)
+    text = re.sub(r"^\w+(For\w+|WithLMHead|LMHeadModel|Model\w*) ", "", text)
+    return re.sub(r"from \w+ as", "as", text).strip().replace("|", "/")
 
 
 COLUMNS = {"rollout": "embedded engine", "training": "training", "LoRA": "LoRA"}
@@ -433,23 +438,22 @@ BEGIN, END = "<!-- architectures begin -->", "<!-- architectures end -->"
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
     """The table of docs/models.md."""
-    total = len(found)
     counts = {
         column: sum(not uses[use].startswith("refused") for uses in found.values()) for column, use in COLUMNS.items()
     }
     packed = sum(uses["training"] == "packed" for uses in found.values())
     lines = [
         BEGIN,
-        f"Of {total} architectures of the installed transformers, {packed} are exact in packed training and "
-        f"{counts['training'] - packed} row by",
-        f"row; {counts['rollout']} are exact in the embedded engine, and {counts['LoRA']} with LoRA.",
+        f"Of {len(found)} architectures, {packed} are exact in packed training, {counts['training'] - packed} row by "
+        "row,",
+        f"{counts['LoRA']} with LoRA, and {counts['rollout']} in the embedded engine.",
         "",
         "| architecture | rollout (embedded) | training, SFT, servers | LoRA | reason |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, uses in sorted(found.items()):
         cells = [uses[use].partition(":")[0] for use in COLUMNS.values()]
-        reasons = dict.fromkeys(r for use in COLUMNS.values() if (r := uses[use].partition(": ")[2]))
+        reasons = [f"{column}: {r}" for column, use in COLUMNS.items() if (r := uses[use].partition(": ")[2])]
         lines.append(f"| {name} | {' | '.join(cells)} | {'; '.join(reasons)} |")
     return "\n".join([*lines, END])
 

@@ -333,12 +333,17 @@ def _measured(policy: Policy, untouched: PreTrainedModel) -> tuple[float, float]
     return float((ours_M - theirs_M).detach().abs().max()), float(off / torch.stack([b.norm() for b in plain]).norm())
 
 
-async def sampled(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict:
-    """The start-up check of the embedded engine, and what it records afterwards."""
+async def sampled(
+    model: PreTrainedModel, untouched: PreTrainedModel, backend: Literal["gather", "paged"] = "gather"
+) -> Verdict:
+    """The start-up check of the embedded engine, and what it records afterwards. The backend `paged` is the path of a
+    GPU, here with the kernels' plain torch reference."""
     engine = None
     try:
         turn_off_dropout(model)
-        engine = EmbeddedEngine(model, EngineSettings(max_model_len=MAX_LENGTH, max_num_seqs=4), num_pages=128)
+        engine = EmbeddedEngine(
+            model, EngineSettings(max_model_len=MAX_LENGTH, max_num_seqs=4, backend=backend), num_pages=128
+        )
         params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3)
         await check_rollout(engine, model, [words(1, 70), words(2, 70)], params)
         prompts = [words(3, 150), [*words(3, 150)[:-1], 5], words(4, 90)]
@@ -368,6 +373,7 @@ def examine(name: str) -> dict[str, Verdict]:
     for use, checkpointing in (("training", False), ("training with checkpointing", True)):
         uses[use] = trained(copy.deepcopy(model), copy.deepcopy(model), checkpointing)
     uses["embedded engine"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model)))
+    uses["embedded engine, paged"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model), "paged"))
     return uses
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.models.attention import Scores
 from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
@@ -39,7 +40,7 @@ from rally.models.lora import add_adapted, plain_linear
 class PagedReader(Protocol):
     """Attention over pages that already hold the step's keys and values."""
 
-    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def read(self, layer: int, q_THD: Tensor, scores: Scores) -> Tensor: ...
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
@@ -163,7 +164,7 @@ class FusedDecoder:
             eps=self.eps,
             offset=self.offset,
         )
-        mixed = attention.read(number, turned, parts.scale, parts.window)
+        mixed = attention.read(number, turned, Scores(parts.scale, parts.window))
         return layer.out(mixed.flatten(1), self.linear)
 
     def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:

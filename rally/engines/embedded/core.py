@@ -23,20 +23,15 @@ from rally.engines.embedded.memory_plan import plan_memory
 from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
 from rally.engines.embedded.scheduler import Scheduler, StepPlan
-from rally.engines.embedded.settings import EngineSettings, OptionNames
+from rally.engines.embedded.settings import EngineSettings
 from rally.engines.embedded.torch_runner import ModelRunner, PendingStep, StepRunner
 from rally.models import attention
-from rally.models.decoder_families import (
-    FAMILIES,
-    kv_shape,
-    power_of_two,
-    unsupported_attention,
-    unsupported_by_kernels,
-)
+from rally.models.decoder_families import FAMILIES, unsupported_attention
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
+from rally.models.kv_layers import attention_calls
 from rally.models.rope import decide_rope
-from rally.models.vision import ImageIds, ImageInputError, check_images
+from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
@@ -67,19 +62,17 @@ class EngineCore:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings)
         paged = self._paged(model)
-        check_supported(model, self.settings.option_names, paged=paged)
+        check_supported(model, self.settings.max_model_len)
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
-        shape = kv_shape(model)
-        self.memory_plan = None if num_pages else plan_memory(model, self.settings)
+        calls = attention_calls(model, axes=1 if tower_of(model) is None else 3)
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings, calls.layers)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None
         store = KVStore(
-            num_layers=shape.layers,
+            calls.layers,
             num_pages=pages,
             page_size=self.settings.page_size,
-            kv_heads=shape.heads,
-            head_dim=shape.size,
             dtype=model.dtype,
             device=model.device,
             lend=self.settings.lend_memory and model.device.type == "cuda",
@@ -99,7 +92,9 @@ class EngineCore:
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
-            self._cuda_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
+            self._cuda_runner(model, store, max(calls.groups, default=1))
+            if paged
+            else ModelRunner(model, store, self.slots, stride)
         )
         self._launched: _Launched | None = None
         self.decode = decode
@@ -124,7 +119,7 @@ class EngineCore:
             )
         return paged
 
-    def _cuda_runner(self, model: PreTrainedModel, store: KVStore) -> StepRunner:
+    def _cuda_runner(self, model: PreTrainedModel, store: KVStore, group: int) -> StepRunner:
         settings = self.settings
         if settings.deterministic and (settings.eager or not fusable(model, invariant=True)):
             raise EngineError(
@@ -135,6 +130,7 @@ class EngineCore:
             model,
             store,
             self.slots,
+            group=group,
             max_tokens=settings.max_num_batched_tokens,
             eager=settings.eager,
             deterministic=settings.deterministic,
@@ -346,16 +342,9 @@ class _Launched(NamedTuple):
 OTHER_MODEL = "use another model, or a server engine"
 
 
-def check_supported(model: PreTrainedModel, option_names: OptionNames, *, paged: bool) -> None:
-    """Raise EngineError if the backend does not support the model's attention."""
-    name, remedy = type(model).__name__, f"{option_names.torch_attention} runs it in plain torch"
-    if feature := unsupported_attention(model):
-        raise EngineError(f"{name} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}")
-    if not paged:
-        return
-    if feature := unsupported_by_kernels(model):
-        raise EngineError(f"{name} uses {feature}, which the paged kernels do not support; {remedy}")
-    if not power_of_two(size := kv_shape(model).size):
+def check_supported(model: PreTrainedModel, max_length: int) -> None:
+    """Raise EngineError if the engine does not support the model's attention."""
+    if feature := unsupported_attention(model, max_length):
         raise EngineError(
-            f"{name} has a head size of {size}, and the paged kernels support only powers of two; {remedy}"
+            f"{type(model).__name__} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}"
         )

@@ -25,7 +25,7 @@ from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
 from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
-from rally.models.kernels.attention_tiles import SPLIT, extend_tokens
+from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
 from rally.models.kernels.dispatch import Kernels, kernels_for
 from rally.models.lm_head import head_logits
 from rally.models.lora import switches
@@ -46,23 +46,31 @@ class KernelAttention:
     length, and 0 means no split.
     """
 
+    compressed = True
+
     def __init__(self, store: KVStore, inputs: StepInputs, kernels: Kernels, split_up_to: int) -> None:
         self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
         self.places_T = inputs.places.long()
+        self.calls = 0
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.store.keys[layer], self.store.values[layer]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        assert scores.plain, "rejected at start-up"
-        for pool, new in zip(self.pool(layer), (k_TKD, v_TKD), strict=True):
-            pool.index_copy_(0, self.places_T, new.to(pool.dtype))
-        return self.read(layer, q_THD.contiguous(), scores.scale, scores.window)
+        number, self.calls = self.calls, self.calls + 1
+        self.store.write(number, self.places_T, k_TKD, v_TKD)
+        return self.read(number, q_THD.contiguous(), scores)
 
-    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+    def read(self, layer: int, q_THD: Tensor, scores: Scores) -> Tensor:
         inputs, pool = self.inputs, self.pool(layer)
-        out_THD = torch.empty_like(q_THD)
-        options = {"page_size": self.store.page_size, "scale": scale, "window": window}
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], pool[1].shape[2]))
+        options = {
+            "page_size": self.store.page_size,
+            "scale": scores.scale,
+            "window": scores.window,
+            "softcap": scores.softcap,
+            "sinks_H": scores.sinks_H,
+        }
         if self.split_up_to:
             rows = slice(inputs.sizes.decodes)
             self.kernels.paged_decode(
@@ -115,6 +123,7 @@ class CudaRunner:
         store: KVStore,
         slots: Slots,
         *,
+        group: int,
         max_tokens: int,
         eager: bool = False,
         deterministic: bool = False,
@@ -128,7 +137,8 @@ class CudaRunner:
         self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
         self._weights = self._weight_pointers()
         config = model.config.get_text_config()
-        self.group: int = config.num_attention_heads // store.keys[0].shape[1]
+        self.group = group  # query heads per key/value head, the largest of all layers
+        self.kv_heads = max((keys.shape[1] for keys in store.keys), default=1)
         count, width = slots.table_SP.shape
         self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
@@ -223,7 +233,7 @@ class CudaRunner:
 
     def _split_up_to(self, plan: StepPlan) -> int:
         """0 if histories are not split, else an upper bound of their lengths, rounded so that few graphs are needed."""
-        programs = len(plan.decodes) * self.store.keys[0].shape[1]
+        programs = len(plan.decodes) * self.kv_heads * group_parts(self.group)
         if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
             return 0
         longest = int(self.slots.computed[plan.decodes].max())

@@ -9,15 +9,19 @@ many of them form one regular view. `KVStore` holds the keys and values.
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rally.engines.base import EngineError
+from rally.models.kv_layers import KVLayer
 
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -209,44 +213,68 @@ class PagePool:
 
 
 class KVStore:
-    """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size].
+    """The tensors behind the pages: keys and values of each attention call as [slot, kv head, head size].
 
-    There is one page more than in the pool, to which padding tokens write.
+    There is one page more than in the pool, to which padding tokens write. Tensors of equal width are stored together,
+    so that pages are copied by one operation per width.
     """
 
     def __init__(
         self,
+        layers: Sequence[KVLayer],
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         lend: bool = False,
     ) -> None:
+        self.layers = tuple(layers)
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim)
-        size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
+        self.device = device
+        widths = Counter(width for layer in layers for width in _stored_widths(layer))
+        item = torch.empty((), dtype=dtype).element_size()
+        shapes = [(count, num_pages + 1, page_size * width) for width, count in sorted(widths.items())]
+        sizes = [-(-prod(shape) * item // ALIGNMENT) * ALIGNMENT for shape in shapes]
+        size = max(sum(sizes), ALIGNMENT)
         self.memory = VirtualMemory(size, device) if lend else None
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
         if self.memory is not None:
-            self.paged = self.memory.tensor(shape, dtype).zero_()
+            self._flat = self.memory.tensor((size,), torch.uint8).zero_()
         else:
-            self.paged = (
-                _untouched_zeros(size).view(dtype).view(shape)
-                if device.type == "cpu"
-                else torch.zeros(shape, dtype=dtype, device=device)
+            zeros = _untouched_zeros(size) if device.type == "cpu" else None
+            self._flat = torch.zeros(size, dtype=torch.uint8, device=device) if zeros is None else zeros
+        starts = itertools.accumulate(sizes, initial=0)
+        self.paged = [
+            self._flat[start : start + prod(shape) * item].view(dtype).view(shape)
+            for start, shape in zip(starts, shapes, strict=False)
+        ]
+        rows = {shape[2] // page_size: iter(tensor) for shape, tensor in zip(shapes, self.paged, strict=True)}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in layers:
+            if layer.source is not None:
+                self.keys.append(self.keys[layer.source])
+                self.values.append(self.values[layer.source])
+                continue
+            stored = [next(rows[width]) for width in _stored_widths(layer)]
+            key = stored[0].view(-1, layer.heads, layer.key_size)
+            self.keys.append(key)
+            self.values.append(
+                key[..., : layer.value_size]
+                if layer.values_in_keys
+                else stored[1].view(-1, layer.heads, layer.value_size)
             )
-        slots = self.paged.flatten(1, 2)
-        self.keys: list[Tensor] = list(slots[:num_layers])
-        self.values: list[Tensor] = list(slots[num_layers:])
 
-    @property
-    def device(self) -> torch.device:
-        return self.paged.device
+    def write(self, layer: int, places_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store the keys and values of new tokens."""
+        kind = self.layers[layer]
+        if kind.source is not None:
+            return
+        self.keys[layer].index_copy_(0, places_T, k_TKD.to(self.keys[layer].dtype))
+        if not kind.values_in_keys:
+            self.values[layer].index_copy_(0, places_T, v_TKD.to(self.values[layer].dtype))
 
     def release_memory(self) -> None:
         """Return the memory to the driver; its contents are lost."""
@@ -257,16 +285,26 @@ class KVStore:
         """Map zeroed memory at the same address."""
         assert self.memory is not None
         self.memory.map()
-        self.paged.zero_()
+        self._flat.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to) of all layers, in this order."""
         for a, b, pages in _stretches(copies):
-            self.paged[:, b : b + pages] = self.paged[:, a : a + pages]
+            for tensor in self.paged:
+                tensor[:, b : b + pages] = tensor[:, a : a + pages]
 
     def copy_pages_at(self, source_n: Tensor, target_n: Tensor) -> None:
         """The same for page numbers that are on the device; every page is read before any is written."""
-        self.paged[:, target_n] = self.paged[:, source_n]
+        for tensor in self.paged:
+            tensor[:, target_n] = tensor[:, source_n]
+
+
+def _stored_widths(layer: KVLayer) -> list[int]:
+    """Numbers per token of the key, and of the value if it is stored apart."""
+    if layer.source is not None:
+        return []
+    key = layer.heads * layer.key_size
+    return [key] if layer.values_in_keys else [key, layer.heads * layer.value_size]
 
 
 def _untouched_zeros(size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
 from rally.images.patches import Patches
-from rally.models.decoder_families import mlp_size, shape_of
+from rally.models.decoder_families import layer_shapes, mlp_size, shape_of
+from rally.models.kv_layers import KVLayer
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 
@@ -27,14 +29,18 @@ class MemoryPlan(NamedTuple):
     free: int
 
 
-def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
+def plan_memory(
+    model: PreTrainedModel, settings: EngineSettings, layers: Sequence[KVLayer] | None = None
+) -> MemoryPlan:
     """KV gets `memory_share` of the free memory, less what a step needs, and at most `max_kv_bytes`. A GPU uses all of
     that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
-    memory is shared."""
+    memory is shared. `layers` are what the model stores; without them the configuration tells."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
-    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, patches_of(model))
+    stored = None if layers is None else sum(layer.numbers for layer in layers) * width
+    per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
+    step = step_bytes(config, settings, width, patches_of(model))
     free = free_bytes(model.device)
     allowed = max(0, int(free * settings.memory_share) - step) // per_token
     if settings.max_kv_bytes is not None:  # but one history must fit
@@ -61,9 +67,8 @@ def plan_words(plan: MemoryPlan, settings: EngineSettings) -> str:
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
-    """`width` is the size of a number in bytes."""
-    layers, heads, size = shape_of(config)
-    return 2 * layers * heads * size * width
+    """What a configuration tells of the size of a token in the cache. `width` is the size of a number in bytes."""
+    return sum(heads * (key + value) for heads, key, value in layer_shapes(config)) * width
 
 
 def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, patches: Patches | None = None) -> int:

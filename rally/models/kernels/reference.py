@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rally.models.kernels.attention_tiles import BLOCK_M
+from rally.models.kernels.attention_tiles import BLOCK_M, extend_tokens
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -100,6 +100,8 @@ def paged_decode(
     scale: float,
     window: int | None,
     max_length: int,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
     """One query token per request, at position length - 1; a row of length 0 is padding and becomes zeros."""
@@ -110,9 +112,9 @@ def paged_decode(
             continue
         first = _first_visible(length - 1, window)
         slots_L = _slots(table_BP[row], first, length, page_size)
-        out_BHD[row] = _attend(q_BHD[row : row + 1], keys[slots_L], values[slots_L], length - 1, first, scale, window)[
-            0
-        ]
+        k_LKD, v_LKD = keys[slots_L], values[slots_L]
+        scores = (scale, window, softcap, sinks_H)
+        out_BHD[row] = _attend(q_BHD[row : row + 1], k_LKD, v_LKD, length - 1, first, *scores)[0]
 
 
 def paged_extend(
@@ -126,18 +128,21 @@ def paged_extend(
     page_size: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     block_m: int = BLOCK_M,
 ) -> None:
     """Consecutive tokens of a request, tile by tile: (row of the table, first token in q, tokens, position)."""
     group = q_THD.shape[1] // keys.shape[1]
     for row, token, tokens, position in tiles_N4.tolist():
-        assert tokens <= block_m // group, "a tile is as large as one program can hold"
+        assert tokens <= extend_tokens(group, block_m), "a tile is as large as one program can hold"
         if tokens == 0:
             continue
         first = _first_visible(position, window)
         slots_L = _slots(table_RP[row], first, position + tokens, page_size)
         part = slice(token, token + tokens)
-        out_THD[part] = _attend(q_THD[part], keys[slots_L], values[slots_L], position, first, scale, window)
+        scores = (scale, window, softcap, sinks_H)
+        out_THD[part] = _attend(q_THD[part], keys[slots_L], values[slots_L], position, first, *scores)
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -151,16 +156,30 @@ def _slots(pages_P: Tensor, first: int, end: int, page_size: int) -> Tensor:
 
 
 def _attend(
-    q_tHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, position: int, first: int, scale: float, window: int | None
+    q_tHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    position: int,
+    first: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Queries from `position` on, keys from `first` on: [t, H, D] in fp32."""
+    """Queries from `position` on, keys from `first` on: [t, H, D] in fp32, D of the values."""
     t, h, d = q_tHD.shape
     q_tKGD = q_tHD.float().view(t, k_LKD.shape[1], -1, d)
     scores_KGtL = torch.einsum("tkgd,lkd->kgtl", q_tKGD, k_LKD.float()) * scale
+    if softcap is not None:
+        scores_KGtL = torch.tanh(scores_KGtL / softcap) * softcap
     queries_t1 = torch.arange(position, position + t, device=q_tHD.device)[:, None]
     keys_L = torch.arange(first, first + k_LKD.shape[0], device=q_tHD.device)
     hidden_tL = keys_L > queries_t1
     if window is not None:
         hidden_tL |= keys_L <= queries_t1 - window
-    weights_KGtL = scores_KGtL.masked_fill(hidden_tL, float("-inf")).softmax(-1)
-    return torch.einsum("kgtl,lkd->tkgd", weights_KGtL, v_LKD.float()).reshape(t, h, d)
+    scores_KGtL = scores_KGtL.masked_fill(hidden_tL, float("-inf"))
+    if sinks_H is not None:
+        kv, group = scores_KGtL.shape[:2]
+        scores_KGtL = torch.cat((scores_KGtL, sinks_H.float().view(kv, group, 1, 1).expand(kv, group, t, 1)), dim=-1)
+    weights_KGtL = scores_KGtL.softmax(-1)[..., : len(keys_L)]
+    return torch.einsum("kgtl,lkd->tkgd", weights_KGtL, v_LKD.float()).reshape(t, h, -1)

@@ -52,6 +52,8 @@ class PackedAttention:
     In half precision on a GPU all branches are one kernel call; elsewhere there is one call per branch shape.
     """
 
+    compressed = False
+
     def __init__(self, packed: PackedRows) -> None:
         shapes = itertools.groupby(zip(packed.queries, packed.keys, strict=True))
         self.runs = [(len(list(group)), t, length) for (t, length), group in shapes]  # branches, queries, keys

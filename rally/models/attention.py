@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rally.models import state_layers
 from rally.models.vision import SeenImages, packed_seen_hidden
 
 NAME = "rally"
@@ -95,13 +96,10 @@ def install(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
+    state_layers.install(model, body_of(model))
     for module in model.modules():
         projection = getattr(module, "kv_b_proj", None)
-        if (
-            isinstance(projection, nn.Module)
-            and hasattr(module, "qk_nope_head_dim")
-            and LATENT_HOOK not in vars(module)
-        ):
+        if projection is not None and hasattr(module, "qk_nope_head_dim") and LATENT_HOOK not in vars(module):
             vars(module)[LATENT_HOOK] = projection.register_forward_pre_hook(partial(_keep_latent, module))
 
 

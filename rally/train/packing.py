@@ -101,6 +101,7 @@ class PackedRows:
     images: PackedImages | None
     queries: list[int]
     keys: list[int]
+    parents: list[int]  # the packed token before the first one of each branch; -1: none
     source_S: Tensor | None  # the packed token that each key belongs to; None: branches share nothing, S = T in order
     predict_U: Tensor  # index of the token before each sampled one
     targets_U: Tensor  # the sampled tokens
@@ -134,6 +135,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         images=_images(rows, tree, tensor),
         queries=tree.queries,
         keys=tree.keys,
+        parents=tree.parents,
         source_S=None if sum(tree.keys) == len(tree.ids) else tensor(tree.source),
         predict_U=tensor(predict[first]),
         targets_U=tensor(targets[first]),
@@ -194,6 +196,7 @@ class _Tree(NamedTuple):
     positions: Ints
     queries: list[int]
     keys: list[int]
+    parents: list[int]
     source: Ints
     paths: list[Ints]
 
@@ -217,6 +220,7 @@ def _build_tree(rows: Sequence[tuple[int, ...]]) -> _Tree:
         positions=np.concatenate([np.arange(shares[i], len(rows[i])) for i in branches]),
         queries=queries,
         keys=[len(rows[i]) for i in branches],
+        parents=[int(paths[i][shares[i] - 1]) if shares[i] else -1 for i in branches],
         source=np.concatenate([paths[i] for i in branches]),
         paths=paths,
     )

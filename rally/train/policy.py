@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from rally.data import episode_seed
 from rally.models.load import LoadError
 from rally.models.sharding import Ranks, ranks_of, shard_like
+from rally.models.state_layers import checkpoint_contexts
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 
@@ -69,7 +70,9 @@ class Policy:
             if not model.supports_gradient_checkpointing:
                 name = type(model).__name__
                 raise LoadError(f"{name} has no gradient checkpointing; set model.enable_gradient_checkpointing=false")
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
+            )
         model.eval()
         self._maybe_offload()
 

@@ -9,6 +9,7 @@ Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from rally.models.decoder_families import (
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
 from rally.models.sharding import ranks_of
+from rally.models.state_layers import SegmentTree
 from rally.models.vision import SeenImages, image_features
 from rally.train.packing import PackedImages, PackedRows, placed
 
@@ -61,6 +63,20 @@ class PackedAttention:
         self.most_queries, self.most_keys = max(packed.queries), max(packed.keys)
         self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+        self._branches = (packed.queries, packed.parents, packed.ids_T.device)
+
+    keeps_states = False
+
+    @functools.cached_property
+    def tree(self) -> SegmentTree:
+        """The branches for layers that hold state."""
+        return SegmentTree.of_branches(*self._branches)
+
+    def initial_states(self, name: str) -> None:
+        return None
+
+    def store_final_states(self, name: str, states: Tensor) -> None:
+        raise AssertionError("training keeps no states")
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
         attend = self._in_one_call if scores.plain and fits_one_call(q_THD) else self._by_shape

@@ -93,10 +93,6 @@ def unsupported_attention(model: PreTrainedModel, max_length: int) -> str | None
 
 
 UNSUPPORTED_KINDS = (
-    "linear_attention",
-    "conv",
-    "hybrid",
-    "hybrid_sliding",
     "chunked_attention",
     "compressed_sparse_attention",
     "heavily_compressed_attention",

@@ -57,7 +57,7 @@ class StateContext(Protocol):
     """
 
     @property
-    def tree(self) -> SegmentTree: ...
+    def tree(self) -> SegmentTree | DecodeTree: ...
 
     @property
     def keeps_states(self) -> bool:
@@ -286,17 +286,30 @@ class SegmentTree:
         return [None if skip else part for part, skip in zip(flat, same, strict=True)]
 
 
+class DecodeTree(NamedTuple):
+    """A step of one token per history, each with an initial state, in the order of the initial states. No plan depends
+    on the histories, so a CUDA graph can capture it."""
+
+    tokens: int
+
+
 def conv(
     x_CT: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    tree: SegmentTree,
+    tree: SegmentTree | DecodeTree,
     initial_RCP: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A causal convolution of each channel over every history: [C, T], and the last P = W - 1 inputs of each segment
     [N, C, P] if `keep`."""
     channels, width = weight_CW.shape
+    if isinstance(tree, DecodeTree):
+        assert initial_RCP is not None
+        inputs_TCW = torch.cat([initial_RCP.to(x_CT.dtype), x_CT.t()[..., None]], -1)
+        output_TC = (inputs_TCW.float() * weight_CW.float()).sum(-1)
+        output_TC = output_TC if bias_C is None else output_TC + bias_C.float()
+        return output_TC.to(weight_CW.dtype).t(), inputs_TCW[..., 1:]
     plan = tree.conv_plan(width)
     parts = [x_CT]
     if tree.continues:
@@ -315,7 +328,7 @@ def chunked_scan(
     v_THV: Tensor,
     g: Tensor,
     beta_TH: Tensor | None,
-    tree: SegmentTree,
+    tree: SegmentTree | DecodeTree,
     initial_RHKV: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -327,6 +340,15 @@ def chunked_scan(
     The tokens of a chunk are combined by matrix products, for all chunks of the batch at once. Only the states at chunk
     ends are computed one after the other, those of all histories together.
     """
+    if isinstance(tree, DecodeTree):
+        assert initial_RHKV is not None
+        decay = g.float().exp()
+        state = initial_RHKV.float() * (decay[..., None, None] if g.ndim == 2 else decay[..., None])
+        k, v = k_THK.float(), v_THV.float()
+        if beta_TH is not None:
+            v = (v - torch.einsum("thkv,thk->thv", state, k)) * beta_TH.float()[..., None]
+        state = state + k[..., None] * v[..., None, :]
+        return torch.einsum("thkv,thk->thv", state, q_THK.float()), state
     plan = tree.chunk_plan(CHUNK if g.ndim == 2 else CHANNEL_CHUNK)
     parts = {size: _chunk_parts(q_THK, k_THK, v_THV, g, beta_TH, plan, size) for size in plan.tokens}
     outputs: dict[int, list[Tensor]] = {size: [] for size in parts}
@@ -404,7 +426,7 @@ def _chunk_parts(
 
 
 def stepwise_scan(
-    a: Tensor, b: Tensor, tree: SegmentTree, initial: Tensor | None = None, keep: bool = False
+    a: Tensor, b: Tensor, tree: SegmentTree | DecodeTree, initial: Tensor | None = None, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`h = a h + b` elementwise over every history: h at each token [T, ...], and at segment ends if `keep`. One step
     per position, for all histories together."""

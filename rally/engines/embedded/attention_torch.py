@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Ints
+from rally.engines.embedded.state_cache import StepStates
 from rally.models.attention import Scores, grouped_attention, visible
 
 SHORT_HISTORY_BYTES = 64 * 1024  # keys of one request and layer; above this a call per request costs less than padding
@@ -46,16 +47,31 @@ class BatchRows:
         return len(self.offset)
 
 
-class PagedAttention:
-    """The attention context of one step over the KV store; `stride` is that of the page pool. Calls are numbered in the
-    order of the forward."""
+class PagedContext:
+    """What attention contexts of the engine have in common. Calls are numbered in the order of the forward."""
 
     compressed = True
 
-    def __init__(self, store: KVStore, rows: BatchRows, places_T: Tensor, stride: int) -> None:
+    def __init__(self, store: KVStore) -> None:
         self.store = store
-        self.places_T = places_T
         self.calls = 0
+
+    def use_states(self, states: StepStates) -> None:
+        """Serve the layers that hold state, too."""
+        self.tree, self.keeps_states = states.tree, states.keeps_states
+        self.initial_states, self.store_final_states = states.initial_states, states.store_final_states
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+
+class PagedAttention(PagedContext):
+    """The attention context of one step over the KV store; `stride` is that of the page pool."""
+
+    def __init__(self, store: KVStore, rows: BatchRows, places_T: Tensor, stride: int) -> None:
+        super().__init__(store)
+        self.places_T = places_T
         widest = max((keys.shape[1] * keys.shape[2] * keys.element_size() for keys in store.keys), default=1)
         limit = SHORT_HISTORY_BYTES // widest
         short = rows.length <= limit
@@ -68,7 +84,7 @@ class PagedAttention:
             self.groups.append(_PerSequence(store, rows.take(~short)))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        number, self.calls = self.calls, self.calls + 1
+        number = self.next_call()
         self.store.write(number, self.places_T, k_TKD, v_TKD)
         keys, values = self.store.keys[number], self.store.values[number]
         out_THD = q_THD.new_empty((*q_THD.shape[:2], values.shape[2]))

@@ -24,6 +24,7 @@ from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
 from rally.engines.embedded.scheduler import Scheduler, StepPlan
 from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.state_cache import StateStore
 from rally.engines.embedded.torch_runner import ModelRunner, PendingStep, StepRunner
 from rally.models import attention
 from rally.models.decoder_families import FAMILIES, unsupported_attention
@@ -31,6 +32,7 @@ from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
 from rally.models.kv_layers import attention_calls
 from rally.models.rope import decide_rope
+from rally.models.state_layers import holds_state, state_shapes
 from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
@@ -66,7 +68,8 @@ class EngineCore:
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
         calls = attention_calls(model, axes=1 if tower_of(model) is None else 3)
-        self.memory_plan = None if num_pages else plan_memory(model, self.settings, calls.layers)
+        states = state_shapes(model, attention.packed_hidden) if holds_state(model) else {}
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings, calls.layers, states)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None
         store = KVStore(
@@ -77,10 +80,17 @@ class EngineCore:
             device=model.device,
             lend=self.settings.lend_memory and model.device.type == "cuda",
         )
+        self.states: StateStore | None = None
+        slots = self.settings.max_num_seqs
+        if states:
+            slots = slots if self.memory_plan is None else self.memory_plan.slots
+            snapshots = 2 * slots if self.memory_plan is None else self.memory_plan.snapshots
+            lend = store.memory is not None
+            self.states = StateStore(states, slots=slots, snapshots=snapshots, device=model.device, lend=lend)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
-        self.index = RadixCache(self.pool, self.settings.page_size)
-        self.slots = Slots(self.settings.max_num_seqs, self.settings.max_model_len, self.settings.page_size)
+        self.index = RadixCache(self.pool, self.settings.page_size, self.states)
+        self.slots = Slots(slots, self.settings.max_model_len, self.settings.page_size)
         self.scheduler = Scheduler(
             self.pool,
             self.index,
@@ -130,6 +140,7 @@ class EngineCore:
             model,
             store,
             self.slots,
+            states=self.states,
             group=group,
             max_tokens=settings.max_num_batched_tokens,
             eager=settings.eager,
@@ -233,6 +244,8 @@ class EngineCore:
         for chunk in plan.chunks:
             done = chunk.start + chunk.tokens
             self.scheduler.remember(self._request(chunk.slot), done - done % self.settings.page_size)
+        for slot, row in plan.snapshots:
+            self.scheduler.hold_state(self._request(slot), int(self.slots.computed[slot]), row)
         return launched
 
     def _read_back(self, launched: _Launched) -> list[Request]:
@@ -273,11 +286,15 @@ class EngineCore:
         if lend:
             self.index.forget()
             self.store.release_memory()
+            if self.states is not None:
+                self.states.release_memory()
         try:
             yield
         finally:
             if lend:
                 self.store.restore_memory()
+                if self.states is not None:
+                    self.states.restore_memory()
 
     def reset(self) -> None:
         """Drop cached KV and restore the initial order of slots and pages, so that results are bit-identical to those
@@ -286,6 +303,8 @@ class EngineCore:
         self.index.forget()
         self.slots.reset()
         self.pool.reset()
+        if self.states is not None:
+            self.states.clear()
 
     def commit_weights(self, version: int | None = None) -> list[Request]:
         """Start a new version after the weights changed: `version`, or the next number. Returns the requests that the

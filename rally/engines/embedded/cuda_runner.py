@@ -13,16 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.engines.embedded.attention_torch import PagedContext
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Slots
 from rally.engines.embedded.sampler import Draw, NonFiniteLogits, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
+from rally.engines.embedded.state_cache import DecodeStates, StateStore, StepStates
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
-from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
+from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, step_rows, step_states
 from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
@@ -38,7 +41,7 @@ SPLIT_BOUND = 2048  # the smallest length bound of split histories; each bound n
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 
 
-class KernelAttention:
+class KernelAttention(PagedContext):
     """The attention context of one step: writes keys and values to their places, then one kernel reads the pages.
 
     The kernel handles decoding tokens and chunks alike, and its result for a token depends only on the token's history.
@@ -46,18 +49,16 @@ class KernelAttention:
     length, and 0 means no split.
     """
 
-    compressed = True
-
     def __init__(self, store: KVStore, inputs: StepInputs, kernels: Kernels, split_up_to: int) -> None:
-        self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
+        super().__init__(store)
+        self.inputs, self.kernels, self.split_up_to = inputs, kernels, split_up_to
         self.places_T = inputs.places.long()
-        self.calls = 0
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.store.keys[layer], self.store.values[layer]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        number, self.calls = self.calls, self.calls + 1
+        number = self.next_call()
         self.store.write(number, self.places_T, k_TKD, v_TKD)
         return self.read(number, q_THD.contiguous(), scores)
 
@@ -123,12 +124,13 @@ class CudaRunner:
         store: KVStore,
         slots: Slots,
         *,
+        states: StateStore | None = None,
         group: int,
         max_tokens: int,
         eager: bool = False,
         deterministic: bool = False,
     ) -> None:
-        self.model, self.store, self.slots = model, store, slots
+        self.model, self.store, self.slots, self.states = model, store, slots, states
         self.eager, self.deterministic = eager, deterministic
         self.device = store.device
         self.graphs = self.device.type == "cuda" and not eager
@@ -181,7 +183,8 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> _InFlight | FinishedStep:
         self._turn = (self._turn + 1) % HOST_BUFFERS
         seen = self.image_inputs.seen(plan) if self.image_inputs is not None else None
-        sizes, split, graph = self._bucket(plan, plain=seen is None)
+        plain = seen is None and (self.states is None or self._only_decodes(plan))
+        sizes, split, graph = self._bucket(plan, plain)
         host = self.host[self._turn]
         size = fill(
             host.numpy(),
@@ -198,13 +201,32 @@ class CudaRunner:
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
-        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen))
+        states = None
+        if self.states is not None:
+            self.states.copy(plan.saves)
+            self.states.copy(plan.loads)
+            states = self._states(plan, inputs)
+        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen, states))
+        if self.states is not None:
+            self.states.copy(plan.snapshots)
         samplers = plan.samplers
         if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
             return self._sample_by_torch(inputs, plan)
         if len(samplers):
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
         return self._read_back(len(samplers))
+
+    def _states(self, plan: StepPlan, inputs: StepInputs) -> StepStates:
+        """A step of decoding tokens reads the rows of its states from the device, so that a graph can run it."""
+        assert self.states is not None
+        if self._only_decodes(plan):
+            padding = inputs.sizes.tokens - inputs.sizes.samples
+            return DecodeStates(self.states, F.pad(inputs.slots.long(), (0, padding), value=self.states.trash))
+        return step_states(self.states, plan, step_rows(plan, self.slots))
+
+    def _only_decodes(self, plan: StepPlan) -> bool:
+        """Whether every request of the step has one token and a state."""
+        return not plan.chunks and bool((self.slots.computed[plan.decodes] > 1).all())
 
     def _inputs(self, sizes: Sizes) -> StepInputs:
         """Cached views, for the few sizes that graphs have."""
@@ -213,8 +235,8 @@ class CudaRunner:
         return self._views[sizes]
 
     def _bucket(self, plan: StepPlan, plain: bool) -> _Bucket:
-        """`plain`: the step has no image tokens. One that has runs without a graph, since image features have no fixed
-        address."""
+        """`plain`: the step has no image tokens, and no chunks of a model with states. One that has runs without a
+        graph, since image features and the segments of chunks have no fixed address."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
@@ -239,8 +261,10 @@ class CudaRunner:
         longest = int(self.slots.computed[plan.decodes].max())
         return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
-    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None) -> None:
+    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None, states: StepStates | None) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
+        if states is not None:
+            attention.use_states(states)
         known, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], known)
         if self.fused is not None:

@@ -237,14 +237,8 @@ class KVStore:
         item = torch.empty((), dtype=dtype).element_size()
         shapes = [(count, num_pages + 1, page_size * width) for width, count in sorted(widths.items())]
         sizes = [-(-prod(shape) * item // ALIGNMENT) * ALIGNMENT for shape in shapes]
-        size = max(sum(sizes), ALIGNMENT)
-        self.memory = VirtualMemory(size, device) if lend else None
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        if self.memory is not None:
-            self._flat = self.memory.tensor((size,), torch.uint8).zero_()
-        else:
-            zeros = _untouched_zeros(size) if device.type == "cpu" else None
-            self._flat = torch.zeros(size, dtype=torch.uint8, device=device) if zeros is None else zeros
+        self.memory, self._flat = flat_memory(sum(sizes), device, lend)
         starts = itertools.accumulate(sizes, initial=0)
         self.paged = [
             self._flat[start : start + prod(shape) * item].view(dtype).view(shape)
@@ -305,6 +299,16 @@ def _stored_widths(layer: KVLayer) -> list[int]:
         return []
     key = layer.heads * layer.key_size
     return [key] if layer.values_in_keys else [key, layer.heads * layer.value_size]
+
+
+def flat_memory(size: int, device: torch.device, lend: bool) -> tuple[VirtualMemory | None, Tensor]:
+    """`size` zeroed bytes as a tensor; with `lend`, in memory of the GPU that can be released."""
+    size = max(size, ALIGNMENT)
+    if lend:
+        memory = VirtualMemory(size, device)
+        return memory, memory.tensor((size,), torch.uint8).zero_()
+    zeros = _untouched_zeros(size) if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
+    return None, zeros
 
 
 def _untouched_zeros(size: int) -> Tensor:

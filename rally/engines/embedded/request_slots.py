@@ -44,6 +44,8 @@ class Request:
     indexed: int = 0  # tokens already inserted into the radix cache
     tree_position: TreePosition | None = None  # where they end in its tree
     pure_version: int | None = None  # the weight version that all its KV was computed with; None if mixed
+    cuts: list[int] = field(default_factory=list)  # positions at which a chunk ends and a snapshot is taken, ascending
+    first_page: int | None = None  # identifies the first page that it computed since it was admitted
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)

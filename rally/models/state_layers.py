@@ -82,10 +82,9 @@ class ConvPlan(NamedTuple):
 
 
 class ChunkGroup(NamedTuple):
-    """Chunks of one depth and size: a slice of their size's chunks."""
+    """Chunks of one depth and size. The groups of a size are its chunks, in order."""
 
     size: int
-    begin: int
     chunks: int
 
 
@@ -221,7 +220,7 @@ class SegmentTree:
             for i in order:
                 padded, begin, length, parent = level[i]
                 if not found or found[-1].size != padded:
-                    found.append(ChunkGroup(padded, len(tokens[padded]), 0))
+                    found.append(ChunkGroup(padded, 0))
                 found[-1] = found[-1]._replace(chunks=found[-1].chunks + 1)
                 inside = np.arange(padded) < length
                 places.append((padded, len(tokens[padded]), begin, length))
@@ -350,7 +349,10 @@ def chunked_scan(
         state = state + k[..., None] * v[..., None, :]
         return torch.einsum("thkv,thk->thv", state, q_THK.float()), state
     plan = tree.chunk_plan(CHUNK if g.ndim == 2 else CHANNEL_CHUNK)
-    parts = {size: _chunk_parts(q_THK, k_THK, v_THV, g, beta_TH, plan, size) for size in plan.tokens}
+    parts = {}
+    for size in plan.tokens:
+        counts = [group.chunks for groups in plan.groups for group in groups if group.size == size]
+        parts[size] = iter(_chunk_parts(q_THK, k_THK, v_THV, g, beta_TH, plan, size).split(counts))
     outputs: dict[int, list[Tensor]] = {size: [] for size in parts}
     first = plan.parents[0]
     assert first is not None
@@ -362,7 +364,7 @@ def chunked_scan(
             state = state.index_select(0, parent)
         after = []
         for group, before in zip(groups, state.split([one.chunks for one in groups]), strict=True):
-            chunk = parts[group.size].slice(group.begin, group.begin + group.chunks)
+            chunk = next(parts[group.size])
             values = chunk.values if chunk.reads is None else chunk.values - chunk.reads @ before
             outputs[group.size].append(chunk.queries @ before + chunk.attention @ values)
             after.append(before * chunk.decay + chunk.keys.transpose(-1, -2) @ values)
@@ -383,11 +385,10 @@ class _Chunks(NamedTuple):
     attention: Tensor  # [n, H, c, c]
     decay: Tensor  # [n, H, 1 or K, 1]
 
-    def slice(self, begin: int, end: int) -> _Chunks:
-        queries, keys, values, reads, attention, decay = (x if x is None else x[begin:end] for x in self)
-        assert queries is not None and keys is not None and values is not None
-        assert attention is not None and decay is not None
-        return _Chunks(queries, keys, values, reads, attention, decay)
+    def split(self, counts: list[int]) -> list[_Chunks]:
+        """Not slices: the gradient of each slice would be as large as the whole."""
+        none = [None] * len(counts)
+        return [_Chunks(*one) for one in zip(*(none if x is None else x.split(counts) for x in self), strict=True)]
 
 
 def _chunk_parts(
@@ -396,7 +397,7 @@ def _chunk_parts(
     tokens, real = plan.tokens[size], plan.real[size]
 
     def chunks(x: Tensor, masked: bool = False) -> Tensor:  # [n, H, c, ...]
-        y = x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).float()
+        y: Tensor = x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).float()
         if masked:
             y = y * real.view(*real.shape, *(1,) * (y.ndim - 2))
         return y.transpose(1, 2)
@@ -425,25 +426,47 @@ def _chunk_parts(
     return _Chunks(queries, keys, values, reads, attention, decay)
 
 
-def stepwise_scan(
-    a: Tensor, b: Tensor, tree: SegmentTree | DecodeTree, initial: Tensor | None = None, keep: bool = False
+def stepwise(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    empty: Tensor,
+    tree: SegmentTree | DecodeTree,
+    initial: Tensor | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`h = a h + b` elementwise over every history: h at each token [T, ...], and at segment ends if `keep`. One step
-    per position, for all histories together."""
+    """`state, output = step(state, *inputs)` for every token of every history: outputs [T, ...], and the states at
+    segment ends if `keep`. One call per position, for all histories together; `empty` is the state before the first."""
+    if isinstance(tree, DecodeTree):
+        assert initial is not None
+        state, output = step(initial, *inputs)
+        return output, state
     plan = tree.step_plan()
     first = plan.parents[0]
     assert first is not None
-    a_steps, b_steps = (x.index_select(0, plan.order_T).split(plan.counts) for x in (a, b))
-    state = _initial(first, b.new_zeros((len(first), *b.shape[1:])), tree, initial)
-    states = []
-    for depth, (factor, added) in enumerate(zip(a_steps, b_steps, strict=True)):
-        parent = plan.parents[depth]
-        if depth and parent is not None:
+    state = _initial(first, empty.expand(len(first), *empty.shape), tree, initial)
+    steps = zip(*(x.index_select(0, plan.order_T).split(plan.counts) for x in inputs), strict=True)
+    outputs, states = [], []
+    for parent, values in zip(plan.parents, steps, strict=True):
+        if outputs and parent is not None:
             state = state.index_select(0, parent)
+        state, output = step(state, *values)
+        outputs.append(output)
+        if keep:
+            states.append(state)
+    final = torch.cat(states).index_select(0, plan.final_N) if keep else None
+    return torch.cat(outputs).index_select(0, plan.inverse_T), final
+
+
+def stepwise_scan(
+    a: Tensor, b: Tensor, tree: SegmentTree | DecodeTree, initial: Tensor | None = None, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`h = a h + b` elementwise over every history: h at each token [T, ...], and at segment ends if `keep`."""
+
+    def step(state: Tensor, factor: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.addcmul(added, factor, state)
-        states.append(state)
-    flat = torch.cat(states)
-    return flat.index_select(0, plan.inverse_T), flat.index_select(0, plan.final_N) if keep else None
+        return state, state
+
+    return stepwise(step, (a, b), b.new_zeros(b.shape[1:]), tree, initial, keep)
 
 
 def _initial(rows: Tensor, zeros: Tensor, tree: SegmentTree, initial: Tensor | None) -> Tensor:
@@ -569,6 +592,66 @@ def _selective_scan(
     return output_TC.t()[None]
 
 
+def _rwkv_attention(
+    layer: _Layer, time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """RWKV 4. The state is numerator and denominator of a weighted mean, and the exponent that both are scaled by."""
+    decay = -torch.exp(time_decay.float())
+
+    def step(state: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        numerator, denominator, exponent = state.unbind(-1)
+        top = torch.maximum(exponent, k + time_first)
+        old, new = torch.exp(exponent - top), torch.exp(k + time_first - top)
+        output = (old * numerator + new * v) / (old * denominator + new)
+        top = torch.maximum(exponent + decay, k)
+        old, new = torch.exp(exponent + decay - top), torch.exp(k - top)
+        return torch.stack([old * numerator + new * v, old * denominator + new, top], -1), output
+
+    inputs = (key[0].float(), value[0].float())
+    empty = torch.tensor([0.0, 0.0, -1e38], device=key.device).expand(key.shape[-1], 3)
+    output_TC = layer.run("scan", stepwise, step, inputs, empty)
+    return output_TC.to(key.dtype)[None], None
+
+
+def _lightning_attention(
+    layer: _Layer, self: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor | None]:
+    qkv_TH = self.act_fn(self.qkv_proj(hidden_states[0])).unflatten(-1, (self.num_attention_heads, -1))
+    q, k, v = (x.float() for x in qkv_TH.split(self.head_dim, -1))
+    g_TH = -self.slope_rate.float().flatten().expand(len(q), -1)
+    output = layer.run("scan", chunked_scan, q, k, v, g_TH, None).to(hidden_states.dtype).flatten(1)
+    output = torch.sigmoid(self.output_gate(hidden_states[0])) * self.norm(output)
+    return self.out_proj(output)[None], None
+
+
+def _rg_lru_scan(
+    layer: _Layer, self: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    gate = (recurrent_gate * ~reset)[0].float()
+    return layer.run("scan", stepwise_scan, gate, hidden_states[0].float()).to(hidden_states.dtype)[None], None
+
+
+class TreeConv1d(nn.Conv1d):
+    """A causal convolution with padding on both sides, whose caller cuts the right side off."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer = _layer.get()
+        if layer is None:
+            return super().forward(input)
+        return layer.run("conv", conv, input[0], self.weight[:, 0], self.bias)[None]
+
+
+class TreeShift(nn.ZeroPad2d):
+    """Each token's predecessor; 0 for the first one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer = _layer.get()
+        if layer is None:
+            return super().forward(input)
+        before = input.new_tensor([1.0, 0.0]).expand(input.shape[-1], 2)
+        return layer.run("conv", conv, input[0].t(), before, None).t()[None]
+
+
 def _no_fused_kernel(layer: _Layer, *_: Any, **__: Any) -> None:
     """The module computes the convolution and the scan separately."""
 
@@ -581,8 +664,17 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _no_fused_kernel,
     "mamba_selective_scan": _selective_scan,
     "mamba_inner_fn": _no_fused_kernel,
+    "rwkv_linear_attention": _rwkv_attention,
+    "MiniMaxLightningAttention.forward": _lightning_attention,
+    "RecurrentGemmaRglru._rnn_scan": _rg_lru_scan,
 }
-"""Functions of transformers' modeling modules, and what they are in a packed forward."""
+"""Functions and methods of transformers' modeling modules, and what they are in a packed forward."""
+
+LAYERS = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "RwkvFeedForward"}
+"""Classes of layers that hold state without calling one of those functions directly."""
+
+SUBMODULES: dict[str, type[nn.Module]] = {"conv_1d": TreeConv1d, "time_shift": TreeShift}
+"""Submodules of such layers that look at earlier tokens."""
 
 
 def install(model: nn.Module, body: nn.Module) -> None:
@@ -596,6 +688,9 @@ def install(model: nn.Module, body: nn.Module) -> None:
         if _holds_state(type(module)):
             found = True
             module.rally_name = name
+            for child, ours in SUBMODULES.items():
+                if type(getattr(module, child, None)) is ours.__base__:
+                    getattr(module, child).__class__ = ours
             if _enter_layer not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_enter_layer, with_kwargs=True)
                 module.register_forward_hook(_leave_layer, always_call=True)
@@ -613,14 +708,16 @@ def _holds_state(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers."):
         return False
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and not REPLACED.keys().isdisjoint(code.co_names)
+    return kind.__name__ in LAYERS or (code is not None and not REPLACED.keys().isdisjoint(code.co_names))
 
 
 def _replace_functions(modeling: Any) -> None:
-    for name, ours in REPLACED.items():
-        original = getattr(modeling, name, None)
+    for path, ours in REPLACED.items():
+        *owner, name = path.split(".")
+        place = getattr(modeling, owner[0], None) if owner else modeling
+        original = getattr(place, name, None)
         if original is not None and not hasattr(original, "rally_original"):
-            setattr(modeling, name, _switched(original, ours))
+            setattr(place, name, _switched(original, ours))
 
 
 def _switched(original: Original, ours: Callable[..., Any]) -> Original:
@@ -642,12 +739,15 @@ def _leave_body(module: nn.Module, args: Any, output: Any) -> None:
     _context.set(None)
 
 
-def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     context = kwargs.get("rally") or _context.get()
     if context is not None:
         if not hasattr(context, "tree"):
             raise TypeError(f"this forward does not support {type(module).__name__}, which holds state")
         _layer.set(_Layer(context, str(module.rally_name), _layer.get(), {}))
+        if "attention_mask" in kwargs:  # these layers know masks of padding, and a packed forward has none
+            kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs
 
 
 def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:

@@ -159,7 +159,7 @@ class Steps:
         return torch.cat(rows)
 
 
-FAMILIES = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "jamba", "zamba"]
+FAMILIES = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1", "jamba", "zamba", "minimax", "recurrent_gemma", "rwkv"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -44,7 +44,7 @@ CASES = {
     "qwen3_5_text": ("packed", "refused"),  # state
     "lfm2": ("packed", "refused"),
     "nemotron_h": ("packed", "refused"),
-    "recurrent_gemma": ("row by row", "refused"),
+    "recurrent_gemma": ("packed", "refused"),
     "cpmant": ("refused", "refused"),
 }
 

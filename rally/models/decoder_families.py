@@ -87,8 +87,6 @@ def unsupported_attention(model: PreTrainedModel, max_length: int) -> str | None
         return f"layers of type {', '.join(sorted(kinds))}"
     if chosen and max_length > chosen:
         return f"sparse attention over {chosen} chosen tokens, fewer than the {max_length} that a history may have,"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its own attention function"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What each attention call of a model caches: the sizes of its keys and values, found by running the model.
+"""What a model caches: the sizes of keys and values of each attention call, and states, found by running the model.
 
 A configuration says this under a different name in every family, and some layers say nothing at all. Two tokens
 through the module show it: how often attention is called, with which shapes, and which calls use the keys and values
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.models.attention import Scores, packed_hidden
+from rally.models.state_layers import Segment, SegmentTree
 
 
 class KVLayer(NamedTuple):
@@ -38,14 +39,16 @@ class KVLayer(NamedTuple):
 
 
 class _Recorder:
-    """An attention context that records the calls of a forward."""
+    """A context that records the attention calls and the states of a forward over two tokens."""
 
     compressed = True
+    keeps_states = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.tree = SegmentTree([Segment(2)], device)
+        self.states: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self.layers: list[KVLayer] = []
         self.groups: set[int] = set()
-        self.scores: list[Scores] = []
         self._keys: list[Tensor] = []  # kept, so that no later tensor gets the same address
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
@@ -55,28 +58,34 @@ class _Recorder:
         self.layers.append(KVLayer(k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2], inside, source))
         self._keys.append(k_TKD)
         self.groups.add(q_THD.shape[1] // k_TKD.shape[1])
-        self.scores.append(scores)
         return q_THD.new_zeros((*q_THD.shape[:2], v_TKD.shape[2]))
 
+    def initial_states(self, name: str) -> None:
+        return None
 
-class AttentionCalls(NamedTuple):
-    """The attention calls of a forward, in order. `groups` are the numbers of query heads per key/value head."""
+    def store_final_states(self, name: str, states: Tensor) -> None:
+        self.states[name] = (states.shape[1:], states.dtype)
+
+
+class CachedParts(NamedTuple):
+    """What a forward leaves for the next token: the keys and values of its attention calls, in order, and the states of
+    other layers by name. `group` is the largest number of query heads per key/value head."""
 
     layers: tuple[KVLayer, ...]
-    scores: tuple[Scores, ...]
-    groups: frozenset[int]
+    group: int
+    states: dict[str, tuple[torch.Size, torch.dtype]]
 
 
 @torch.no_grad()
-def attention_calls(model: PreTrainedModel, axes: int = 1) -> AttentionCalls:
-    """Run `model`, which uses `rally_attention`, on two tokens and record its attention calls. `axes` is the number of
-    axes of positions."""
-    recorder, device = _Recorder(), model.device
-    at = torch.arange(2, device=device)
+def cached_parts(model: PreTrainedModel, axes: int = 1) -> CachedParts:
+    """Run `model`, which uses `rally_attention`, on two tokens and record what it caches. `axes` is the number of axes
+    of positions."""
+    recorder = _Recorder(model.device)
+    at = torch.arange(2, device=model.device)
     training = model.training
     model.eval()
     try:
         packed_hidden(model, torch.zeros_like(at), at if axes == 1 else at.expand(axes, 2), recorder)
     finally:
         model.train(training)
-    return AttentionCalls(tuple(recorder.layers), tuple(recorder.scores), frozenset(recorder.groups))
+    return CachedParts(tuple(recorder.layers), max(recorder.groups, default=1), recorder.states)

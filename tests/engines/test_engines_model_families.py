@@ -13,7 +13,7 @@ from benchmarks.architectures import sampled, small_model
 from rally.engines import EngineError
 from rally.engines.embedded import EngineCore, EngineSettings
 from rally.models import attention
-from rally.models.kv_layers import KVLayer, attention_calls
+from rally.models.kv_layers import KVLayer, cached_parts
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, pack
 from rally.types import SamplingParams
@@ -98,7 +98,7 @@ def test_latents_are_cached_compressed():
 def test_shared_layers_are_cached_once():
     model = small_model("gemma4_text")
     attention.install(model)
-    layers = attention_calls(model).layers
+    layers = cached_parts(model).layers
     shared = [layer for layer in layers if layer.source is not None]
     assert len(shared) == model.config.num_kv_shared_layers or not model.config.num_kv_shared_layers
     assert all(layer.numbers == 0 for layer in shared)

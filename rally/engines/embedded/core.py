@@ -30,9 +30,8 @@ from rally.models import attention
 from rally.models.decoder_families import FAMILIES, unsupported_attention
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
-from rally.models.kv_layers import attention_calls
+from rally.models.kv_layers import cached_parts
 from rally.models.rope import decide_rope
-from rally.models.state_layers import holds_state, state_shapes
 from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
 from rally.types import FinishReason, ImageSpan, SamplingParams
 
@@ -64,16 +63,20 @@ class EngineCore:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings)
         paged = self._paged(model)
-        check_supported(model, self.settings.max_model_len)
+        _check_supported(model, unsupported_attention(model, self.settings.max_model_len))
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
-        calls = attention_calls(model, axes=1 if tower_of(model) is None else 3)
-        states = state_shapes(model, attention.packed_hidden) if holds_state(model) else {}
-        self.memory_plan = None if num_pages else plan_memory(model, self.settings, calls.layers, states)
+        try:
+            parts = cached_parts(model, axes=1 if tower_of(model) is None else 3)
+        except Exception as problem:  # noqa: BLE001 - a forward that cannot be packed fails in its own ways
+            _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
+            raise
+        _check_supported(model, None if parts.layers or parts.states else "its own attention function")
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings, parts)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None
         store = KVStore(
-            calls.layers,
+            parts.layers,
             num_pages=pages,
             page_size=self.settings.page_size,
             dtype=model.dtype,
@@ -82,11 +85,11 @@ class EngineCore:
         )
         self.states: StateStore | None = None
         slots = self.settings.max_num_seqs
-        if states:
+        if parts.states:
             slots = slots if self.memory_plan is None else self.memory_plan.slots
             snapshots = 2 * slots if self.memory_plan is None else self.memory_plan.snapshots
             lend = store.memory is not None
-            self.states = StateStore(states, slots=slots, snapshots=snapshots, device=model.device, lend=lend)
+            self.states = StateStore(parts.states, slots=slots, snapshots=snapshots, device=model.device, lend=lend)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
         self.index = RadixCache(self.pool, self.settings.page_size, self.states)
@@ -102,9 +105,9 @@ class EngineCore:
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
-            self._cuda_runner(model, store, max(calls.groups, default=1))
+            self._cuda_runner(model, store, parts.group)
             if paged
-            else ModelRunner(model, store, self.slots, stride)
+            else ModelRunner(model, store, self.slots, stride, self.states)
         )
         self._launched: _Launched | None = None
         self.decode = decode
@@ -361,9 +364,9 @@ class _Launched(NamedTuple):
 OTHER_MODEL = "use another model, or a server engine"
 
 
-def check_supported(model: PreTrainedModel, max_length: int) -> None:
-    """Raise EngineError if the engine does not support the model's attention."""
-    if feature := unsupported_attention(model, max_length):
+def _check_supported(model: PreTrainedModel, feature: str | None) -> None:
+    """Raise EngineError if the engine lacks a feature of the model's attention."""
+    if feature is not None:
         raise EngineError(
             f"{type(model).__name__} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
-from rally.engines.embedded.state_cache import StateShapes, state_bytes
+from rally.engines.embedded.state_cache import state_bytes
 from rally.images.patches import Patches
 from rally.models.decoder_families import layer_shapes, mlp_size, shape_of
-from rally.models.kv_layers import KVLayer
+from rally.models.kv_layers import CachedParts
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 
@@ -34,25 +33,20 @@ class MemoryPlan(NamedTuple):
     state_bytes: int = 0
 
 
-def plan_memory(
-    model: PreTrainedModel,
-    settings: EngineSettings,
-    layers: Sequence[KVLayer] | None = None,
-    states: StateShapes | None = None,
-) -> MemoryPlan:
+def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedParts | None = None) -> MemoryPlan:
     """KV gets `memory_share` of the free memory, less what a step needs, and at most `max_kv_bytes`. A GPU uses all of
     that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
-    memory is shared. `layers` and `states` are what the model stores; without `layers` the configuration tells.
+    memory is shared. `parts` are what the model stores; without them the configuration tells.
     Half of the memory at most is for states, a third of it for running requests."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
-    stored = None if layers is None else sum(layer.numbers for layer in layers) * width
+    stored = None if parts is None else sum(layer.numbers for layer in parts.layers) * width
     per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
     step = step_bytes(config, settings, width, patches_of(model))
     free = free_bytes(model.device)
     memory = max(0, int(free * settings.memory_share) - step)
-    row, slots, snapshots = state_bytes(states or {}), settings.max_num_seqs, 0
+    row, slots, snapshots = 0 if parts is None else state_bytes(parts.states), settings.max_num_seqs, 0
     if row:
         fitting = memory // 2 // row
         slots = min(slots, max(1, fitting // 3))

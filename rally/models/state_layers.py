@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from rally.models.kernels.dispatch import kernels_for
+
 CHUNK = 64  # tokens that a scan combines by matrix products
 CHANNEL_CHUNK = 16  # the same where each channel has its own decay, which takes c * K numbers a token
 
@@ -286,10 +288,10 @@ class SegmentTree:
 
 
 class DecodeTree(NamedTuple):
-    """A step of one token per history, each with an initial state, in the order of the initial states. No plan depends
-    on the histories, so a CUDA graph can capture it."""
+    """A step of one token per history. The initial states are all rows of a cache, of which `rows_T` are those of the
+    tokens; a scan may update them in place. No plan depends on the histories, so a CUDA graph can capture it."""
 
-    tokens: int
+    rows_T: Tensor
 
 
 def conv(
@@ -305,7 +307,8 @@ def conv(
     channels, width = weight_CW.shape
     if isinstance(tree, DecodeTree):
         assert initial_RCP is not None
-        inputs_TCW = torch.cat([initial_RCP.to(x_CT.dtype), x_CT.t()[..., None]], -1)
+        before = initial_RCP.index_select(0, tree.rows_T).to(x_CT.dtype)
+        inputs_TCW = torch.cat([before, x_CT.t()[..., None]], -1)
         output_TC = (inputs_TCW.float() * weight_CW.float()).sum(-1)
         output_TC = output_TC if bias_C is None else output_TC + bias_C.float()
         return output_TC.to(weight_CW.dtype).t(), inputs_TCW[..., 1:]
@@ -341,13 +344,9 @@ def chunked_scan(
     """
     if isinstance(tree, DecodeTree):
         assert initial_RHKV is not None
-        decay = g.float().exp()
-        state = initial_RHKV.float() * (decay[..., None, None] if g.ndim == 2 else decay[..., None])
-        k, v = k_THK.float(), v_THV.float()
-        if beta_TH is not None:
-            v = (v - torch.einsum("thkv,thk->thv", state, k)) * beta_TH.float()[..., None]
-        state = state + k[..., None] * v[..., None, :]
-        return torch.einsum("thkv,thk->thv", state, q_THK.float()), state
+        out_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
+        kernels_for(v_THV.device).scan_step(q_THK, k_THK, v_THV, g, beta_TH, initial_RHKV, tree.rows_T, out_THV)
+        return out_THV, None
     plan = tree.chunk_plan(CHUNK if g.ndim == 2 else CHANNEL_CHUNK)
     parts = {}
     for size in plan.tokens:
@@ -438,7 +437,7 @@ def stepwise(
     segment ends if `keep`. One call per position, for all histories together; `empty` is the state before the first."""
     if isinstance(tree, DecodeTree):
         assert initial is not None
-        state, output = step(initial, *inputs)
+        state, output = step(initial.index_select(0, tree.rows_T), *inputs)
         return output, state
     plan = tree.step_plan()
     first = plan.parents[0]

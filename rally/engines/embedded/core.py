@@ -68,7 +68,7 @@ class EngineCore:
         decide_rope(model, self.settings.max_model_len)
         try:
             parts = cached_parts(model, axes=1 if tower_of(model) is None else 3)
-        except Exception as problem:  # noqa: BLE001 - a forward that cannot be packed fails in its own ways
+        except Exception as problem:  # a forward that cannot be packed fails in its own ways
             _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
             raise
         _check_supported(model, None if parts.layers or parts.states else "its own attention function")

@@ -118,5 +118,8 @@ class DecodeStates(StepStates):
     of `rows_T`, so a CUDA graph can capture it."""
 
     def __init__(self, store: StateStore, rows_T: Tensor) -> None:
-        self.store, self.initial, self.final = store, rows_T, rows_T
-        self.tree = DecodeTree(len(rows_T))
+        self.store, self.final = store, rows_T
+        self.tree = DecodeTree(rows_T)
+
+    def initial_states(self, name: str) -> Tensor:
+        return self.store.tensors[name]

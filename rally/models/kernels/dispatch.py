@@ -21,6 +21,7 @@ class Kernels(NamedTuple):
     paged_decode: Callable[..., None]
     paged_extend: Callable[..., None]
     invariant_linear: Callable[..., Tensor]
+    scan_step: Callable[..., None]
 
 
 def has_triton() -> bool:
@@ -36,8 +37,19 @@ def kernels_for(device: torch.device) -> Kernels:
         from rally.models.kernels.rms_norm import add_rms_norm, rms_norm
         from rally.models.kernels.rotary import rotate_and_store
         from rally.models.kernels.sampling import sample
+        from rally.models.kernels.scan_step import scan_step
 
-        return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend, linear)
+        return Kernels(
+            rms_norm,
+            add_rms_norm,
+            rotate_and_store,
+            gated,
+            sample,
+            paged_decode,
+            paged_extend,
+            linear,
+            scan_step,
+        )
     from rally.models.kernels import reference
 
     return Kernels(
@@ -49,4 +61,5 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.paged_decode,
         reference.paged_extend,
         reference.linear,
+        reference.scan_step,
     )

@@ -88,6 +88,27 @@ def linear(
     return F.linear(x_TC.float(), weight_FC.float(), bias).to(out_dtype or x_TC.dtype)
 
 
+def scan_step(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g: Tensor,
+    beta_TH: Tensor | None,
+    states_SHKV: Tensor,
+    rows_T: Tensor,
+    out_THV: Tensor,
+) -> None:
+    """One token of linear attention for each row of the states, which are updated in place."""
+    decay = g.float().exp()
+    state = states_SHKV.index_select(0, rows_T) * (decay[..., None, None] if g.ndim == 2 else decay[..., None])
+    k, v = k_THK.float(), v_THV.float()
+    if beta_TH is not None:
+        v = (v - torch.einsum("thkv,thk->thv", state, k)) * beta_TH.float()[..., None]
+    state = state + k[..., None] * v[..., None, :]
+    states_SHKV.index_copy_(0, rows_T, state)
+    out_THV.copy_(torch.einsum("thkv,thk->thv", state, q_THK.float()))
+
+
 def paged_decode(
     q_BHD: Tensor,
     keys: Tensor,

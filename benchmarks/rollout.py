@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.report import Circumstances
 from benchmarks.rollout_engines import (
     ENGINES,
+    SHAPES,
     Contestant,
     Conversing,
     Embedded,
@@ -36,7 +37,9 @@ from benchmarks.rollout_engines import (
     missing,
     shape_named,
 )
-from benchmarks.rollout_workloads import Played, Workload
+from benchmarks.rollout_workloads import Played, Workload, scripts
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.packing import Row, micro_batches, pack
 from rally.types import RallyError
 
 ELSEWHERE = "measured elsewhere on the same machine type on 2026-11-15"
@@ -91,12 +94,13 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description="Rollout engines, side by side.")
     parser.add_argument("--engine", default="embedded,hf", help=f"some of {','.join(ENGINES)}")
-    parser.add_argument("--shape", default="qwen2.5-1.5b", help="qwen2.5-1.5b, smollm2-135m or tiny")
+    parser.add_argument("--shape", default="qwen2.5-1.5b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--workloads", default="single,multi-256,multi-1024,multi-256-groups")
     parser.add_argument("--running", default="256", help="requests that may run at once; several: 256,512,1024")
     parser.add_argument("--repeat", type=int, default=1, help="timed repetitions, of which the median counts")
     parser.add_argument("--out", type=Path, help="a Markdown file for the tables")
     parser.add_argument("--profile", type=Path, help="a file for torch's profile of 20 decode steps of our engine")
+    parser.add_argument("--mismatch", action="store_true", help="compare our engine with the training forward, too")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     try:
@@ -142,6 +146,8 @@ async def time_engine(
         print(f"  {workload.name}: {await warm_up(engine, workload)}", flush=True)
         timings.append(await time_workload(engine, workload, running, options.repeat))
         print(f"  {' | '.join(cells(timings[-1]))}", flush=True)
+    if options.mismatch and isinstance(engine, Embedded):
+        print(f"  {await mismatch(engine, workloads[0])}", flush=True)
     if options.profile and isinstance(engine, Embedded):
         options.profile.parent.mkdir(parents=True, exist_ok=True)
         file = options.profile.with_stem(f"{options.profile.stem}-{running}")
@@ -179,6 +185,32 @@ async def time_workload(engine: Contestant, workload: Workload, running: int, re
         played=played,
         steps=steps,
         peak_bytes=engine.peak_bytes(),
+    )
+
+
+async def mismatch(engine: Embedded, workload: Workload, requests: int = 32) -> str:
+    """How far the training forward is from the log-probabilities that the engine recorded, over whole rows."""
+    few = [script.prompt for script in scripts(workload, engine.vocabulary, seed=-9)[:requests]]
+    replies = await asyncio.gather(*(engine.sample(prompt, workload.new) for prompt in few))
+    rows = [
+        Row(
+            ids=(*prompt, *reply.ids),
+            sampled=tuple(range(len(prompt), len(prompt) + len(reply.ids))),
+            logprobs=tuple(reply.logprobs),
+            episode=number,
+        )
+        for number, (prompt, reply) in enumerate(zip(few, replies, strict=True))
+    ]
+    model, differences = engine.engine.core.model, []
+    for batch in micro_batches(rows, max_tokens=PREFILL):
+        packed = pack(batch, model.device)
+        with torch.no_grad():
+            differences.append(token_logprobs(model, packed).logp_M - packed.old_logp_M)
+    off = torch.cat(differences).double()
+    k3 = float((off.exp() - 1 - off).mean())
+    return (
+        f"training forward against rollout over {len(off):,} tokens: k3 {k3:.1e}, mean difference "
+        f"{float(off.abs().mean()):.4f}, largest {float(off.abs().max()):.3f}"
     )
 
 

@@ -197,11 +197,33 @@ class WeightSpan:
     end: int
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The experts that the routers of a mixture-of-experts model chose, for the first tokens of a history:
+    little-endian int16 numbers [tokens, layers, experts of a token]."""
+
+    data: bytes = field(repr=False)
+    layers: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        assert self.layers > 0 and self.experts > 0 and len(self.data) % (2 * self.layers * self.experts) == 0
+
+    def __len__(self) -> int:
+        """How many tokens they cover."""
+        return len(self.data) // (2 * self.layers * self.experts)
+
+    def first(self, tokens: int) -> Routes:
+        return Routes(self.data[: 2 * self.layers * self.experts * tokens], self.layers, self.experts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """The result of one request to an engine. `logprobs` are under softmax(logits / temperature), unfiltered: the
     policy that is trained (temperature 1 when greedy). `sampling_logprobs` are after top-p, top-k and min-p. All times
-    are seconds from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it."""
+    are seconds from the request: `queued_seconds` until the engine started it, 0 if the engine does not report it.
+    `routes` are those of the prompt and all sampled tokens but the last, which was not computed; None if not asked
+    for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -212,6 +234,7 @@ class Generation:
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     queued_seconds: float = 0.0
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.logprobs), "one logprob per sampled token"
@@ -283,7 +306,8 @@ class ImageSpan:
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """One contiguous token history: a prompt, then sampled (mask 1) and observed (mask 0) tokens in order. `images` are
-    the spans of its images, counted from the start of the prompt.
+    the spans of its images, counted from the start of the prompt. `routes` cover the tokens before the last sampled
+    one, if the engine returned them for the last generation.
 
     Only `append_sampled` and `append_observed` extend a segment, so ids, mask, logprobs and images stay consistent.
     """
@@ -294,8 +318,10 @@ class Segment:
     response_logprobs: tuple[float, ...] = ()
     spans: tuple[WeightSpan, ...] = ()
     images: tuple[ImageSpan, ...] = ()
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
+        assert self.routes is None or len(self.routes) < len(self.ids), "routes of computed tokens"
         n = len(self.response_ids)
         assert len(self.response_mask) == n and len(self.response_logprobs) == n, "ids, mask, logprobs drifted apart"
         end = 0
@@ -317,6 +343,8 @@ class Segment:
 
     def append_sampled(self, generation: Generation) -> Segment:
         start, n = len(self.response_ids), len(generation.ids)
+        routes = generation.routes
+        assert routes is None or len(routes) == max(0, len(self.ids) + n - 1), "one route per computed token"
         return Segment(
             prompt_ids=self.prompt_ids,
             response_ids=self.response_ids + generation.ids,
@@ -324,6 +352,7 @@ class Segment:
             response_logprobs=self.response_logprobs + generation.logprobs,
             spans=self.spans + tuple(WeightSpan(s.version, s.start + start, s.end + start) for s in generation.spans),
             images=self.images,
+            routes=routes if n else self.routes,
         )
 
     def append_observed(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Segment:
@@ -336,6 +365,7 @@ class Segment:
             response_logprobs=self.response_logprobs + (0.0,) * n,
             spans=self.spans,
             images=self.images + tuple(span.moved(start) for span in images),
+            routes=self.routes,
         )
 
 

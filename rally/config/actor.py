@@ -123,6 +123,9 @@ class PolicyLossConfig(Section):
 
 class RouterReplay(Section):
     mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Whose expert choices the update of a mixture-of-experts model uses. disabled: its routers' own. R2: those of a
+    forward over the episodes before the first update. R3: those of the rollout, which needs
+    rollout.enable_rollout_routing_replay."""
     record_file: PathText | None = None
     replay_file: PathText | None = None
 

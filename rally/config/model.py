@@ -40,6 +40,10 @@ class LoraKeys(Section):
     excludes the output head."""
     exclude_modules: Texts = ()
     """Modules that get no adapter although target_modules selects them; written in the same way."""
+    target_parameters: Texts = ()
+    """Parameters that get an adapter besides the modules, by suffixes of their names, such as mlp.experts.gate_up_proj
+    and mlp.experts.down_proj. The experts of a mixture-of-experts model are parameters, which all-linear does not
+    select. On one device only."""
     lora_adapter_path: PathText | None = None
     """A folder of LoRA adapters to start from. Rank, alpha and modules are then those of the folder."""
 

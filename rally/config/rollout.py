@@ -343,6 +343,8 @@ class RolloutConfig(LogProbKeys):
     """The folder of skip_rollout. null is ~/.cache/rally/rollout_dump (or below XDG_CACHE_HOME). A folder of another
     user is refused."""
     enable_rollout_routing_replay: bool = False
+    """Record the expert choices of a mixture-of-experts model in rollout, for actor.router_replay.mode=R3. Needs vLLM
+    or SGLang servers that return them."""
     quantization: str | None = None
     quantization_config_file: PathText | None = None
     limit_images: Count | None = None

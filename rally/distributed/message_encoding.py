@@ -35,6 +35,7 @@ from rally.train.rank_messages import (
     UpdateCritic,
     UpdatePolicy,
 )
+from rally.types import Routes
 
 PER_ROW = {
     "ids": torch.int64,
@@ -126,13 +127,30 @@ def rows_to_tensors(rows: Sequence[Row]) -> dict[str, Tensor]:
         parts = [getattr(row, name) for row in rows]
         tensors[name] = torch.tensor(list(itertools.chain.from_iterable(parts)), dtype=dtype)
         tensors[f"{name}/lengths"] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    if any(row.routes is not None for row in rows):
+        known = [row.routes or Routes(b"", 1, 1) for row in rows]
+        tensors["routes"] = torch.frombuffer(bytearray(b"".join(r.data for r in known)), dtype=torch.int16)
+        tensors["routes/shapes"] = torch.tensor([[len(r), r.layers, r.experts] for r in known])
     return tensors
 
 
 def rows_of_tensors(tensors: dict[str, Tensor]) -> list[Row]:
     fields = {name: _split(tensors[name], tensors[f"{name}/lengths"]) for name in PER_ROW}
     episodes = tensors["episode"].tolist()
-    return [Row(episode=e, **{name: parts[i] for name, parts in fields.items()}) for i, e in enumerate(episodes)]
+    routes = _routes(tensors) if "routes" in tensors else [None] * len(episodes)
+    return [
+        Row(episode=e, routes=routes[i], **{name: parts[i] for name, parts in fields.items()})
+        for i, e in enumerate(episodes)
+    ]
+
+
+def _routes(tensors: dict[str, Tensor]) -> list[Routes | None]:
+    shapes = tensors["routes/shapes"].tolist()
+    parts = tensors["routes"].split([tokens * layers * experts for tokens, layers, experts in shapes])
+    return [
+        Routes(part.numpy().tobytes(), layers, experts) if tokens else None
+        for part, (tokens, layers, experts) in zip(parts, shapes, strict=True)
+    ]
 
 
 def _split(numbers: Tensor, lengths: Tensor) -> list[tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.tools.invoke import is_outage
-from rally.types import Generation, ImageSpan, RallyError, SamplingParams, Segment, StopReason, Task, Turn
+from rally.types import Generation, ImageSpan, RallyError, Routes, SamplingParams, Segment, StopReason, Task, Turn
 
 
 class LoopError(RallyError):
@@ -119,8 +119,21 @@ class AgentLoopOutput:
                 response_mask=tuple(map(int, self.response_mask)),
                 response_logprobs=tuple(logprobs),
                 images=tuple(self.images) or self._located(codec),
+                routes=self._engine_routes(generations),
             ),
         )
+
+    def _engine_routes(self, generations: Sequence[Generation]) -> Routes | None:
+        """The last generation's routes of the tokens before the last sampled one, if this history ends with what it
+        sampled; tokens may be cut off at the end."""
+        routes = generations[-1].routes if generations else None
+        last = max((at for at, mask in enumerate(self.response_mask) if mask), default=-1)
+        if routes is None or last < 0:
+            return None
+        ids, sampled = (*self.prompt_ids, *self.response_ids), generations[-1].ids
+        start = len(routes) + 1 - len(sampled)
+        end = len(self.prompt_ids) + last + 1
+        return routes.first(end - 1) if start < end and ids[start:end] == sampled[: end - start] else None
 
     def _check_length(self, name: str, values: Sequence[float]) -> None:
         count = len(self.response_ids)

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rally.models import state_layers
+from rally.models import routing, state_layers
 from rally.models.vision import SeenImages, packed_seen_hidden
 
 NAME = "rally"
@@ -35,12 +35,14 @@ NAME = "rally"
 
 class Scores(NamedTuple):
     """How a layer computes attention weights from scores. `softcap` bounds scores by a tanh (Gemma 2); `sinks_H` take
-    part in the softmax of each head without a value (gpt-oss)."""
+    part in the softmax of each head without a value (gpt-oss). With `chunk`, a token attends to the tokens of its own
+    chunk of so many positions (Llama 4)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    chunk: int | None = None
 
     @property
     def plain(self) -> bool:
@@ -74,7 +76,7 @@ def rally_attention(
 ) -> tuple[Tensor, Tensor | None]:
     latent = module.__dict__.pop(LATENT, None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    scores = Scores(scale, sliding_window, kwargs.get("softcap"), kwargs.get("s_aux"))
+    scores = Scores(scale, sliding_window, kwargs.get("softcap"), kwargs.get("s_aux"), _chunk_of(module))
     if rally is None and scores.plain:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -91,12 +93,20 @@ def rally_attention(
     return rally.attend(layer, q_THD, k_TKD, v_TKD, scores).unsqueeze(0), None
 
 
+def _chunk_of(module: Any) -> int | None:
+    config = getattr(module, "config", None)
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None) if size else None
+    return size if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+
+
 def install(model: PreTrainedModel) -> None:
     """Make `model` use `rally_attention`; the results of ordinary forwards do not change."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, rally_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     state_layers.install(model, body_of(model))
+    routing.install(model)
     for module in model.modules():
         projection = getattr(module, "kv_b_proj", None)
         if projection is not None and hasattr(module, "qk_nope_head_dim") and LATENT_HOOK not in vars(module):
@@ -203,11 +213,14 @@ def _explicit_attention(
     return (weights.softmax(-1)[..., :length] @ v_BHLD.float()).to(q_BHtD.dtype)
 
 
-def visible(starts: Tensor, t: int, length: int, window: int | None) -> Tensor:
-    """Causal mask [B, 1, t, length]: query i of a row has position starts + i. With a sliding `window`, if given."""
+def visible(starts: Tensor, t: int, length: int, window: int | None, chunk: int | None = None) -> Tensor:
+    """Causal mask [B, 1, t, length]: query i of a row has position starts + i. With a sliding `window` or only within
+    its `chunk`, if given."""
     queries = starts[:, None, None] + torch.arange(t, device=starts.device)[None, :, None]
     keys = torch.arange(length, device=starts.device)[None, None, :]
     mask = keys <= queries
     if window is not None:
         mask &= keys > queries - window
+    if chunk is not None:
+        mask &= keys // chunk == queries // chunk
     return mask.unsqueeze(1)

@@ -39,6 +39,10 @@ WEIGHTS = WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PATH_KEY = "model.path"
 TRAINING_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """Attributes of routers. Others with similar names are thresholds that evaluation uses too."""
+RANDOM_IN_TRAINING = ("PhimoeTopKRouter",)
+"""Modules that draw random numbers in train mode; they stay in eval mode."""
+BALANCE_LOSS = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+"""Settings of the auxiliary loss in a class's own loss function."""
 UNREADABLE = (*checksums.UNREADABLE, SafetensorError, ImportError)
 """What transformers raises for damaged or foreign files."""
 
@@ -90,6 +94,11 @@ def load_model(
             f"model.override_config sets {', '.join(noisy)}, and models are trained without dropout or noise, because "
             "the rollout has none; leave it out"
         )
+    if balance := [name for name, value in (overrides or {}).items() if value and name in BALANCE_LOSS]:
+        raise LoadError(
+            f"model.override_config sets {', '.join(balance)}, and the load-balancing loss of experts is not part of "
+            "the objective; leave it out"
+        )
     kwargs: dict[str, Any] = {
         "dtype": pick_dtype(dtype, device),
         "trust_remote_code": trust_remote_code,
@@ -129,11 +138,17 @@ def turn_off_dropout(model: nn.Module) -> None:
     """Set every dropout, and the noise that routers add in training, to 0. Rollout, reference and update must be the
     same function of the weights. The configuration, which is saved with the weights, keeps its values."""
     for module in model.modules():
+        if type(module).__name__ in RANDOM_IN_TRAINING:
+            module.register_forward_pre_hook(_evaluate)
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or name in TRAINING_NOISE):
                 setattr(module, name, 0.0)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+
+
+def _evaluate(module: nn.Module, args: Any) -> None:
+    module.training = False
 
 
 def _copied_from_file(model: Any) -> Any:

@@ -13,13 +13,14 @@ import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -138,6 +139,7 @@ class LoraSettings:
     alpha: int = 16
     targets: tuple[str, ...] = ("all-linear",)
     excluded: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     start: str | None = None
     seed: int = 0
 
@@ -153,7 +155,10 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
     config = _read_config(folder, settings) if folder else _new_config(_of_language(model, settings))
     _check_names(model, settings)
     try:
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        with (
+            torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
+            nullcontext() if folder and _has_old_names(Path(folder)) else _names_as_they_are(),
+        ):
             torch.manual_seed(settings.seed)
             model.add_adapter(config, NAME)
     except ValueError as problem:
@@ -168,6 +173,32 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
                 f"the adapters in {folder} do not fit this model ({mismatched[0]}); set model.path to their base"
             )
     model.eval()
+
+
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """A context in which PEFT takes target names as those of this model. By default it reads them as names of
+    transformers 4, where experts were linear layers: all-linear would adapt experts and routers, and down_proj of a
+    dense layer would mean the experts."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # older versions of PEFT
+        yield
+        return
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
+
+
+def _has_old_names(folder: Path) -> bool:
+    """Whether the adapters are those of single experts, as transformers 4 names them."""
+    if not (folder / WEIGHTS).is_file():
+        return False
+    with safe_open(folder / WEIGHTS, "pt") as weights:
+        return any(re.search(r"\.experts\.\d+\.", name) for name in weights.keys())  # noqa: SIM118
 
 
 def lora_rank(settings: LoraSettings) -> int:
@@ -218,14 +249,46 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     state, merged = model_state(model), {}
     if ranks_of(model).rank > 0:
         return {}  # only rank 0 has the whole tensors
+    parameters = {f"{_unwrapped(name)}.{x.parameter_name}": x for name, x in layers.items() if _adapts_parameter(x)}
     for key, value in state.items():
         if "lora_" in key:
             continue
         owner, inside, kind = key.rpartition(".base_layer.")
-        if inside and kind == "weight":
+        plain = _unwrapped(key)
+        if plain in parameters:
+            value = (value.float() + parameters[plain].get_delta_weight(NAME).float()).to(value.dtype).cpu()
+        elif inside and kind == "weight":
             value = (value.float() + _delta(owner, layers[owner], state)).to(value.dtype).cpu()
-        merged[f"{owner}.{kind}" if inside else key] = value
+        merged[plain] = value
     return merged
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace(".base_layer", "")
+
+
+def _adapts_parameter(layer: Any) -> bool:
+    """Whether the layer is PEFT's wrapper of one parameter of a module; several are nested."""
+    return hasattr(layer, "parameter_name")
+
+
+def unadapted_experts(model: PreTrainedModel) -> str | None:
+    """A sentence if the model has LoRA adapters but none on its experts, which are parameters and not linear layers."""
+    adapted = {_unwrapped(name) for name, layer in model.named_modules() if _adapts_parameter(layer)}
+    experts = {
+        f"{module}.{name}": parameter.numel()
+        for module, layer in model.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.ndim == 3 and _unwrapped(module) not in adapted
+    }
+    if not has_adapters(model) or not experts:
+        return None
+    kinds = sorted({".".join(name.split(".")[-3:]) for name in experts})
+    share = sum(experts.values()) / sum(p.numel() for p in model.parameters())
+    return (
+        f"the experts of this model, {share:.0%} of its weights, get no LoRA adapters, because they are parameters and "
+        f"not linear layers; model.target_parameters=[{','.join(kinds)}] adapts them"
+    )
 
 
 def _delta(owner: str, layer: Any, state: Mapping[str, Tensor]) -> Tensor:
@@ -271,6 +334,7 @@ def _new_config(settings: LoraSettings) -> Any:
         lora_alpha=settings.alpha,
         target_modules=_names(settings.targets),
         exclude_modules=_names(settings.excluded) if settings.excluded else None,
+        target_parameters=list(settings.parameters) or None,
         task_type="CAUSAL_LM",
     )
 
@@ -325,6 +389,12 @@ def _check_names(model: PreTrainedModel, settings: LoraSettings) -> None:
     if settings.start:
         return
     modules = [name for name, _ in model.named_modules()]
+    known = [name for name, _ in model.named_parameters()]
+    for text in settings.parameters:
+        if not any(name == text or name.endswith(f".{text}") for name in known):
+            experts = sorted({".".join(n.split(".")[-3:]) for n, p in model.named_parameters() if p.ndim == 3})
+            advice = f"use {', '.join(experts)}" if experts else "this model has no experts; leave it out"
+            raise LoraError(f"model.target_parameters={text} matches no parameter of this model; {advice}")
     for key, texts in (("target_modules", settings.targets), ("exclude_modules", settings.excluded)):
         for text in texts if isinstance(_names(texts), list) else ():
             if not any(name == text or name.endswith(f".{text}") for name in modules):

@@ -7,7 +7,7 @@ convolution, the scan, and the fused kernels that would skip both. Inside a pack
 original function is called with the same arguments.
 
 A packed forward is one whose body is called with the keyword `rally`, a `StateContext`. Gradient checkpointing computes
-layers again in another thread, where that keyword may not arrive; `checkpoint_contexts` restores the context there.
+layers again in another thread, where that keyword may not arrive; the context is therefore a forward variable.
 
 States are float32, as are gates and norms. The scans are plain torch on any device.
 
@@ -20,9 +20,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from rally.models.forward_variables import forward_variable
 from rally.models.kernels.dispatch import kernels_for
 
 CHUNK = 64  # tokens that a scan combines by matrix products
@@ -294,6 +294,26 @@ class DecodeTree(NamedTuple):
     rows_T: Tensor
 
 
+class BranchContext:
+    """The context of a training forward: branches of a packed batch, all of which begin with an empty state or within
+    the batch."""
+
+    keeps_states = False
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        self._branches = (lengths, parents, device)
+
+    @functools.cached_property
+    def tree(self) -> SegmentTree:
+        return SegmentTree.of_branches(*self._branches)
+
+    def initial_states(self, name: str) -> None:
+        return None
+
+    def store_final_states(self, name: str, states: Tensor) -> None:
+        raise AssertionError("training keeps no states")
+
+
 def conv(
     x_CT: Tensor,
     weight_CW: Tensor,
@@ -444,7 +464,8 @@ def stepwise(
     assert first is not None
     state = _initial(first, empty.expand(len(first), *empty.shape), tree, initial)
     steps = zip(*(x.index_select(0, plan.order_T).split(plan.counts) for x in inputs), strict=True)
-    outputs, states = [], []
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
     for parent, values in zip(plan.parents, steps, strict=True):
         if outputs and parent is not None:
             state = state.index_select(0, parent)
@@ -499,7 +520,7 @@ class _Layer:
         return output
 
 
-_context: ContextVar[StateContext | None] = ContextVar("packed forward", default=None)
+_context: ContextVar[StateContext | None] = forward_variable("packed forward")
 _layer: ContextVar[_Layer | None] = ContextVar("layer of a packed forward", default=None)
 
 Original = Callable[..., Any]
@@ -753,20 +774,6 @@ def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
     layer = _layer.get()
     if layer is not None and layer.name == module.rally_name:
         _layer.set(layer.outer)
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` of `torch.utils.checkpoint`: the second forward of a layer gets the context of its first one."""
-    return nullcontext(), _restored(_context.get())
-
-
-@contextmanager
-def _restored(context: StateContext | None) -> Iterator[None]:
-    token: Token[StateContext | None] = _context.set(context)
-    try:
-        yield
-    finally:
-        _context.reset(token)
 
 
 class _Shapes:

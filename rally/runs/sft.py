@@ -18,6 +18,7 @@ from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
 from rally.models.load import check_vocabulary, reloading_problem
+from rally.models.lora import unadapted_experts
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
@@ -103,6 +104,8 @@ def _sft(
         raise RunError(f"{start.path} is already at step {start.step} of {steps}; raise trainer.total_training_steps")
     ranks.start(RunPlan(config, start.path if start else None, steps))
     policy = sft_policy_of(config, start, steps, ranks)
+    if unadapted := unadapted_experts(policy.model):
+        console.note(unadapted)
     written = set(itertools.chain.from_iterable(row.ids for row in train.rows))
     check_vocabulary(policy.model, tokenizer, written)
     if problem := reloading_problem(tokenizer, policy.model.config):

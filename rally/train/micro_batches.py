@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rally.models.sharding import Ranks
-from rally.train.packing import Row, micro_batches, shared
+from rally.train.packing import Row, micro_batches, shared_tokens
 
 UNBOUND = sys.maxsize
 
@@ -60,12 +60,15 @@ def share_of(ranks: Ranks, parts: Sequence[list[Row]]) -> list[MicroBatchShare]:
     return [MicroBatchShare(parts[i]) if i < len(parts) else MicroBatchShare(parts[-1], counts=False) for i in mine]
 
 
-def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[Tensor]:
-    """A number per sampled token of each part, from all ranks. `mine_M` are those of this rank's parts that count."""
+def in_order(
+    ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor, count: Callable[[Row], int] = lambda row: len(row.sampled)
+) -> list[Tensor]:
+    """The numbers of each part, from all ranks: by default one per sampled token. `mine_M` are those of this rank's
+    parts that count."""
     gathered: list[Tensor] = [torch.empty(0)] * len(parts)
     for rank, numbers in enumerate(ranks.all_gather(mine_M)):
         theirs = range(rank, len(parts), ranks.world_size)
-        sizes = [sum(len(row.sampled) for row in parts[i]) for i in theirs]
+        sizes = [sum(map(count, parts[i])) for i in theirs]
         for i, one in zip(theirs, numbers.split(sizes), strict=True):
             gathered[i] = one
     return gathered
@@ -73,5 +76,5 @@ def in_order(ranks: Ranks, parts: Sequence[list[Row]], mine_M: Tensor) -> list[T
 
 def _computed(rows: Sequence[Row]) -> int:
     """How many tokens a forward over all rows computes."""
-    order = sorted(row.inputs for row in rows if row.sampled)
-    return sum(map(len, order)) - sum(shared(a, b) for a, b in itertools.pairwise(order))
+    order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
+    return sum(len(row.inputs) for row in order) - sum(itertools.starmap(shared_tokens, itertools.pairwise(order)))

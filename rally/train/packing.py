@@ -15,14 +15,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rally.models.vision import rope_of
-from rally.types import Image, ImageSpan, Segment
+from rally.types import Image, ImageSpan, Routes, Segment
 
 KEYS_PER_TOKEN = 8  # bounds the copied keys too: many short responses to one long prompt have many keys
 
@@ -43,6 +43,7 @@ class Row:
     values: tuple[float, ...] = ()  # the critic's values at these tokens
     returns: tuple[float, ...] = ()  # the critic's targets
     images: tuple[ImageSpan, ...] = ()  # which of its tokens belong to images
+    routes: Routes | None = None  # the experts that its tokens are computed with
 
     def __post_init__(self) -> None:
         per_token = (self.advantages, self.weights, self.marked, self.values, self.returns)
@@ -58,6 +59,7 @@ class Row:
             logprobs=tuple(itertools.compress(segment.response_logprobs, segment.response_mask)),
             episode=episode,
             images=segment.images,
+            routes=segment.routes,
         )
 
     @cached_property
@@ -103,6 +105,8 @@ class PackedRows:
     keys: list[int]
     parents: list[int]  # the packed token before the first one of each branch; -1: none
     source_S: Tensor | None  # the packed token that each key belongs to; None: branches share nothing, S = T in order
+    paths: list[Ints]  # the packed tokens of each row
+    routes_TLk: Tensor | None  # int16; -1: not recorded
     predict_U: Tensor  # index of the token before each sampled one
     targets_U: Tensor  # the sampled tokens
     pair_M: Tensor  # the U pair of each sampled token
@@ -117,7 +121,7 @@ class PackedRows:
 
 def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
     """Pack rows, each with a sampled token, into one prefix tree. Only neighbouring rows share a prefix."""
-    tree = _build_tree([row.inputs for row in rows])
+    tree = _build_tree([row.inputs for row in rows], [0, *itertools.starmap(shared_tokens, itertools.pairwise(rows))])
     sampled = [np.array(row.sampled) for row in rows]
     predict = np.concatenate([path[at - 1] for path, at in zip(tree.paths, sampled, strict=True)])
     targets = np.array([row.ids[p] for row in rows for p in row.sampled])
@@ -137,6 +141,8 @@ def pack(rows: Sequence[Row], device: torch.device) -> PackedRows:
         keys=tree.keys,
         parents=tree.parents,
         source_S=None if sum(tree.keys) == len(tree.ids) else tensor(tree.source),
+        paths=tree.paths,
+        routes_TLk=tensor(routes) if (routes := _routes(rows, tree)) is not None else None,
         predict_U=tensor(predict[first]),
         targets_U=tensor(targets[first]),
         pair_M=tensor(pair),
@@ -201,9 +207,9 @@ class _Tree(NamedTuple):
     paths: list[Ints]
 
 
-def _build_tree(rows: Sequence[tuple[int, ...]]) -> _Tree:
-    """The tree of `rows`. Branches are ordered by shape, because those of one shape share an attention call."""
-    shares = [0, *(shared(a, b) for a, b in itertools.pairwise(rows))]
+def _build_tree(rows: Sequence[tuple[int, ...]], shares: Sequence[int]) -> _Tree:
+    """The tree of `rows`, each of which shares so many tokens with the one before it. Branches are ordered by shape,
+    because those of one shape share an attention call."""
     branches = sorted(
         (i for i, row in enumerate(rows) if len(row) > shares[i]),
         key=lambda i: (len(rows[i]), len(rows[i]) - shares[i]),
@@ -231,6 +237,34 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def shared_tokens(a: Row, b: Row) -> int:
+    """How many tokens of two rows are computed once: their common prefix, as far as both use the same experts."""
+    count = shared(a.inputs, b.inputs)
+    if a.routes is None or b.routes is None or a.routes == b.routes:
+        return count
+    mine, other = (route_array(routes)[:count] for routes in (a.routes, b.routes))
+    if mine.shape != other.shape:
+        return 0
+    differs = (mine != other).any((1, 2))
+    return int(differs.argmax()) if differs.any() else count
+
+
+def route_array(routes: Routes) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """[tokens, layers, experts]."""
+    return np.frombuffer(routes.data, "<i2").reshape(-1, routes.layers, routes.experts)
+
+
+def _routes(rows: Sequence[Row], tree: _Tree) -> np.ndarray | None:
+    known = [(route_array(row.routes), path) for row, path in zip(rows, tree.paths, strict=True) if row.routes]
+    if not known:
+        return None
+    found = np.full((len(tree.ids), *known[0][0].shape[1:]), -1, np.int16)
+    for routes, path in known:
+        count = min(len(routes), len(path))
+        found[path[:count]] = routes[:count]
+    return found
+
+
 def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = None) -> Iterator[list[Row]]:
     """Divide rows into batches that compute at most `max_tokens` tokens; a longer row gets its own batch.
 
@@ -239,7 +273,7 @@ def micro_batches(rows: Iterable[Row], max_tokens: int, max_rows: int | None = N
     """
     order = sorted((row for row in rows if row.sampled), key=lambda row: row.inputs)
     lengths = [len(row.inputs) for row in order]
-    shares = [0, *(shared(a.inputs, b.inputs) for a, b in itertools.pairwise(order))]
+    shares = [0, *itertools.starmap(shared_tokens, itertools.pairwise(order))]
     first = 0
     while first < len(order):
         end = _furthest(first, lengths, shares, max_tokens, max_rows or len(order))

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rally.data import episode_seed
+from rally.models.forward_variables import checkpoint_contexts
 from rally.models.load import LoadError
 from rally.models.sharding import Ranks, ranks_of, shard_like
-from rally.models.state_layers import checkpoint_contexts
 from rally.train.divergence import WINDOW, DivergedError, GradientLimits, Tried, gradient_problem
 
 

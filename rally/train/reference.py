@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rally.models import attention
 from rally.models.lora import without_adapters
 from rally.train.checkpoint.snapshot import Part, json_part
+from rally.train.forward.fused_layers import copy_training_forward
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import PackedRows
 
@@ -62,13 +63,15 @@ class Reference(Protocol):
 
 
 class FrozenModel:
-    """A reference with its own weights."""
+    """A reference with its own weights. It computes rows as `like`, the policy, does."""
 
-    def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, like: PreTrainedModel | None = None, offload: bool = False) -> None:
         self.model = model
         self._device, self._offload = model.device, offload
         model.requires_grad_(False)
         attention.install(model)
+        if like is not None:
+            copy_training_forward(like, model)
         self._maybe_offload()
 
     @contextmanager

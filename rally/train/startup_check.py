@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from rally.engines import EmbeddedEngine
 from rally.engines.base import Engine
 from rally.models.sharding import ranks_of
-from rally.train.forward.fused_layers import compute_unpacked, hidden_states
+from rally.train.forward.fused_layers import TrainingForward, choose_training_forward, hidden_states
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import PackedRows, Row, micro_batches, pack
@@ -48,8 +48,18 @@ WINDOWS = (
     "attention_window_size",
     "floor_scale",
     "index_topk",
+    "indexer_budget",
 )
 KEY = "trainer.startup_check"
+MASKED = "groups of rows are therefore computed by its own attention function with a mask, which is exact and slower"
+ALONE = "its rows are therefore computed one at a time, which is exact and slower"
+OTHER_FORWARDS: tuple[tuple[str | None, TrainingForward, str], ...] = (
+    ("sdpa", "masked", MASKED),
+    ("eager", "masked", MASKED),
+    (None, "unpacked", ALONE),
+    ("eager", "unpacked", ALONE),
+)
+"""Attention implementation, training forward, and what the user reads; in the order in which they are tried."""
 
 
 class StartupCheckError(RallyError):
@@ -158,7 +168,8 @@ def check_training(
     readout: Readout | None = None,
 ) -> Difference:
     """Compare the training forward, and its gradient, with the plain one. If only packing is at fault, rows are
-    computed one at a time from now on, with a warning. Raises StartupCheckError if that does not help either.
+    computed in another way from now on, with a warning: with a mask for the module's own attention function, else one
+    row at a time. Raises StartupCheckError if that does not help either.
 
     Windows that rows of up to `max_length` tokens leave are compared a second time, shortened to fit the rows here.
     """
@@ -169,15 +180,22 @@ def check_training(
     advice = f"this model cannot be trained here; choose another one ({KEY}=false starts the run anyway)"
     if policy.ranks.world_size > 1:
         raise StartupCheckError(f"{packed}; {advice}")
-    compute_unpacked(model)
-    alone = _compared(policy, rows, max_length, readout)
-    if not isinstance(alone, Difference):
-        model.set_attn_implementation("eager")
-        alone = _compared(policy, rows, max_length, readout)
-    if not isinstance(alone, Difference):
-        raise StartupCheckError(f"{packed}; computing one row at a time does not help ({alone}); {advice}")
-    warn(f"{packed}; its rows are therefore computed one at a time, which is exact and slower")
-    return alone
+    before = model.config._attn_implementation
+    with _short_windows(model, max_length) as windows:
+        pass
+    for attention, forward, consequence in OTHER_FORWARDS:
+        if forward == "masked" and windows:  # its own attention function may count them in packed tokens
+            continue
+        choose_training_forward(model, forward)
+        try:
+            model.set_attn_implementation(attention or before)
+        except ValueError:  # the class does not support it
+            continue
+        found = _compared(policy, rows, max_length, readout)
+        if isinstance(found, Difference):
+            warn(f"{packed}; {consequence}")
+            return found
+    raise StartupCheckError(f"{packed}; computing one row at a time does not help ({found}); {advice}")
 
 
 def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Callable[[str], None]) -> Difference:

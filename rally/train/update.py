@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from torch import Tensor
 from rally.algos import losses
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
+from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
 from rally.models.sharding import ALONE, Ranks
 from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
 from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
+from rally.train.forward.router_replay import fitted_row, recorded_rows
 from rally.train.loss_inputs import corrected_rows, marked_rows, over_rows
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
@@ -44,6 +46,11 @@ def probability_agreement(trained: Sequence[Tensor], recorded: Sequence[Tensor])
     }
     correlation = float(torch.corrcoef(torch.stack([p_M, q_M]))[0, 1]) if len(p_M) > 1 else float("nan")
     return metrics | ({"training/rollout_actor_probs_pearson_corr": correlation} if correlation == correlation else {})
+
+
+RouterReplayMode = Literal["disabled", "R2", "R3"]
+"""The experts of the update: the router's own; those of a forward before the first update (R2); those of the rollout
+(R3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,7 @@ class UpdateSettings:
     mismatch_limit: float | None = None  # of the KL (k3) between rollout and trainer, beyond which nothing is trained
     deterministic: bool = False  # compute log-probabilities with the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
+    router_replay: RouterReplayMode = "disabled"  # whose expert choices the update uses
 
     @property
     def limits(self) -> MicroBatchLimits:
@@ -88,6 +96,7 @@ class UpdateMetrics:
     losses: list[Tensor] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=list)
     recorded: list[Tensor] = field(default_factory=list)
+    routing: Routing = field(default_factory=Routing)
 
     def add(self, result: MicroBatchResult, *, fresh: bool, counts: bool) -> None:
         """Add a micro-batch. `fresh`: its mini-batch is the first, whose weights are still those of the rollout."""
@@ -96,6 +105,8 @@ class UpdateMetrics:
         for name, values_M in result.values.items():
             total = values_M.detach()[:limit].sum(dtype=torch.float64)
             self.sums[name] = self.sums[name] + total if name in self.sums else total
+        if counts and result.routing is not None:
+            self.routing.add(result.routing)
         if fresh:
             self.trained.append(result.logp_M[:limit])
             self.recorded.append(result.recorded_M[:limit])
@@ -113,15 +124,26 @@ class UpdateMetrics:
         if self.trained:
             means |= _mismatch(*(torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)))
         means["actor/trained_tokens"] = tokens
-        return means
+        return means | self._routing_metrics(ranks)
+
+    def _routing_metrics(self, ranks: Ranks) -> dict[str, float]:
+        loads = [self.routing.counts[number].double().cpu() for number in sorted(self.routing.counts)]
+        changed = float(self.routing.changed) if self.routing.changed is not None else 0.0
+        mine = torch.cat([torch.tensor([changed, self.routing.decided], dtype=torch.float64), *loads])
+        total = sum(ranks.all_gather(mine), torch.zeros_like(mine))
+        metrics = load_metrics(dict(enumerate(total[2:].split([len(load) for load in loads])))) if loads else {}
+        if total[1]:
+            metrics["actor/router_replay_changed"] = float(total[0] / total[1])
+        return metrics
 
 
 class MicroBatchResult(NamedTuple):
-    """Log-probabilities now and as recorded by the rollout, and values to average over tokens."""
+    """Log-probabilities now and as recorded by the rollout, values to average over tokens, and the expert choices."""
 
     logp_M: Tensor
     recorded_M: Tensor
     values: dict[str, Tensor]
+    routing: Routing | None = None
 
 
 class MicroBatchLoss(NamedTuple):
@@ -180,6 +202,9 @@ def update_policy(
     metrics = UpdateMetrics()
     correction: dict[str, float] = {}
     with policy.ranks.broadcast(UpdatePolicy(batch, step, torch.initial_seed())):
+        if settings.router_replay != "disabled":
+            with timed("router_replay"):
+                batch = replace(batch, rows=_routed_rows(policy, batch.rows, settings))
         if settings.correction.active:
             with timed("old_log_prob"):
                 batch, correction = _corrected(policy, batch, settings)
@@ -195,11 +220,31 @@ def update_policy(
         return {**metrics.result(policy.ranks), **correction, "actor/lr": rate}
 
 
+def _routed_rows(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) -> list[Row]:
+    """The rows with the expert choices that the update uses."""
+    routers = routers_of(policy.model)
+    if not routers:
+        raise RoutingError(
+            f"{type(policy.model).__name__} has no routers whose choices can be replayed; set "
+            "actor.router_replay.mode=disabled"
+        )
+    if settings.router_replay == "R2":
+        return recorded_rows(policy.model, rows, settings.log_prob_limits or settings.limits, settings.temperature)
+    missing = sum(row.routes is None or len(row.routes) < len(row.inputs) for row in rows)
+    if missing:
+        raise RoutingError(
+            f"the rollout returned no expert choices for {missing} of {len(rows)} rows; start the servers with "
+            "--enable-return-routed-experts, or set actor.router_replay.mode=R2"
+        )
+    layers = policy.model.config.get_text_config().num_hidden_layers
+    return [fitted_row(row, routers, layers) for row in rows]
+
+
 def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
     """The batch with the trainer's own log-probabilities as the old ones, and with importance weights."""
 
     def forward(packed: PackedRows) -> Tensor:
-        return _logprobs(policy, packed, settings).logp_M
+        return _logprobs(policy, packed, settings, _routing(policy, packed, settings)).logp_M
 
     logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
     recorded_M = torch.tensor([p for row in batch.rows for p in row.logprobs])
@@ -273,8 +318,20 @@ def take_step(policy: Policy, parts: Sequence[list[Row]], tried: Sequence[Tried]
         raise DivergedError(error.problem, list(map(Tried, parts, losses_of_parts))) from None
 
 
-def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> TokenLogprobs:
-    tokens = token_logprobs(policy.model, packed, settings.temperature, entropy_gradient=settings.entropy_coeff != 0)
+def _routing(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> Routing | None:
+    if not routers_of(policy.model):
+        return None
+    return Routing(replay_TLk=None if settings.router_replay == "disabled" else packed.routes_TLk)
+
+
+def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings, routing: Routing | None) -> TokenLogprobs:
+    tokens = token_logprobs(
+        policy.model,
+        packed,
+        settings.temperature,
+        entropy_gradient=settings.entropy_coeff != 0,
+        routing=routing,
+    )
     if not (settings.deterministic and policy.device.type == "cuda"):
         return tokens
     exact_M = exact_logprobs(exact_decoder(policy.model), packed, settings.temperature)
@@ -289,7 +346,8 @@ def _loss(
     reference: Reference | None,
 ) -> MicroBatchLoss:
     """The contribution of each sampled token to the loss of its mini-batch."""
-    logp_M, entropy_M = _logprobs(policy, packed, settings)
+    routing = _routing(policy, packed, settings)
+    logp_M, entropy_M = _logprobs(policy, packed, settings, routing)
     tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
     surrogate = policy_loss(tokens, settings.surrogate)
     loss_M = surrogate.loss_M * packed.weights_M
@@ -305,5 +363,5 @@ def _loss(
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
         values["kl_loss"] = kl_M
-    result = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values)
+    result = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values, routing)
     return MicroBatchLoss(loss_M * weights_N[packed.episode_M], result)

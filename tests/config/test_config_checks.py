@@ -362,3 +362,26 @@ def test_shaping_without_effect_or_with_the_wrong_sign_is_reported() -> None:
     assert "reward_shaping.enable=true has no effect" in error_text("reward_shaping.enable=true")
     assert "reward_shaping.penalties.invalid_tool_call" in error_text("reward_shaping.penalties.invalid_tool_call=0.1")
     assert load("reward_shaping.enable=false", "reward_shaping.tool_format_reward=1").reward_shaping.enable is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["actor_rollout_ref.actor.router_replay.mode=R3"], "mode=R3 needs .*enable_rollout_routing_replay=true"),
+        (
+            ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"],
+            "enable_rollout_routing_replay=true has no effect with .*mode=disabled; set that to R3",
+        ),
+        (
+            [
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+                "actor_rollout_ref.actor.router_replay.mode=R3",
+            ],
+            "name=embedded does not return expert choices; set .*mode=R2",
+        ),
+        (["actor_rollout_ref.actor.router_replay.record_file=x"], "router_replay.record_file"),
+    ],
+)
+def test_router_replay_needs_a_rollout_that_records(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(overrides=overrides)

@@ -25,7 +25,10 @@ from rally.runs.sft import sft
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.forward.fused_layers import PackedAttention
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.packing import pack
 from rally.train.policy import OptimizerSettings, Policy
+from rally.train.reference import FrozenModel
 from rally.train.startup_check import StartupCheckError, check_training, compared_rows
 
 CASES = {
@@ -36,11 +39,13 @@ CASES = {
     "seed_oss+dropout": ("packed", "exact"),
     "phi3+longrope": ("packed", "exact"),
     "gpt_oss": ("packed", "exact"),
-    "llama4_text": ("row by row", "refused"),  # chunked attention
+    "llama4_text": ("packed", "refused"),  # chunked attention
     "deepseek_v3": ("packed", "refused"),  # latent attention
     "gemma4_text": ("packed", "refused"),
     "diffllama": ("packed", "refused"),
-    "nemotron": ("row by row", "refused"),  # its layers drop keyword arguments
+    "nemotron": ("packed", "refused"),  # its layers drop keyword arguments
+    "phimoe": ("packed", "exact"),  # samples experts in train mode
+    "gpt_neo": ("row by row", "refused"),  # counts its window in packed tokens
     "qwen3_5_text": ("packed", "refused"),  # state
     "lfm2": ("packed", "refused"),
     "nemotron_h": ("packed", "refused"),
@@ -84,7 +89,9 @@ def test_windows_are_compared_though_the_rows_are_shorter(monkeypatch: pytest.Mo
     beyond it."""
     mask = PackedAttention._mask
     monkeypatch.setattr(
-        PackedAttention, "_mask", lambda self, t, length, window, like: mask(self, t, length, None, like)
+        PackedAttention,
+        "_mask",
+        lambda self, t, length, scores, like: mask(self, t, length, scores._replace(window=None), like),
     )
     notes: list[str] = []
     check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)]), 400, notes.append)
@@ -176,6 +183,27 @@ def test_losses_of_a_recurrent_model_do_not_depend_on_packing(recurrent: Path, t
         losses.append([row.metrics["train/loss"] for row in RunFolder(out).read_metrics()])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert "computed one at a time" not in paper.text
+
+
+@pytest.mark.drill(
+    "reliability",
+    "A model that cannot be packed, with a frozen reference for the KL",
+    "The reference computes its rows in the same way; before the first update the KL is 0",
+)
+@pytest.mark.parametrize("name", ["gpt_neo", "nemotron"])
+def test_a_reference_computes_rows_as_the_policy_does(name: str) -> None:
+    model = small_model(name)
+    rows = compared_rows([words(1, 70), words(2, 70)])
+    twin = copy.deepcopy(model)
+    attention.install(model)
+    policy = Policy(model, OptimizerSettings(), 1)
+    warnings: list[str] = []
+    check_training(policy, rows, MAX_LENGTH, warnings.append)
+    assert "exact and slower" in warnings[0]
+    packed = pack(rows, policy.device)
+    reference = FrozenModel(twin, like=model)(packed, 1.0)
+    torch.testing.assert_close(reference, token_logprobs(model, packed).logp_M.detach(), atol=1e-5, rtol=0)
+    assert (FrozenModel(small_model(name))(packed, 1.0) - reference).abs().max() > 0.1  # packed, it is wrong
 
 
 def test_longrope_is_decided_by_the_longest_history() -> None:

@@ -28,7 +28,7 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "success": ("low", "high", "explore", "solved_at"),
 }
 BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
-LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules")
+LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
 """Estimators that always discount along an episode."""
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
@@ -96,6 +96,20 @@ def history(config: Config) -> Iterator[str]:
     if multi_turn.use_inference_chat_template and multi_turn.history == "append":
         name = f"{ROLLOUT}.multi_turn"
         yield f"{name}.use_inference_chat_template=true means {name}.history=rerender, not append; keep one of them."
+
+
+def router_replay(config: Config) -> Iterator[str]:
+    records, mode = config.rollout.enable_rollout_routing_replay, config.actor.router_replay.mode
+    if mode == "R3" and not records:
+        yield f"{ACTOR}.router_replay.mode=R3 needs {ROLLOUT}.enable_rollout_routing_replay=true; set it, or use R2."
+    if records and mode != "R3":
+        problem = f"{ROLLOUT}.enable_rollout_routing_replay=true has no effect with {ACTOR}.router_replay.mode={mode}"
+        yield f"{problem}; set that to R3."
+    if records and config.rollout.server_kind not in ("vllm", "sglang"):
+        problem = f"{ROLLOUT}.name={config.rollout.name} does not return expert choices"
+        yield f"{problem}; set {ACTOR}.router_replay.mode=R2 and leave {ROLLOUT}.enable_rollout_routing_replay out."
+    if mode != "disabled" and config.rollout.deterministic:
+        yield f"{ACTOR}.router_replay.mode={mode} has no effect with {ROLLOUT}.deterministic=true; leave it out."
 
 
 def batch_sizes(config: Config) -> Iterator[str]:
@@ -380,6 +394,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     aliases_agree,
     history,
     micro_batch_limits,
+    router_replay,
     batch_sizes,
     sampling,
     curriculum,

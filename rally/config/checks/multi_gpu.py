@@ -21,8 +21,13 @@ SINGLE_GPU_ONLY = {
     "critic.fsdp_config.optimizer_offload": "an optimizer in main memory",
     f"{REF}.fsdp_config.param_offload": "a reference model in main memory",
     "trainer.val_only": "validation without training",
+    "actor_rollout_ref.model.target_parameters": "LoRA on experts",
 }
 """Keys that are supported on one GPU only, with a name of the feature."""
+SFT_SINGLE_GPU_ONLY = {
+    "model.fsdp_config.optimizer_offload": "an optimizer in main memory",
+    "model.target_parameters": "LoRA on experts",
+}
 
 
 def with_rollout_servers(config: Config) -> Config:
@@ -58,7 +63,7 @@ def sft_multi_gpu(config: SftConfig) -> Iterator[str]:
     count = config.trainer.n_gpus_per_node
     if count == 1:
         return
-    yield from _single_gpu_keys(config, {"model.fsdp_config.optimizer_offload": "an optimizer in main memory"})
+    yield from _single_gpu_keys(config, SFT_SINGLE_GPU_ONLY)
     yield from _ambiguous_sizes(config, ("data.micro_batch_size",), count)
     yield from _fsdp_sizes(config, ("model",), count)
 

@@ -38,7 +38,7 @@ ESTIMATORS = (
 CRITIC_MODEL = (
     *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "tiled_mlp"),
     *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
-    *("target_modules", "exclude_modules"),
+    *("target_modules", "exclude_modules", "target_parameters"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
@@ -89,7 +89,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}custom", f"leave it out and write keys of your own under {R}agent_loop_config"),
     Unsupported(f"{R}mtp", OUT),
     Unsupported(f"{R}full_determinism", f"leave it out and set {R}deterministic=true"),
-    Unsupported(f"{R}enable_rollout_routing_replay", OUT),
     Unsupported(f"{R}moe_load_balance_metrics_interval", OUT),
     Unsupported(f"{R}trace.backend", "use mlflow or otel", ("mlflow", "otel")),
     Unsupported(f"{R}profiler", OUT),
@@ -110,7 +109,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{A}calculate_sum_pi_squared", OUT),
     Unsupported(f"{A}sum_pi_squared_checkpointing", OUT),
     Unsupported(f"{A}use_prefix_grouper", OUT),
-    Unsupported(f"{A}router_replay", OUT),
+    Unsupported(f"{A}router_replay.record_file", OUT),
+    Unsupported(f"{A}router_replay.replay_file", OUT),
     # where and how the model is trained
     *memory(f"{A}fsdp_config", param_offload="leave it out, the policy stays on the device"),
     *memory("critic.fsdp_config", param_offload="leave it out, the critic stays on the device"),

@@ -72,6 +72,8 @@ class ClientSettings:
     start_seconds: float = 300.0
     vocabulary: int | None = None
     max_model_len: int | None = None
+    route_experts: int | None = None
+    """The experts of a token, if generations must include the choices of the routers."""
 
 
 class ServerReplica:
@@ -107,7 +109,13 @@ class ServerReplica:
         start = time.perf_counter()
         ids, salt = tuple(prompt_ids), self._salt
         request = GenerationRequest(
-            id=uuid.uuid4().hex, prompt_ids=ids, params=params, before=before, after=before, salt=salt
+            id=uuid.uuid4().hex,
+            prompt_ids=ids,
+            params=params,
+            before=before,
+            after=before,
+            salt=salt,
+            route_experts=self.settings.route_experts,
         )
         try:
             response = await self.call(self.api.generate(request), self.settings.timeout, limited=True)

@@ -6,6 +6,8 @@ ReplicaGone, so it is never used for training.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from rally.engines.base import ReplicaGone, SampleVoid
-from rally.types import FinishReason, Generation, SamplingParams, WeightSpan
+from rally.types import FinishReason, Generation, Routes, SamplingParams, WeightSpan
 
 TOKEN_VARIABLE = "RALLY_ENGINE_TOKEN"
 LAUNCHER = str(Path(__file__).parent / "inside" / "rally_server_launcher.py")
@@ -29,7 +33,8 @@ def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
 def generation_to_wire(generation: Generation) -> dict[str, Any]:
     """The JSON form of a generation, as Rally's own server returns it."""
     spans = [[span.version, span.start, span.end] for span in generation.spans]
-    return {f.name: getattr(generation, f.name) for f in fields(generation)} | {"spans": spans}
+    assert generation.routes is None, "Rally's own server does not return expert choices"
+    return {f.name: getattr(generation, f.name) for f in fields(generation) if f.name != "routes"} | {"spans": spans}
 
 
 InFlight = Literal["abort", "keep", "recompute"]
@@ -65,6 +70,7 @@ class GenerationRequest:
     params: SamplingParams
     before: int
     after: int | None  # None: unknown
+    route_experts: int | None = None  # the experts of a token, if the choices of the routers are asked for
     salt: str
     """The key of cached prefixes. It changes with each load of weights, since another run may use the same versions."""
 
@@ -97,6 +103,7 @@ class Launch:
     in_flight: InFlight = "keep"
     sleeps: bool = False  # it can release its GPU memory
     by_handles: bool = False  # weights may be sent as CUDA IPC handles
+    routes: bool = False  # it returns the expert choices of routers
     extra: Mapping[str, Any]
 
 
@@ -178,6 +185,7 @@ def checked_generation(
     queued_seconds: Any = None,
     first_token_seconds: Any = None,
     sampling_logprobs: Any = None,
+    routes: Routes | None = None,
 ) -> Generation:
     """The generation; ReplicaGone if the fields of the response are missing or inconsistent."""
     sampled = _ids(ids, request.params.max_tokens)
@@ -191,6 +199,8 @@ def checked_generation(
     if not sampled and finish != "abort":
         raise ReplicaGone(f"the server returned no tokens with finish reason {finish!r}")
     reason: FinishReason = finish
+    if request.route_experts is not None and sampled:
+        _check_routes(routes, len(request.prompt_ids) + len(sampled) - 1, request.route_experts)
     return Generation(
         ids=sampled,
         logprobs=_logprobs(logprobs, len(sampled)),
@@ -200,7 +210,51 @@ def checked_generation(
         sampling_logprobs=_logprobs(sampling_logprobs, len(sampled)) if sampling_logprobs else (),
         queued_seconds=_seconds(queued_seconds),
         first_token_seconds=_seconds(first_token_seconds),
+        routes=routes if sampled else None,
     )
+
+
+def npy_routes(text: Any) -> Routes | None:
+    """Routes from a base64 .npy file of [tokens, layers, experts]; None if there is none."""
+    if text is None:
+        return None
+    try:
+        numbers = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        return _routes(numbers, *numbers.shape[1:])
+    except (ValueError, TypeError, EOFError) as problem:
+        raise ReplicaGone(f"the server's expert choices cannot be read ({problem})") from None
+
+
+def int32_routes(text: Any, tokens: int, experts: int | None) -> Routes | None:
+    """Routes from base64 int32 numbers of [tokens, layers, experts]; None if there are none."""
+    if text is None or experts is None:
+        return None
+    try:
+        numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        return _routes(numbers, numbers.size // max(1, tokens * experts), experts)
+    except (ValueError, TypeError) as problem:
+        raise ReplicaGone(f"the server's expert choices cannot be read ({problem})") from None
+
+
+def _routes(numbers: np.ndarray[Any, Any], layers: int, experts: int) -> Routes:
+    if layers < 1 or experts < 1 or numbers.size % (layers * experts):
+        raise ValueError(f"shape {numbers.shape}")
+    if numbers.size and not (numbers.dtype.kind in "iu" and 0 <= numbers.min() <= numbers.max() < 2**15):
+        raise ValueError("they are not numbers of experts")
+    return Routes(numbers.astype("<i2").tobytes(), layers, experts)
+
+
+def _check_routes(routes: Routes | None, tokens: int, experts: int) -> None:
+    if routes is None:
+        raise ReplicaGone(
+            "the server returned no expert choices; start it with --enable-return-routed-experts, or set "
+            "actor.router_replay.mode=R2"
+        )
+    if len(routes) != tokens or routes.experts != experts:
+        raise ReplicaGone(
+            f"the server returned {routes.experts} experts for each of {len(routes)} tokens; it computed {tokens} "
+            f"tokens, and the model chooses {experts}"
+        )
 
 
 def _ids(ids: Any, max_tokens: int) -> tuple[int, ...]:

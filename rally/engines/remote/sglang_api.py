@@ -22,6 +22,7 @@ from rally.engines.remote.server_api import (
     checked_generation,
     flags,
     get_field,
+    int32_routes,
 )
 from rally.types import Generation
 
@@ -56,6 +57,7 @@ class Sglang:
                 "logprob_start_len": -1,
                 "stream": False,
                 "extra_key": request.salt,
+                **({"return_routed_experts": True} if request.route_experts else {}),
             },
         )
 
@@ -74,6 +76,9 @@ class Sglang:
             prompt_tokens=meta.get("prompt_tokens"),
             cached_tokens=meta.get("cached_tokens"),
             queued_seconds=meta.get("queue_time"),  # only with --enable-metrics
+            routes=int32_routes(
+                meta.get("routed_experts"), len(request.prompt_ids) + len(ids) - 1, request.route_experts
+            ),
         )
 
     def abort(self, request_id: str) -> HttpCall | None:
@@ -127,6 +132,7 @@ class Sglang:
             "log_level_http": launch.log_level or "warning",  # otherwise it logs every request
             "skip_tokenizer_init": True,
             "enable_memory_saver": launch.sleeps,
+            "enable_return_routed_experts": launch.routes,
         }
         return [launch.python, LAUNCHER, "sglang.launch_server", *flags({**options, **launch.extra}, negated=False)]
 

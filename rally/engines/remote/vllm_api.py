@@ -21,6 +21,7 @@ from rally.engines.remote.server_api import (
     checked_generation,
     flags,
     get_field,
+    npy_routes,
 )
 from rally.types import Generation
 
@@ -74,6 +75,7 @@ class Vllm:
             spans=choice.get("weight_versions"),
             prompt_tokens=usage.get("prompt_tokens"),
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            routes=npy_routes(choice.get("routed_experts")),
         )
 
     def abort(self, request_id: str) -> HttpCall | None:
@@ -131,6 +133,7 @@ class Vllm:
             "enable_sleep_mode": launch.sleeps or None,
             "weight_transfer_config": {"backend": "ipc"} if launch.by_handles else None,
             "enable_prompt_tokens_details": True,
+            "enable_return_routed_experts": launch.routes or None,
             "enable_scale_out": (probe_package(launch.python, "vllm", SCALE_OUT) == "True") or None,
         }
         if launch.on_cpu:  # a chunked prefill of a request with a seed crashes the engine (0.32)

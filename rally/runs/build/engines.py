@@ -45,6 +45,7 @@ from rally.engines.remote import (
 from rally.engines.router.server_state import RouterSettings
 from rally.models import attention
 from rally.models.lora import has_adapters, merged_weights, plain_twin
+from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
 from rally.runs.build.run_inputs import RunError, RunInputs
@@ -227,6 +228,7 @@ def launch_of(config: Config, model: PreTrainedModel) -> Launch:
         in_flight=rollout.in_flight,
         sleeps=sleeps(config, model),
         by_handles=uses_cuda_ipc(config, model),
+        routes=rollout.enable_rollout_routing_replay,
         extra=rollout.engine_kwargs.vllm or rollout.engine_kwargs.sglang or _own_extra(config),
     )
 
@@ -250,7 +252,20 @@ def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings
         start_seconds=server.max_start_wait_time,
         vocabulary=model.config.get_text_config().vocab_size,
         max_model_len=config.max_model_len,
+        route_experts=_route_experts(config, model),
     )
+
+
+def _route_experts(config: Config, model: PreTrainedModel) -> int | None:
+    """The experts of a token, if rollouts must return the choices of the routers."""
+    if not config.rollout.enable_rollout_routing_replay:
+        return None
+    if not (routers := routers_of(model)):
+        raise EngineError(
+            f"{type(model).__name__} has no routers whose choices can be replayed; leave "
+            "rollout.enable_rollout_routing_replay and actor.router_replay.mode out"
+        )
+    return routers[0].chosen
 
 
 @torch.no_grad()

@@ -120,6 +120,7 @@ def lora_of(model: LoraKeys, seed: int) -> LoraSettings | None:
         alpha=model.lora_alpha,
         targets=model.target_modules,
         excluded=model.exclude_modules,
+        parameters=model.target_parameters,
         start=model.lora_adapter_path,
         seed=seed,
     )

@@ -117,4 +117,4 @@ def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
     offload = config.actor_rollout_ref.ref.fsdp_config.param_offload
     if has_adapters(policy):
         return BaseOfPolicy(policy)
-    return FrozenModel(model_of(config, ranks=ranks_of(policy)), offload=offload)
+    return FrozenModel(model_of(config, ranks=ranks_of(policy)), like=policy, offload=offload)

@@ -11,6 +11,7 @@ from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore
 from rally.models.load import check_vocabulary, reloading_problem
+from rally.models.lora import unadapted_experts
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
@@ -46,6 +47,8 @@ def trainer_of(
         console.note(change)
     ranks.start(RunPlan(config, checkpoint.path if checkpoint else None, steps))
     policy = policy_of(config, checkpoint, steps, ranks)
+    if steps and (unadapted := unadapted_experts(policy.model)):
+        console.note(unadapted)
     used = chat_ids(inputs.codec)
     check_vocabulary(policy.model, inputs.tokenizer, used)
     if steps and (problem := reloading_problem(inputs.tokenizer, policy.model.config)):

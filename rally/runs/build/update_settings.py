@@ -58,6 +58,7 @@ def update_settings_of(config: Config) -> UpdateSettings:
         mismatch_limit=config.rollout.mismatch_limit,
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
+        router_replay=actor.router_replay.mode,
     )
 
 

@@ -8,6 +8,7 @@ possible. A value that JSON cannot hold is an object with one key that starts wi
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from rally.types import (
     Episode,
     Image,
     ImageSpan,
+    Routes,
     Segment,
     StopReason,
     Task,
@@ -206,7 +208,18 @@ def _segment_to_json(segment: Segment) -> Json:
         "response_logprobs": _numbers(segment.response_logprobs),
         "spans": [[s.version, s.start, s.end] for s in segment.spans],
         **({"images": images} if images else {}),
+        **({"routes": routes_to_json(segment.routes)} if segment.routes is not None else {}),
     }
+
+
+def routes_to_json(routes: Routes) -> Json:
+    return {"int16": base64.b64encode(routes.data).decode(), "layers": routes.layers, "experts": routes.experts}
+
+
+def _routes_from_json(value: Json | None) -> Routes | None:
+    if value is None:
+        return None
+    return Routes(base64.b64decode(value["int16"]), value["layers"], value["experts"])
 
 
 def _numbers(values: Sequence[float]) -> Sequence[Any]:
@@ -222,6 +235,7 @@ def _segment_from_json(value: Json) -> Segment:
         response_logprobs=tuple(v if isinstance(v, float) else restore(v) for v in value["response_logprobs"]),
         spans=tuple(WeightSpan(*s) for s in value["spans"]),
         images=tuple(ImageSpan(at, rows, columns, restore(i)) for at, rows, columns, i in value.get("images", ())),
+        routes=_routes_from_json(value.get("routes")),
     )
 
 

@@ -9,11 +9,11 @@ Shapes: T packed tokens, C hidden size, H query heads, K key/value heads, D head
 
 from __future__ import annotations
 
-import functools
+import bisect
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,9 @@ from rally.models.decoder_families import (
 )
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
+from rally.models.routing import over_tokens
 from rally.models.sharding import ranks_of
-from rally.models.state_layers import SegmentTree
+from rally.models.state_layers import BranchContext, holds_state
 from rally.models.vision import SeenImages, image_features
 from rally.train.packing import PackedImages, PackedRows, placed
 
@@ -45,10 +46,11 @@ from rally.train.packing import PackedImages, PackedRows, placed
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-UNPACKED_ATTRIBUTE = "rally_unpacked"
+FORWARD_ATTRIBUTE = "rally_forward"
+MASKED_TOKENS = 4096  # of a group with a mask; attention weights grow with the square
 
 
-class PackedAttention:
+class PackedAttention(BranchContext):
     """Attention over a packed batch without padding. The queries of a branch are the last of its keys.
 
     In half precision on a GPU all branches are one kernel call; elsewhere there is one call per branch shape.
@@ -57,29 +59,17 @@ class PackedAttention:
     compressed = False
 
     def __init__(self, packed: PackedRows) -> None:
+        super().__init__(packed.queries, packed.parents, packed.ids_T.device)
         shapes = itertools.groupby(zip(packed.queries, packed.keys, strict=True))
         self.runs = [(len(list(group)), t, length) for (t, length), group in shapes]  # branches, queries, keys
         self.source_S = packed.source_S
         self.most_queries, self.most_keys = max(packed.queries), max(packed.keys)
         self.query_ends, self.key_ends = (_ends(x, packed.ids_T.device) for x in (packed.queries, packed.keys))
-        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
-        self._branches = (packed.queries, packed.parents, packed.ids_T.device)
-
-    keeps_states = False
-
-    @functools.cached_property
-    def tree(self) -> SegmentTree:
-        """The branches for layers that hold state."""
-        return SegmentTree.of_branches(*self._branches)
-
-    def initial_states(self, name: str) -> None:
-        return None
-
-    def store_final_states(self, name: str, states: Tensor) -> None:
-        raise AssertionError("training keeps no states")
+        self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        attend = self._in_one_call if scores.plain and fits_one_call(q_THD) else self._by_shape
+        in_one = scores.plain and scores.chunk is None and fits_one_call(q_THD)
+        attend = self._in_one_call if in_one else self._by_shape
         return attend(q_THD, self._history(k_TKD), self._history(v_TKD), scores)
 
     def _in_one_call(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scores: Scores) -> Tensor:
@@ -106,21 +96,21 @@ class PackedAttention:
         outputs = []
         for (branches, t, length), *parts in zip(self.runs, queries, keys, values, strict=True):
             q, k, v = (x.unflatten(0, (branches, -1)) for x in parts)
-            mask = self._mask(t, length, scores.window, q)
+            mask = self._mask(t, length, scores, q)
             outputs.append(grouped_attention(q, k, v, scores, mask, causal=mask is None).flatten(0, 1))
         return torch.cat(outputs)
 
     def _history(self, x_TKD: Tensor) -> Tensor:
         return x_TKD if self.source_S is None else _History.apply(x_TKD, self.source_S)  # type: ignore[no-any-return]
 
-    def _mask(self, t: int, length: int, window: int | None, like: Tensor) -> Tensor | None:
+    def _mask(self, t: int, length: int, scores: Scores, like: Tensor) -> Tensor | None:
         """The mask to add to the scores, the same in all layers; None: plainly causal."""
-        narrow = window if window is not None and window < length else None
-        if t == length and narrow is None:
+        narrow, chunk = (size if size is not None and size < length else None for size in (scores.window, scores.chunk))
+        if t == length and narrow is None and chunk is None:
             return None
-        shape = (t, length, narrow)
+        shape = (t, length, narrow, chunk)
         if shape not in self._masks:
-            seen = visible(torch.tensor([length - t], device=like.device), t, length, narrow)
+            seen = visible(torch.tensor([length - t], device=like.device), t, length, narrow, chunk)
             self._masks[shape] = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
         return self._masks[shape]
 
@@ -171,8 +161,11 @@ class Ops(NamedTuple):
 
 def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     """Last hidden states [T, C] of the packed tokens."""
-    if getattr(model, UNPACKED_ATTRIBUTE, False):
+    forward = training_forward(model)
+    if forward == "unpacked":
         return _unpacked_hidden(model, packed)
+    if forward == "masked":
+        return _masked_hidden(model, packed)
     attention = PackedAttention(packed)
     if _can_fuse(model):
         return fused_hidden(model, packed.ids_T, packed.positions_T, attention, compiled_ops())
@@ -180,22 +173,105 @@ def hidden_states(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     return packed_hidden(model, packed.ids_T, positions, attention, _image_inputs(model, packed.images))
 
 
-def compute_unpacked(model: PreTrainedModel) -> None:
-    """From now on, compute each row alone, by the module's own forward. For models whose layers do not keep packed rows
-    apart. Shared prefixes are computed once per row."""
-    setattr(model, UNPACKED_ATTRIBUTE, True)
+TrainingForward = Literal["packed", "masked", "unpacked"]
+
+
+def training_forward(model: PreTrainedModel) -> TrainingForward:
+    chosen: TrainingForward = getattr(model, FORWARD_ATTRIBUTE, "packed")
+    return chosen
+
+
+def choose_training_forward(model: PreTrainedModel, forward: TrainingForward) -> None:
+    """How rows are computed from now on. "masked" is for models with their own attention function: it gets a mask over
+    one group of rows with a common prefix at a time. "unpacked" is for models that do not keep rows apart at all: the
+    module's own forward computes one row at a time, and shared prefixes once per row."""
+    setattr(model, FORWARD_ATTRIBUTE, forward)
+
+
+def copy_training_forward(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Compute rows with `target` as with `source`, a model of the same class for which the start-up check decided."""
+    target.set_attn_implementation(source.config._attn_implementation)
+    choose_training_forward(target, training_forward(source))
 
 
 def _unpacked_hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
     assert packed.images is None, "rows with images are packed"
-    source_S = (
-        torch.arange(len(packed.ids_T), device=packed.ids_T.device) if packed.source_S is None else packed.source_S
-    )
-    parts = []
-    for queries, history in zip(packed.queries, source_S.split(packed.keys), strict=True):
+    histories = _histories(packed)
+    return torch.cat([_row_hidden(model, packed, i, histories[i]) for i in range(len(histories))])
+
+
+def _row_hidden(model: PreTrainedModel, packed: PackedRows, branch: int, history: Tensor) -> Tensor:
+    with over_tokens(history):
         output = body_of(model)(input_ids=packed.ids_T[history].unsqueeze(0), use_cache=False)
-        parts.append(output.last_hidden_state[0, -queries:])
-    return torch.cat(parts)
+    return output.last_hidden_state[0, -packed.queries[branch] :]  # type: ignore[no-any-return]
+
+
+def _masked_hidden(model: PreTrainedModel, packed: PackedRows) -> Tensor:
+    assert packed.images is None, "rows with images are packed"
+    histories = _histories(packed)
+    parts: list[Tensor] = []
+    order: list[Tensor] = []
+    for branches in _groups(packed):
+        own = [histories[i][-packed.queries[i] :] for i in branches]
+        order.extend(own)
+        if sum(packed.queries[i] for i in branches) > MASKED_TOKENS:
+            parts.extend(_row_hidden(model, packed, i, histories[i]) for i in branches)
+        else:
+            parts.append(_group_hidden(model, packed, branches, torch.cat(own), [histories[i] for i in branches]))
+    return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+
+
+def _group_hidden(
+    model: PreTrainedModel, packed: PackedRows, branches: list[int], tokens: Tensor, histories: list[Tensor]
+) -> Tensor:
+    """Hidden states of `tokens`, the branches of one group, from the module's own attention and a mask."""
+    place = torch.full((len(packed.ids_T),), -1, device=tokens.device)
+    place[tokens] = torch.arange(len(tokens), device=tokens.device)
+    seen = torch.zeros((len(tokens), len(tokens)), dtype=torch.bool, device=tokens.device)
+    begin, parents = 0, []
+    for branch, history in zip(branches, histories, strict=True):
+        t, length = packed.queries[branch], packed.keys[branch]
+        causal = visible(torch.tensor([length - t], device=tokens.device), t, length, None)[0, 0]
+        seen[begin : begin + t, place[history]] = causal
+        begin += t
+        parents.append(packed.parents[branch])
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=tokens.device)
+    states = {}
+    if holds_state(model):
+        before = [int(place[parent]) if parent >= 0 else -1 for parent in parents]
+        states["rally"] = BranchContext([packed.queries[i] for i in branches], before, tokens.device)
+    with over_tokens(tokens):
+        output = body_of(model)(
+            input_ids=packed.ids_T[tokens][None],
+            position_ids=packed.positions_T[tokens][None],
+            attention_mask=mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None],
+            use_cache=False,
+            **states,
+        )
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def _histories(packed: PackedRows) -> tuple[Tensor, ...]:
+    """The packed tokens that each branch attends to."""
+    tokens = torch.arange(len(packed.ids_T), device=packed.ids_T.device)
+    source_S = tokens if packed.source_S is None else packed.source_S
+    return tuple(source_S.split(packed.keys))
+
+
+def _groups(packed: PackedRows) -> list[list[int]]:
+    """Branches that share a prefix, each after the one that it leaves."""
+    ends = list(itertools.accumulate(packed.queries))
+    parent = [-1 if token < 0 else bisect.bisect_right(ends, token) for token in packed.parents]
+    children: dict[int, list[int]] = {}
+    for branch, before in enumerate(parent):
+        children.setdefault(before, []).append(branch)
+    groups = []
+    for first in children[-1]:
+        group = [first]
+        for branch in group:  # grows
+            group.extend(children.get(branch, ()))
+        groups.append(group)
+    return groups
 
 
 def _image_inputs(model: PreTrainedModel, images: PackedImages | None) -> SeenImages | None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rally.models.lm_head import HeadLogprobs, chunk_rows, head_logits, head_scale, plain_weight
+from rally.models.routing import Routing, routed
 from rally.models.sharding import ranks_of
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
@@ -27,10 +28,16 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    model: PreTrainedModel, packed: PackedRows, temperature: float = 1.0, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    packed: PackedRows,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    routing: Routing | None = None,
 ) -> TokenLogprobs:
-    """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there."""
-    return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient)
+    """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there. `routing`
+    records or replays the experts of a mixture-of-experts model."""
+    with routed(routing):
+        return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient)
 
 
 def _token_logprobs(

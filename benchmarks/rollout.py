@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
@@ -38,9 +39,10 @@ from benchmarks.rollout_engines import (
     shape_named,
 )
 from benchmarks.rollout_workloads import Played, Workload, scripts
+from rally.models.routing import Routing
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
-from rally.types import RallyError
+from rally.types import RallyError, SamplingParams
 
 ELSEWHERE = "measured elsewhere on the same machine type on 2026-11-15"
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {  # tokens/s for single, samples/s for multi-turn
@@ -191,27 +193,39 @@ async def time_workload(engine: Contestant, workload: Workload, running: int, re
 async def mismatch(engine: Embedded, workload: Workload, requests: int = 32) -> str:
     """How far the training forward is from the log-probabilities that the engine recorded, over whole rows."""
     few = [script.prompt for script in scripts(workload, engine.vocabulary, seed=-9)[:requests]]
-    replies = await asyncio.gather(*(engine.sample(prompt, workload.new) for prompt in few))
+    params = SamplingParams(temperature=1.0, max_tokens=workload.new, ignore_eos=True)
+    replies = await asyncio.gather(*(engine.engine.generate(prompt, params) for prompt in few))
     rows = [
         Row(
             ids=(*prompt, *reply.ids),
             sampled=tuple(range(len(prompt), len(prompt) + len(reply.ids))),
-            logprobs=tuple(reply.logprobs),
+            logprobs=reply.logprobs,
             episode=number,
+            routes=reply.routes,
         )
         for number, (prompt, reply) in enumerate(zip(few, replies, strict=True))
     ]
-    model, differences = engine.engine.core.model, []
-    for batch in micro_batches(rows, max_tokens=PREFILL):
-        packed = pack(batch, model.device)
-        with torch.no_grad():
-            differences.append(token_logprobs(model, packed).logp_M - packed.old_logp_M)
-    off = torch.cat(differences).double()
-    k3 = float((off.exp() - 1 - off).mean())
-    return (
-        f"training forward against rollout over {len(off):,} tokens: k3 {k3:.1e}, mean difference "
-        f"{float(off.abs().mean()):.4f}, largest {float(off.abs().max()):.3f}"
+    found = {"rollout": _differences(engine, rows, PREFILL, replay=False)}
+    if rows[0].routes is not None:
+        found["rollout, with its experts replayed"] = _differences(engine, rows, PREFILL, replay=True)
+    # two forwards of the same rows that are packed differently: what rounding alone does
+    found["itself, packed differently"] = found["rollout"] - _differences(engine, rows, 1, replay=False)
+    return "\n  ".join(
+        f"training forward against {name}, {len(off):,} tokens: k3 {float((off.exp() - 1 - off).mean()):.1e}, mean "
+        f"difference {float(off.abs().mean()):.4f}, largest {float(off.abs().max()):.3f}"
+        for name, off in found.items()
     )
+
+
+def _differences(engine: Embedded, rows: Sequence[Row], max_tokens: int, replay: bool) -> Tensor:
+    """Of the training forward's log-probabilities from the recorded ones."""
+    model, found = engine.engine.core.model, []
+    for batch in micro_batches(rows, max_tokens=max_tokens):
+        packed = pack(batch, model.device)
+        routing = Routing(replay_TLk=packed.routes_TLk) if replay else None
+        with torch.no_grad():
+            found.append(token_logprobs(model, packed, routing=routing).logp_M - packed.old_logp_M)
+    return torch.cat(found).double()
 
 
 async def profile_decode(engine: Embedded, workload: Workload, running: int) -> str:

@@ -264,6 +264,7 @@ class Conversing(Contestant):
 class Embedded(Conversing):
     name = "embedded"
     deterministic = False
+    return_routes = False
 
     def __init__(self, shape: Shape, longest: int, running: int) -> None:
         from rally.engines.embedded import EmbeddedEngine, EngineSettings
@@ -274,6 +275,7 @@ class Embedded(Conversing):
             max_num_seqs=running,
             memory_share=MEMORY_SHARE,
             deterministic=self.deterministic,
+            return_routes=self.return_routes,
         )
         self.engine = EmbeddedEngine(random_model(shape), settings)
         gc.collect()
@@ -294,6 +296,13 @@ class Embedded(Conversing):
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+class Routed(Embedded):
+    """The same engine of a mixture-of-experts model, which returns the experts of every token."""
+
+    name = "routed"
+    return_routes = True
 
 
 class Deterministic(Embedded):
@@ -448,7 +457,9 @@ class SGLang(OtherProcess):
         await super().close()
 
 
-ENGINES: dict[str, Any] = {engine.name: engine for engine in (Embedded, Deterministic, HuggingFace, Vllm, SGLang)}
+ENGINES: dict[str, Any] = {
+    engine.name: engine for engine in (Embedded, Routed, Deterministic, HuggingFace, Vllm, SGLang)
+}
 
 
 def missing(name: str) -> str | None:

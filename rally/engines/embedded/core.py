@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -32,8 +33,9 @@ from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
 from rally.models.kv_layers import cached_parts
 from rally.models.rope import decide_rope
+from rally.models.routing import routers_of
 from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
-from rally.types import FinishReason, ImageSpan, SamplingParams
+from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
 
@@ -82,6 +84,7 @@ class EngineCore:
             dtype=model.dtype,
             device=model.device,
             lend=self.settings.lend_memory and model.device.type == "cuda",
+            routes=self._routes(model),
         )
         self.states: StateStore | None = None
         slots = self.settings.max_num_seqs
@@ -115,6 +118,18 @@ class EngineCore:
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._image_ids = ImageIds()
         self._seeds = itertools.count(self.settings.seed)
+
+    def _routes(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Routers and experts of a token, if they are recorded."""
+        if not self.settings.return_routes:
+            return 0, 0
+        routers = routers_of(model)
+        if len({router.chosen for router in routers}) != 1:
+            raise EngineError(
+                f"{type(model).__name__} has no routers whose choices can be replayed; leave "
+                "rollout.enable_rollout_routing_replay and actor.router_replay.mode out"
+            )
+        return len(routers), routers[0].chosen
 
     def _paged(self, model: PreTrainedModel) -> bool:
         settings, on_gpu = self.settings, model.device.type == "cuda"
@@ -267,8 +282,19 @@ class EngineCore:
             request.finish = self._finish_reason(request, stop)
             if request.finish is not None:
                 finished.append(request)
-                self.scheduler.finish(request)
+                self._end(request)
         return finished
+
+    def _end(self, request: Request) -> None:
+        """Remove a request that finished; the experts of its tokens are read while it holds its pages."""
+        if self.store.routes is not None and request.slot >= 0:
+            size = self.settings.page_size
+            positions = np.arange(self.slots.known[request.slot] - 1)
+            pages = self.slots.table_SP[request.slot, positions // size].astype(np.int64)
+            places = torch.from_numpy(pages * size + positions % size).to(self.store.device)
+            routes = self.store.routes.index_select(0, places).cpu().numpy()
+            request.routes = Routes(routes.astype("<i2").tobytes(), *routes.shape[1:])
+        self.scheduler.finish(request)
 
     def _request(self, slot: int) -> Request:
         request = self.slots.requests[slot]
@@ -280,7 +306,10 @@ class EngineCore:
         for request in requests:
             if request.finish is None:
                 request.finish = "abort"
-                self.scheduler.finish(request)
+                if request.slot >= 0 and self.slots.known[request.slot] > request.prompt_len:
+                    self._end(request)
+                else:
+                    self.scheduler.finish(request)
 
     @contextmanager
     def memory_lent(self) -> Iterator[None]:

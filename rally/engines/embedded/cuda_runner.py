@@ -25,7 +25,7 @@ from rally.engines.embedded.sampler import Draw, NonFiniteLogits, SampledBatch, 
 from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.state_cache import DecodeStates, StateStore, StepStates
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
-from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, step_rows, step_states
+from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, recorded_routes, step_rows, step_states
 from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
@@ -267,10 +267,11 @@ class CudaRunner:
             attention.use_states(states)
         known, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], known)
-        if self.fused is not None:
-            hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
-        else:
-            hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
+        with recorded_routes(self.store, attention.places_T):
+            if self.fused is not None:
+                hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
+            else:
+                hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
         self.hidden[: inputs.sizes.tokens].copy_(hidden)
 
     def _head(self, inputs: StepInputs) -> None:

@@ -228,7 +228,9 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         lend: bool = False,
+        routes: tuple[int, int] = (0, 0),
     ) -> None:
+        """`routes`: routers and experts of a token, if their choices are stored beside keys and values."""
         self.layers = tuple(layers)
         self.page_size = page_size
         self.num_pages = num_pages
@@ -238,13 +240,14 @@ class KVStore:
         shapes = [(count, num_pages + 1, page_size * width) for width, count in sorted(widths.items())]
         sizes = [-(-prod(shape) * item // ALIGNMENT) * ALIGNMENT for shape in shapes]
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        self.memory, self._flat = flat_memory(sum(sizes), device, lend)
+        route_size = (num_pages + 1) * page_size * prod(routes) * 2
+        self.memory, self._flat = flat_memory(sum(sizes) + route_size, device, lend)
         starts = itertools.accumulate(sizes, initial=0)
-        self.paged = [
+        tensors = [
             self._flat[start : start + prod(shape) * item].view(dtype).view(shape)
             for start, shape in zip(starts, shapes, strict=False)
         ]
-        rows = {shape[2] // page_size: iter(tensor) for shape, tensor in zip(shapes, self.paged, strict=True)}
+        rows = {shape[2] // page_size: iter(tensor) for shape, tensor in zip(shapes, tensors, strict=True)}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
@@ -260,6 +263,13 @@ class KVStore:
                 if layer.values_in_keys
                 else stored[1].view(-1, layer.heads, layer.value_size)
             )
+
+        self.paged = tensors
+        self.routes: Tensor | None = None  # int16 [slot, routers, experts of a token]
+        if route_size:
+            flat = self._flat[sum(sizes) : sum(sizes) + route_size].view(torch.int16)
+            self.paged = [*tensors, flat.view(1, num_pages + 1, -1)]
+            self.routes = flat.view(-1, *routes)
 
     def write(self, layer: int, places_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store the keys and values of new tokens."""

@@ -15,6 +15,7 @@ from rally.engines.embedded.state_cache import state_bytes
 from rally.images.patches import Patches
 from rally.models.decoder_families import layer_shapes, mlp_size, shape_of
 from rally.models.kv_layers import CachedParts
+from rally.models.routing import routers_of
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 
@@ -43,6 +44,8 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedP
     config, width = model.config, _width(model)
     stored = None if parts is None else sum(layer.numbers for layer in parts.layers) * width
     per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
+    if settings.return_routes:
+        per_token += sum(2 * router.chosen for router in routers_of(model))
     step = step_bytes(config, settings, width, patches_of(model))
     free = free_bytes(model.device)
     memory = max(0, int(free * settings.memory_share) - step)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rally.engines.embedded.radix_cache import TreePosition
 from rally.models.vision import Rope, rope_of
-from rally.types import FinishReason, Generation, ImageSpan, SamplingParams, WeightSpan
+from rally.types import FinishReason, Generation, ImageSpan, Routes, SamplingParams, WeightSpan
 
 PLAIN = rope_of(0, ())
 """Positions of a history without images: the indices of its tokens."""
@@ -52,6 +52,7 @@ class Request:
     cached_tokens: int = 0
     finish: FinishReason | None = None
     error: Exception | None = None  # why it failed; its finish is then `abort`
+    routes: Routes | None = None  # the experts of its computed tokens, if they are returned
     arrived: float = 0.0  # times by time.perf_counter
     admitted: float = 0.0  # 0: not yet; the same for first_token
     first_token: float = 0.0
@@ -100,6 +101,7 @@ class Request:
             seconds=now - self.arrived,
             first_token_seconds=(self.first_token or now) - self.arrived,
             queued_seconds=(self.admitted or now) - self.arrived,
+            routes=self.routes,
         )
 
 

@@ -6,10 +6,13 @@ is tested against it. Both use `packed_tokens` and `ImageInputs` from here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention_torch import BatchRows, PagedAttention
@@ -20,6 +23,7 @@ from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.state_cache import StateStore, StepStates
 from rally.models.attention import packed_hidden
 from rally.models.lm_head import head_logits
+from rally.models.routing import RouteRecorder, routed
 from rally.models.vision import FeatureCache, Features, SeenImages, joined, tower_of
 
 
@@ -166,7 +170,8 @@ class ModelRunner:
         if self.image_inputs is not None:
             positions = torch.from_numpy(self.image_inputs.positions(plan)).to(device)
             seen = self.image_inputs.seen(plan)
-        hidden = packed_hidden(self.model, ids, positions, context, seen)
+        with recorded_routes(self.store, places):
+            hidden = packed_hidden(self.model, ids, positions, context, seen)
         if self.states is not None:
             self.states.copy(plan.snapshots)
         if not len(last):
@@ -174,6 +179,17 @@ class ModelRunner:
             return FinishedStep(SampledBatch(np.empty(0, np.int64), nothing, nothing))
         draw = Draw.of(self.slots, plan.samplers)
         return FinishedStep(sample(head_logits(self.model, hidden[last]), draw))
+
+
+@contextmanager
+def recorded_routes(store: KVStore, places_T: Tensor) -> Iterator[None]:
+    """Store the experts that a forward chooses for its tokens, if the store has room for them."""
+    if store.routes is None:
+        yield
+        return
+    with routed(recorder := RouteRecorder()):
+        yield
+    store.routes.index_copy_(0, places_T, recorder.recorded())
 
 
 def step_rows(plan: StepPlan, slots: Slots) -> BatchRows:

@@ -98,6 +98,8 @@ UNSUPPORTED_KINDS = (
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+EXPERT_FAMILIES = ("qwen3_moe",)
+"""Families whose attention is fused, and whose experts go through their module."""
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -126,10 +128,21 @@ def known(model: PreTrainedModel) -> bool:
     """Whether `parts_of` describes the model's layers. It does not for the text model inside a vision-language
     model."""
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES or not hasattr(model.base_model, "layers"):
+    if config.model_type not in (*FAMILIES, *EXPERT_FAMILIES) or not hasattr(model.base_model, "layers"):
         return False
     whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
     return activation_name(model) in ACTIVATIONS and whole_heads
+
+
+def dense(mlp: Any) -> bool:
+    """Whether an MLP is one gated product, not a mixture of experts."""
+    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def through_module(mlp: Any, x_TC: Tensor) -> Tensor:
+    """The output of an MLP that is not fused."""
+    output = mlp(x_TC.unsqueeze(0))
+    return (output[0] if isinstance(output, tuple) else output).squeeze(0)  # type: ignore[no-any-return]
 
 
 def activation_name(model: PreTrainedModel) -> str:

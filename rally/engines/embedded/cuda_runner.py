@@ -26,6 +26,7 @@ from rally.engines.embedded.scheduler import StepPlan
 from rally.engines.embedded.state_cache import DecodeStates, StateStore, StepStates
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
 from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, recorded_routes, step_rows, step_states
+from rally.models import experts
 from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
@@ -133,6 +134,7 @@ class CudaRunner:
         self.model, self.store, self.slots, self.states = model, store, slots, states
         self.eager, self.deterministic = eager, deterministic
         self.device = store.device
+        experts.install(model)
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused()

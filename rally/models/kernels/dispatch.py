@@ -22,6 +22,7 @@ class Kernels(NamedTuple):
     paged_extend: Callable[..., None]
     invariant_linear: Callable[..., Tensor]
     scan_step: Callable[..., None]
+    grouped_linear: Callable[..., None]
 
 
 def has_triton() -> bool:
@@ -32,6 +33,7 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         from rally.models.kernels.activation import gated
         from rally.models.kernels.batch_invariant_matmul import linear
+        from rally.models.kernels.grouped_linear import grouped_linear
         from rally.models.kernels.paged_decode import paged_decode
         from rally.models.kernels.paged_extend import paged_extend
         from rally.models.kernels.rms_norm import add_rms_norm, rms_norm
@@ -49,6 +51,7 @@ def kernels_for(device: torch.device) -> Kernels:
             paged_extend,
             linear,
             scan_step,
+            grouped_linear,
         )
     from rally.models.kernels import reference
 
@@ -62,4 +65,5 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.paged_extend,
         reference.linear,
         reference.scan_step,
+        reference.grouped_linear,
     )

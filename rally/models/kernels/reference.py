@@ -109,6 +109,16 @@ def scan_step(
     out_THV.copy_(torch.einsum("thkv,thk->thv", state, q_THK.float()))
 
 
+def grouped_linear(
+    x: Tensor, weight_EFC: Tensor, rows_S: Tensor, ends_E: Tensor, blocks_B2: Tensor, out_SF: Tensor, block_m: int
+) -> None:
+    """`out[s] = weight[expert of s] @ x[rows[s]]`, block by block of pairs of one expert."""
+    for expert, first in blocks_B2.tolist():
+        if expert >= 0:
+            last = min(first + block_m, int(ends_E[expert]))
+            out_SF[first:last] = (x[rows_S[first:last]].float() @ weight_EFC[expert].float().t()).to(out_SF.dtype)
+
+
 def paged_decode(
     q_BHD: Tensor,
     keys: Tensor,

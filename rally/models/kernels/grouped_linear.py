@@ -17,8 +17,8 @@ from torch import Tensor
 def grouped_linear(
     x: Tensor, weight_EFC: Tensor, rows_S: Tensor, ends_E: Tensor, blocks_B2: Tensor, out_SF: Tensor, block_m: int
 ) -> None:
-    """`out[s] = weight[expert of s] @ x[rows[s]]`. `ends_E` are the ends of the experts' pairs. A block is an expert and
-    its first pair, int32; the expert of padding is -1. The weight may have any strides."""
+    """`out[s] = weight[expert of s] @ x[rows[s]]`. `ends_E` are the ends of the experts' pairs. A block is an expert
+    and its first pair, int32; the expert of padding is -1. The weight may have any strides."""
     _, outputs, inputs = weight_EFC.shape
     assert x.stride(1) == out_SF.stride(1) == 1 and x.shape[1] == inputs and out_SF.shape[1] == outputs
     block_n = min(128, triton.next_power_of_2(outputs)) if block_m < 64 else min(64, triton.next_power_of_2(outputs))

@@ -376,12 +376,17 @@ def with_adapters(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict
     return Verdict("row by row" if training_forward(model) == "unpacked" else "packed", f"{off:.0e} nats")
 
 
-async def sampled(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict:
-    """The start-up check of the embedded engine, and what it records afterwards."""
+async def sampled(
+    model: PreTrainedModel, untouched: PreTrainedModel, backend: Literal["gather", "paged"] = "gather"
+) -> Verdict:
+    """The start-up check of the embedded engine, and what it records afterwards. The backend `paged` is the path of a
+    GPU, here with the kernels' plain torch reference."""
     engine = None
     try:
         turn_off_dropout(model)
-        engine = EmbeddedEngine(model, EngineSettings(max_model_len=MAX_LENGTH, max_num_seqs=4), num_pages=128)
+        engine = EmbeddedEngine(
+            model, EngineSettings(max_model_len=MAX_LENGTH, max_num_seqs=4, backend=backend), num_pages=128
+        )
         params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3)
         await check_rollout(engine, model, [words(1, 70), words(2, 70)], params)
         prompts = [words(3, 150), [*words(3, 150)[:-1], 5], words(4, 90)]
@@ -412,6 +417,7 @@ def examine(name: str) -> dict[str, Verdict]:
         uses[use] = trained(copy.deepcopy(model), copy.deepcopy(model), checkpointing)
     uses["LoRA"] = with_adapters(copy.deepcopy(model), copy.deepcopy(model))
     uses["embedded engine"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model)))
+    uses["embedded engine, paged"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model), "paged"))
     return uses
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
@@ -28,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.report import Circumstances
 from benchmarks.rollout_engines import (
     ENGINES,
+    SHAPES,
     Contestant,
     Conversing,
     Embedded,
@@ -36,8 +38,11 @@ from benchmarks.rollout_engines import (
     missing,
     shape_named,
 )
-from benchmarks.rollout_workloads import Played, Workload
-from rally.types import RallyError
+from benchmarks.rollout_workloads import Played, Workload, scripts
+from rally.models.routing import Routing
+from rally.train.forward.logprobs import token_logprobs
+from rally.train.packing import Row, micro_batches, pack
+from rally.types import RallyError, SamplingParams
 
 ELSEWHERE = "measured elsewhere on the same machine type on 2026-11-15"
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {  # tokens/s for single, samples/s for multi-turn
@@ -91,12 +96,13 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description="Rollout engines, side by side.")
     parser.add_argument("--engine", default="embedded,hf", help=f"some of {','.join(ENGINES)}")
-    parser.add_argument("--shape", default="qwen2.5-1.5b", help="qwen2.5-1.5b, smollm2-135m or tiny")
+    parser.add_argument("--shape", default="qwen2.5-1.5b", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("--workloads", default="single,multi-256,multi-1024,multi-256-groups")
     parser.add_argument("--running", default="256", help="requests that may run at once; several: 256,512,1024")
     parser.add_argument("--repeat", type=int, default=1, help="timed repetitions, of which the median counts")
     parser.add_argument("--out", type=Path, help="a Markdown file for the tables")
     parser.add_argument("--profile", type=Path, help="a file for torch's profile of 20 decode steps of our engine")
+    parser.add_argument("--mismatch", action="store_true", help="compare our engine with the training forward, too")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     try:
@@ -142,6 +148,8 @@ async def time_engine(
         print(f"  {workload.name}: {await warm_up(engine, workload)}", flush=True)
         timings.append(await time_workload(engine, workload, running, options.repeat))
         print(f"  {' | '.join(cells(timings[-1]))}", flush=True)
+    if options.mismatch and isinstance(engine, Embedded):
+        print(f"  {await mismatch(engine, workloads[0])}", flush=True)
     if options.profile and isinstance(engine, Embedded):
         options.profile.parent.mkdir(parents=True, exist_ok=True)
         file = options.profile.with_stem(f"{options.profile.stem}-{running}")
@@ -180,6 +188,44 @@ async def time_workload(engine: Contestant, workload: Workload, running: int, re
         steps=steps,
         peak_bytes=engine.peak_bytes(),
     )
+
+
+async def mismatch(engine: Embedded, workload: Workload, requests: int = 32) -> str:
+    """How far the training forward is from the log-probabilities that the engine recorded, over whole rows."""
+    few = [script.prompt for script in scripts(workload, engine.vocabulary, seed=-9)[:requests]]
+    params = SamplingParams(temperature=1.0, max_tokens=workload.new, ignore_eos=True)
+    replies = await asyncio.gather(*(engine.engine.generate(prompt, params) for prompt in few))
+    rows = [
+        Row(
+            ids=(*prompt, *reply.ids),
+            sampled=tuple(range(len(prompt), len(prompt) + len(reply.ids))),
+            logprobs=reply.logprobs,
+            episode=number,
+            routes=reply.routes,
+        )
+        for number, (prompt, reply) in enumerate(zip(few, replies, strict=True))
+    ]
+    found = {"rollout": _differences(engine, rows, PREFILL, replay=False)}
+    if rows[0].routes is not None:
+        found["rollout, with its experts replayed"] = _differences(engine, rows, PREFILL, replay=True)
+    # two forwards of the same rows that are packed differently: what rounding alone does
+    found["itself, packed differently"] = found["rollout"] - _differences(engine, rows, 1, replay=False)
+    return "\n  ".join(
+        f"training forward against {name}, {len(off):,} tokens: k3 {float((off.exp() - 1 - off).mean()):.1e}, mean "
+        f"difference {float(off.abs().mean()):.4f}, largest {float(off.abs().max()):.3f}"
+        for name, off in found.items()
+    )
+
+
+def _differences(engine: Embedded, rows: Sequence[Row], max_tokens: int, replay: bool) -> Tensor:
+    """Of the training forward's log-probabilities from the recorded ones."""
+    model, found = engine.engine.core.model, []
+    for batch in micro_batches(rows, max_tokens=max_tokens):
+        packed = pack(batch, model.device)
+        routing = Routing(replay_TLk=packed.routes_TLk) if replay else None
+        with torch.no_grad():
+            found.append(token_logprobs(model, packed, routing=routing).logp_M - packed.old_logp_M)
+    return torch.cat(found).double()
 
 
 async def profile_decode(engine: Embedded, workload: Workload, running: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
@@ -51,13 +52,14 @@ class Shape:
 
 
 def shape_named(name: str) -> Shape:
-    if name not in _SHAPES:
-        raise RallyError(f"there is no shape {name!r}; name one of {', '.join(_SHAPES)}")
-    family, architecture, sizes, shrink = _SHAPES[name]
-    return Shape(name, family(**sizes, architectures=[architecture], tie_word_embeddings=True), shrink)
+    if name not in SHAPES:
+        raise RallyError(f"there is no shape {name!r}; name one of {', '.join(SHAPES)}")
+    family, architecture, sizes, shrink = SHAPES[name]
+    family = CONFIG_MAPPING[family] if isinstance(family, str) else family
+    return Shape(name, family(**{"tie_word_embeddings": True} | sizes, architectures=[architecture]), shrink)
 
 
-_SHAPES: dict[str, tuple[Any, str, dict[str, Any], int]] = {
+SHAPES: dict[str, tuple[Any, str, dict[str, Any], int]] = {
     "qwen2.5-1.5b": (
         Qwen2Config,
         "Qwen2ForCausalLM",
@@ -87,6 +89,87 @@ _SHAPES: dict[str, tuple[Any, str, dict[str, Any], int]] = {
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+        },
+        1,
+    ),
+    "qwen3-4b": (
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40_960,
+        },
+        1,
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 40_960,
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
+    "qwen3.5-9b": ("qwen3_5_text", "Qwen3_5ForCausalLM", {"tie_word_embeddings": False}, 1),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        {
+            "vocab_size": 102_400,
+            "hidden_size": 2048,
+            "intermediate_size": 10_944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "topk_method": "greedy",
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
         },
         1,
     ),
@@ -181,6 +264,7 @@ class Conversing(Contestant):
 class Embedded(Conversing):
     name = "embedded"
     deterministic = False
+    return_routes = False
 
     def __init__(self, shape: Shape, longest: int, running: int) -> None:
         from rally.engines.embedded import EmbeddedEngine, EngineSettings
@@ -191,6 +275,7 @@ class Embedded(Conversing):
             max_num_seqs=running,
             memory_share=MEMORY_SHARE,
             deterministic=self.deterministic,
+            return_routes=self.return_routes,
         )
         self.engine = EmbeddedEngine(random_model(shape), settings)
         gc.collect()
@@ -211,6 +296,13 @@ class Embedded(Conversing):
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+class Routed(Embedded):
+    """The same engine of a mixture-of-experts model, which returns the experts of every token."""
+
+    name = "routed"
+    return_routes = True
 
 
 class Deterministic(Embedded):
@@ -365,7 +457,9 @@ class SGLang(OtherProcess):
         await super().close()
 
 
-ENGINES: dict[str, Any] = {engine.name: engine for engine in (Embedded, Deterministic, HuggingFace, Vllm, SGLang)}
+ENGINES: dict[str, Any] = {
+    engine.name: engine for engine in (Embedded, Routed, Deterministic, HuggingFace, Vllm, SGLang)
+}
 
 
 def missing(name: str) -> str | None:

@@ -5,11 +5,18 @@ the ordinary mask. A packed or paged forward needs a context object, passed as t
 forward is never paged by accident. A keyword also survives gradient checkpointing, where a context variable would be
 lost in the autograd thread.
 
-Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, B sequences, L key length.
+Latent attention (DeepSeek, Kimi-Linear, GLM-Flash) can be cached compressed: the latent of a token and its rotated key
+are then one key of one head, and its values are the first part of that key. The projections from the latent move to
+the query and to the output.
+
+Shapes: T packed tokens, H query heads, K key/value heads, G = H / K, D head size, B sequences, L key length, R size of
+a latent, N and V the sizes of a key and a value that are projected from it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,10 +51,13 @@ class Scores(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """How the packed tokens of one forward attend to each other and to cached keys and values."""
+    """How the packed tokens of one forward attend to each other and to cached keys and values. `compressed`: latent
+    attention passes the latents, as keys and values of one head."""
+
+    compressed: bool
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        """Attention output [T, H, D]."""
+        """Attention output [T, H, D], D of the values."""
         ...
 
 
@@ -64,6 +74,7 @@ def rally_attention(
     rally: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    latent = module.__dict__.pop(LATENT, None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores = Scores(scale, sliding_window, kwargs.get("softcap"), kwargs.get("s_aux"), _chunk_of(module))
     if rally is None and scores.plain:
@@ -76,8 +87,10 @@ def rally_attention(
         return grouped_attention(q, k, v, scores, mask, causal=mask is None), None
     assert query.shape[0] == 1, "packed forwards have one row"
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = rally.attend(getattr(module, "layer_idx", 0), q_THD, k_TKD, v_TKD, scores)
-    return out_THD.unsqueeze(0), None
+    layer = getattr(module, "layer_idx", 0)
+    if latent is not None and rally.compressed:
+        return _latent_attention(module, layer, q_THD, k_TKD, latent, scores, rally).unsqueeze(0), None
+    return rally.attend(layer, q_THD, k_TKD, v_TKD, scores).unsqueeze(0), None
 
 
 def _chunk_of(module: Any) -> int | None:
@@ -94,6 +107,42 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(NAME)
     state_layers.install(model, body_of(model))
     routing.install(model)
+    for module in model.modules():
+        projection = getattr(module, "kv_b_proj", None)
+        if projection is not None and hasattr(module, "qk_nope_head_dim") and LATENT_HOOK not in vars(module):
+            vars(module)[LATENT_HOOK] = projection.register_forward_pre_hook(partial(_keep_latent, module))
+
+
+LATENT = "rally_latent"  # the attribute that holds the latents between their projection and the attention function
+LATENT_HOOK = "rally_latent_hook"
+
+
+def _keep_latent(attention: nn.Module, projection: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if not torch.is_grad_enabled():  # training keeps no reference to its activations
+        vars(attention)[LATENT] = inputs[0]
+
+
+def _latent_attention(
+    module: Any, layer: int, q_THD: Tensor, k_THD: Tensor, latent: Tensor, scores: Scores, context: AttentionContext
+) -> Tensor:
+    """Attention [T, H, V] over latents: key = [latent, rotated part], value = latent."""
+    heads, key_size, size = q_THD.shape[1], module.qk_nope_head_dim, latent.shape[-1]
+    weight_HXR = _projection_weight(module.kv_b_proj, latent).view(heads, -1, size)
+    q_THR = torch.einsum("thn,hnr->thr", q_THD[..., :key_size], weight_HXR[:, :key_size])
+    q = torch.cat((q_THR, q_THD[..., key_size:]), dim=-1)
+    key_T1D = torch.cat((latent.reshape(-1, 1, size), k_THD[:, :1, key_size:]), dim=-1)
+    out_THR = context.attend(layer, q, key_T1D, key_T1D[..., :size], scores)
+    return torch.einsum("thr,hvr->thv", out_THR, weight_HXR[:, key_size:])
+
+
+def _projection_weight(projection: Any, latent: Tensor) -> Tensor:
+    if type(projection) is nn.Linear:
+        return projection.weight
+    hooks, projection._forward_pre_hooks = projection._forward_pre_hooks, OrderedDict()
+    try:  # an adapted or quantised layer: its product with the unit matrix
+        return projection(torch.eye(latent.shape[-1], dtype=latent.dtype, device=latent.device)).t()  # type: ignore[no-any-return]
+    finally:
+        projection._forward_pre_hooks = hooks
 
 
 def body_of(model: PreTrainedModel) -> Any:

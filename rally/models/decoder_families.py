@@ -28,21 +28,36 @@ def kv_shape(model: PreTrainedModel) -> KVShape:
 def shape_of(config: PreTrainedConfig) -> KVShape:
     """The KV shape from a configuration alone; the largest one if layers differ."""
     config = config.get_text_config()
-    shapes = _layer_shapes(config)
+    shapes = {(heads, size) for heads, size, _ in layer_shapes(config)} or {(0, 0)}
     return KVShape(config.num_hidden_layers, *max(shapes, key=lambda shape: shape[0] * shape[1]))
 
 
-def _layer_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
-    """The different (key/value heads, head size) of the layers."""
+NO_CACHE = ("linear_attention", "conv", "mlp", "moe", "mamba", "recurrent")  # kinds of layers without keys and values
+
+
+def layer_shapes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """Key/value heads, key size and value size of each layer that caches them, from a configuration alone. Latent
+    attention has one head, and its values are part of the keys. What the engine really stores is found by running the
+    model (`kv_layers`)."""
+    config = config.get_text_config()
     if not hasattr(config, "num_attention_heads"):
-        return {(0, 0)}  # no attention
-    layers = getattr(config, "per_layer_config", None) or {}
-    each = list(layers.values()) if isinstance(layers, dict) else list(layers)
-    shapes = set()
-    for layer in each or [config]:
+        return []
+    count = config.num_hidden_layers
+    kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+    kinds = kinds if len(kinds) == count else [""] * count
+    each = getattr(config, "per_layer_config", None) or {}
+    shapes = []
+    for number, kind in enumerate(kinds):
+        if kind in NO_CACHE:
+            continue
+        layer = each.get(number, config) if isinstance(each, dict) else each[number] if number < len(each) else config
         heads = layer.num_attention_heads
+        if rank := getattr(layer, "kv_lora_rank", None):
+            shapes.append((1, rank + layer.qk_rope_head_dim, 0))
+            continue
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        shapes.add((getattr(layer, "num_key_value_heads", None) or heads, size))
+        value = getattr(layer, "v_head_dim", None) or size
+        shapes.append((getattr(layer, "num_key_value_heads", None) or heads, size, value))
     return shapes
 
 
@@ -56,38 +71,35 @@ def mlp_size(config: PreTrainedConfig) -> int:
 
 
 def power_of_two(size: int) -> bool:
-    """Whether the kernels support this head size: a power of two, and large enough for a tensor core."""
+    """Whether fused layers support this head size: a power of two, and large enough for a tensor core."""
     return size >= 16 and size & (size - 1) == 0
 
 
-def unsupported_by_kernels(model: PreTrainedModel) -> str | None:
-    """The attention feature of the model that the paged kernels lack; None if they support it."""
+def unsupported_attention(model: PreTrainedModel, max_length: int) -> str | None:
+    """The attention feature of the model that the embedded engine lacks for histories of up to `max_length` tokens;
+    None if it supports it. What it can run is compared with the model's own forward before it is used."""
     config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None):
-        return "attention soft-capping"
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        return "attention sinks"
-    return None
-
-
-def unsupported_attention(model: PreTrainedModel) -> str | None:
-    """The attention feature of the model that the embedded engine lacks; None if it supports it."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) & set(UNSUPPORTED_KINDS)
+    chosen = getattr(config, "index_topk", None)
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
-    if getattr(config, "kv_lora_rank", None):
-        return "latent attention"
-    if len(_layer_shapes(config)) > 1:
-        return "keys and values of different sizes per layer"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its own attention function"
+    if chosen and max_length > chosen:
+        return f"sparse attention over {chosen} chosen tokens, fewer than the {max_length} that a history may have,"
     return None
 
 
+UNSUPPORTED_KINDS = (
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+EXPERT_FAMILIES = ("qwen3_moe",)
+"""Families whose attention is fused, and whose experts go through their module."""
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -116,10 +128,21 @@ def known(model: PreTrainedModel) -> bool:
     """Whether `parts_of` describes the model's layers. It does not for the text model inside a vision-language
     model."""
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES or not hasattr(model.base_model, "layers"):
+    if config.model_type not in (*FAMILIES, *EXPERT_FAMILIES) or not hasattr(model.base_model, "layers"):
         return False
     whole_heads = power_of_two(kv_shape(model).size) and getattr(config, "partial_rotary_factor", 1.0) == 1.0
     return activation_name(model) in ACTIVATIONS and whole_heads
+
+
+def dense(mlp: Any) -> bool:
+    """Whether an MLP is one gated product, not a mixture of experts."""
+    return all(isinstance(getattr(mlp, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def through_module(mlp: Any, x_TC: Tensor) -> Tensor:
+    """The output of an MLP that is not fused."""
+    output = mlp(x_TC.unsqueeze(0))
+    return (output[0] if isinstance(output, tuple) else output).squeeze(0)  # type: ignore[no-any-return]
 
 
 def activation_name(model: PreTrainedModel) -> str:

@@ -20,16 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.models.attention import Scores
 from rally.models.decoder_families import (
     ACTIVATIONS,
     LayerParts,
     Norm,
     activation_name,
+    dense,
     known,
     kv_shape,
     offset_norms,
     parts_of,
     rotary_of,
+    through_module,
 )
 from rally.models.kernels.dispatch import Kernels
 from rally.models.lm_head import head_logits
@@ -39,7 +42,7 @@ from rally.models.lora import add_adapted, plain_linear
 class PagedReader(Protocol):
     """Attention over pages that already hold the step's keys and values."""
 
-    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor: ...
+    def read(self, layer: int, q_THD: Tensor, scores: Scores) -> Tensor: ...
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
@@ -97,8 +100,8 @@ class _Layer:
     parts: LayerParts
     qkv: Packed
     out: Packed
-    gate_up: Packed
-    down: Packed
+    gate_up: Packed | None  # None: a mixture of experts, which goes through its module
+    down: Packed | None
 
 
 class FusedDecoder:
@@ -163,10 +166,12 @@ class FusedDecoder:
             eps=self.eps,
             offset=self.offset,
         )
-        mixed = attention.read(number, turned, parts.scale, parts.window)
+        mixed = attention.read(number, turned, Scores(parts.scale, parts.window))
         return layer.out(mixed.flatten(1), self.linear)
 
     def _mlp(self, layer: _Layer, x_TC: Tensor) -> Tensor:
+        if layer.gate_up is None or layer.down is None:
+            return through_module(layer.parts.mlp, x_TC)
         gate, up = layer.gate_up(x_TC, self.linear).split(layer.gate_up.sizes, dim=1)
         return layer.down(self.kernels.gated(gate, up, self.activation), self.linear)
 
@@ -186,8 +191,8 @@ def _layer(module: Any, model: PreTrainedModel) -> _Layer:
         parts,
         qkv=Packed([attention.q_proj, attention.k_proj, attention.v_proj]),
         out=Packed([attention.o_proj]),
-        gate_up=Packed([mlp.gate_proj, mlp.up_proj]),
-        down=Packed([mlp.down_proj]),
+        gate_up=Packed([mlp.gate_proj, mlp.up_proj]) if dense(mlp) else None,
+        down=Packed([mlp.down_proj]) if dense(mlp) else None,
     )
 
 
@@ -196,8 +201,12 @@ def fusable(model: PreTrainedModel, *, invariant: bool = False) -> bool:
     (not quantised, say). An `invariant` forward supports no adapters, not even on the LM head."""
     if not known(model) or (invariant and getattr(model, "_hf_peft_config_loaded", False)):
         return False
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    linears = [plain_linear(m) for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names]
+    layers: list[Any] = list(cast(Any, model.base_model).layers)
+    if invariant and not all(dense(layer.mlp) for layer in layers):
+        return False
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    modules = [getattr(layer.self_attn, name, None) for layer in layers for name in attention]
+    modules += [getattr(layer.mlp, name) for layer in layers if dense(layer.mlp) for name in mlp]
+    linears = [None if module is None else plain_linear(module) for module in modules]
     same = {(p.dtype, p.device) for plain in linears if plain is not None for p in plain.base.parameters()}
-    expected = len(names) * model.config.get_text_config().num_hidden_layers
-    return len(linears) == expected and None not in linears and len(same) == 1
+    return None not in linears and len(same) == 1

@@ -105,12 +105,27 @@ class Routing:
         return torch.stack(parts, 1)
 
 
-_routing: ContextVar[Routing | None] = forward_variable("routing")
+class RouteRecorder:
+    """The expert choices of one forward, recorded without a synchronization, so that a CUDA graph can capture it."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, Tensor] = {}
+
+    def choose(self, number: int, scores_TE: Tensor, original: Any) -> Any:
+        self.choices[number] = original.indices.to(torch.int16)
+        return original
+
+    def recorded(self) -> Tensor:
+        """int16 [T, L, k]."""
+        return torch.stack([self.choices[number] for number in sorted(self.choices)], 1)
+
+
+_routing: ContextVar[Routing | RouteRecorder | None] = forward_variable("routing")
 _tokens: ContextVar[Tensor | None] = forward_variable("tokens of a part of a packed batch")
 
 
 @contextmanager
-def routed(routing: Routing | None) -> Iterator[None]:
+def routed(routing: Routing | RouteRecorder | None) -> Iterator[None]:
     """A context in which routers record and replay as `routing` says; None changes nothing."""
     token = _routing.set(routing)
     try:
@@ -178,7 +193,7 @@ def _following(original: Any) -> Any:
 class _Choice(TorchFunctionMode):
     """Replaces the `topk` over experts inside one router."""
 
-    def __init__(self, router: Any, routing: Routing) -> None:
+    def __init__(self, router: Any, routing: Routing | RouteRecorder) -> None:
         super().__init__()
         self.router, self.routing, self.made = router, routing, 0
 

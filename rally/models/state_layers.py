@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rally.models.forward_variables import forward_variable
+from rally.models.kernels.dispatch import kernels_for
 
 CHUNK = 64  # tokens that a scan combines by matrix products
 CHANNEL_CHUNK = 16  # the same where each channel has its own decay, which takes c * K numbers a token
@@ -60,7 +61,7 @@ class StateContext(Protocol):
     """
 
     @property
-    def tree(self) -> SegmentTree: ...
+    def tree(self) -> SegmentTree | DecodeTree: ...
 
     @property
     def keeps_states(self) -> bool:
@@ -288,6 +289,13 @@ class SegmentTree:
         return [None if skip else part for part, skip in zip(flat, same, strict=True)]
 
 
+class DecodeTree(NamedTuple):
+    """A step of one token per history. The initial states are all rows of a cache, of which `rows_T` are those of the
+    tokens; a scan may update them in place. No plan depends on the histories, so a CUDA graph can capture it."""
+
+    rows_T: Tensor
+
+
 class BranchContext:
     """The context of a training forward: branches of a packed batch, all of which begin with an empty state or within
     the batch."""
@@ -312,13 +320,20 @@ def conv(
     x_CT: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    tree: SegmentTree,
+    tree: SegmentTree | DecodeTree,
     initial_RCP: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A causal convolution of each channel over every history: [C, T], and the last P = W - 1 inputs of each segment
     [N, C, P] if `keep`."""
     channels, width = weight_CW.shape
+    if isinstance(tree, DecodeTree):
+        assert initial_RCP is not None
+        before = initial_RCP.index_select(0, tree.rows_T).to(x_CT.dtype)
+        inputs_TCW = torch.cat([before, x_CT.t()[..., None]], -1)
+        output_TC = (inputs_TCW.float() * weight_CW.float()).sum(-1)
+        output_TC = output_TC if bias_C is None else output_TC + bias_C.float()
+        return output_TC.to(weight_CW.dtype).t(), inputs_TCW[..., 1:]
     plan = tree.conv_plan(width)
     parts = [x_CT]
     if tree.continues:
@@ -337,7 +352,7 @@ def chunked_scan(
     v_THV: Tensor,
     g: Tensor,
     beta_TH: Tensor | None,
-    tree: SegmentTree,
+    tree: SegmentTree | DecodeTree,
     initial_RHKV: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -349,6 +364,11 @@ def chunked_scan(
     The tokens of a chunk are combined by matrix products, for all chunks of the batch at once. Only the states at chunk
     ends are computed one after the other, those of all histories together.
     """
+    if isinstance(tree, DecodeTree):
+        assert initial_RHKV is not None
+        out_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
+        kernels_for(v_THV.device).scan_step(q_THK, k_THK, v_THV, g, beta_TH, initial_RHKV, tree.rows_T, out_THV)
+        return out_THV, None
     plan = tree.chunk_plan(CHUNK if g.ndim == 2 else CHANNEL_CHUNK)
     parts = {}
     for size in plan.tokens:
@@ -444,12 +464,16 @@ def stepwise(
     step: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
     empty: Tensor,
-    tree: SegmentTree,
+    tree: SegmentTree | DecodeTree,
     initial: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`state, output = step(state, *inputs)` for every token of every history: outputs [T, ...], and the states at
     segment ends if `keep`. One call per position, for all histories together; `empty` is the state before the first."""
+    if isinstance(tree, DecodeTree):
+        assert initial is not None
+        state, output = step(initial.index_select(0, tree.rows_T), *inputs)
+        return output, state
     plan = tree.step_plan()
     first = plan.parents[0]
     assert first is not None
@@ -495,7 +519,7 @@ def _blocks(counts: Sequence[int], size: int) -> list[slice]:
 
 
 def stepwise_scan(
-    a: Tensor, b: Tensor, tree: SegmentTree, initial: Tensor | None = None, keep: bool = False
+    a: Tensor, b: Tensor, tree: SegmentTree | DecodeTree, initial: Tensor | None = None, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """`h = a h + b` elementwise over every history: h at each token [T, ...], and at segment ends if `keep`."""
 

@@ -376,8 +376,9 @@ def test_shaping_without_effect_or_with_the_wrong_sign_is_reported() -> None:
             [
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
                 "actor_rollout_ref.actor.router_replay.mode=R3",
+                "actor_rollout_ref.rollout.name=rally",
             ],
-            "name=embedded does not return expert choices; set .*mode=R2",
+            "name=rally does not return expert choices; set .*mode=R2",
         ),
         (["actor_rollout_ref.actor.router_replay.record_file=x"], "router_replay.record_file"),
     ],

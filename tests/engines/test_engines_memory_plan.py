@@ -11,6 +11,7 @@ from rally.engines import EngineError, EngineSettings
 from rally.engines.embedded import memory_plan
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.memory_plan import cgroup_free_bytes, kv_bytes_per_token, plan_memory, plan_words
+from rally.models.kv_layers import KVLayer
 
 GIB = 1 << 30
 
@@ -67,21 +68,18 @@ def resident() -> int:
 def test_unused_cache_takes_no_memory_and_is_zero() -> None:
     before = resident()
     store = KVStore(
-        num_layers=4,
+        [KVLayer(8, 64, 64)] * 4,
         num_pages=4096,
         page_size=16,
-        kv_heads=8,
-        head_dim=64,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    size = store.paged.numel() * 4
+    (paged,) = store.paged
+    size = paged.numel() * 4
     assert size > GIB and resident() - before < size // 4
-    assert not store.paged[:, 17].any() and store.paged.data_ptr() % 64 == 0
-    store.paged[:, 5] = 1.0
+    assert not paged[:, 17].any() and paged.data_ptr() % 64 == 0
+    paged[:, 5] = 1.0
     store.copy_pages([(5, 6)])
     assert store.keys[3][6 * 16].sum() == 8 * 64
-    half = KVStore(
-        num_layers=1, num_pages=2, page_size=4, kv_heads=1, head_dim=8, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
-    assert half.paged.dtype == torch.bfloat16 and half.paged.shape == (2, 3, 4, 1, 8)
+    half = KVStore([KVLayer(1, 8, 8)], num_pages=2, page_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert half.keys[0].dtype == torch.bfloat16 and half.keys[0].shape == (12, 1, 8)

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import small_model, words
 from rally.distributed.message_encoding import rows_of_tensors, rows_to_tensors
-from rally.engines.base import ReplicaGone
+from rally.engines.base import EngineError, ReplicaGone
+from rally.engines.embedded import EngineCore, EngineSettings
 from rally.engines.remote.server_api import GenerationRequest, Launch
 from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
@@ -321,3 +322,34 @@ def test_servers_are_launched_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> 
     for api in (Vllm(), Sglang()):
         assert "--enable-return-routed-experts" not in api.command(launch)
         assert "--enable-return-routed-experts" in api.command(replace(launch, routes=True))
+
+
+@pytest.mark.parametrize("backend", ["gather", "paged"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_embedded_engine_returns_the_experts_of_every_token(name: str, backend: str) -> None:
+    """Cached prefixes and later turns included; the training forward chooses the same ones for the same weights."""
+    model = moe(name)
+    settings = EngineSettings(max_model_len=200, backend=backend, return_routes=True)  # type: ignore[arg-type]
+    core = EngineCore(model, settings, num_pages=200)
+    done = []
+    prompts = [words(1, 60), words(1, 60), words(2, 40)]
+    for _ in range(2):
+        turn = [core.add(p, SamplingParams(max_tokens=9, seed=i, ignore_eos=True)) for i, p in enumerate(prompts)]
+        while core.busy:
+            core.step()
+        prompts = [[*request.ids, *words(3, 7)] for request in turn]
+        done += turn
+    assert sum(request.cached_tokens > 0 for request in done) >= 4
+    for request in done:
+        with torch.no_grad(), routed(routing := Routing(record=True)):
+            model(input_ids=torch.tensor([request.ids[:-1]]), use_cache=False)
+        assert request.routes is not None
+        ours, theirs = route_array(request.routes), routing.recorded(len(request.ids) - 1).numpy()
+        assert (np.sort(ours, -1) == np.sort(theirs, -1)).all()
+        segment = Segment(prompt_ids=tuple(request.ids[: request.prompt_len])).append_sampled(request.result())
+        assert segment.routes == request.routes
+
+
+def test_a_model_without_routers_cannot_return_experts() -> None:
+    with pytest.raises(EngineError, match="no routers whose choices can be replayed"):
+        EngineCore(moe("llama"), EngineSettings(max_model_len=64, return_routes=True), num_pages=50)

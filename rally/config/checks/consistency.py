@@ -105,7 +105,7 @@ def router_replay(config: Config) -> Iterator[str]:
     if records and mode != "R3":
         problem = f"{ROLLOUT}.enable_rollout_routing_replay=true has no effect with {ACTOR}.router_replay.mode={mode}"
         yield f"{problem}; set that to R3."
-    if records and config.rollout.server_kind not in ("vllm", "sglang"):
+    if records and config.rollout.server_kind not in ("vllm", "sglang", "embedded"):
         problem = f"{ROLLOUT}.name={config.rollout.name} does not return expert choices"
         yield f"{problem}; set {ACTOR}.router_replay.mode=R2 and leave {ROLLOUT}.enable_rollout_routing_replay out."
     if mode != "disabled" and config.rollout.deterministic:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Ints
+from rally.engines.embedded.state_cache import StepStates
 from rally.models.attention import Scores, grouped_attention, visible
 
 SHORT_HISTORY_BYTES = 64 * 1024  # keys of one request and layer; above this a call per request costs less than padding
@@ -46,14 +47,33 @@ class BatchRows:
         return len(self.offset)
 
 
-class PagedAttention:
+class PagedContext:
+    """What attention contexts of the engine have in common. Calls are numbered in the order of the forward."""
+
+    compressed = True
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self.calls = 0
+
+    def use_states(self, states: StepStates) -> None:
+        """Serve the layers that hold state, too."""
+        self.tree, self.keeps_states = states.tree, states.keeps_states
+        self.initial_states, self.store_final_states = states.initial_states, states.store_final_states
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+
+class PagedAttention(PagedContext):
     """The attention context of one step over the KV store; `stride` is that of the page pool."""
 
     def __init__(self, store: KVStore, rows: BatchRows, places_T: Tensor, stride: int) -> None:
-        self.store = store
+        super().__init__(store)
         self.places_T = places_T
-        sample = store.keys[0]
-        limit = SHORT_HISTORY_BYTES // (sample.shape[1] * sample.shape[2] * sample.element_size())
+        widest = max((keys.shape[1] * keys.shape[2] * keys.element_size() for keys in store.keys), default=1)
+        limit = SHORT_HISTORY_BYTES // widest
         short = rows.length <= limit
         strided = short & (rows.tokens == 1) & _aligned(rows, store.page_size, stride)
         self.groups: list[_Strided | _Gathered | _PerSequence] = [
@@ -64,10 +84,10 @@ class PagedAttention:
             self.groups.append(_PerSequence(store, rows.take(~short)))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        keys, values = self.store.keys[layer], self.store.values[layer]
-        keys.index_copy_(0, self.places_T, k_TKD.to(keys.dtype))
-        values.index_copy_(0, self.places_T, v_TKD.to(values.dtype))
-        out_THD = torch.empty_like(q_THD)
+        number = self.next_call()
+        self.store.write(number, self.places_T, k_TKD, v_TKD)
+        keys, values = self.store.keys[number], self.store.values[number]
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], values.shape[2]))
         for group in self.groups:
             group.attend(keys, values, q_THD, out_THD, scores)
         return out_THD
@@ -147,9 +167,9 @@ class _Strided:
     def _view(self, tensor: Tensor) -> Tensor:
         """[n, length, K, D] of the pool."""
         _, k, d = tensor.shape
-        step = tensor.stride(0)
+        step, head = tensor.stride()[:2]
         return tensor.as_strided(
-            (self.n, self.length, k, d), (self.apart * step, step, d, 1), tensor.storage_offset() + self.first * step
+            (self.n, self.length, k, d), (self.apart * step, step, head, 1), tensor.storage_offset() + self.first * step
         )
 
 
@@ -175,10 +195,11 @@ class _Gathered:
         self.masks = _Masks(starts, self.width, num_pages * store.page_size)
 
     def attend(self, keys: Tensor, values: Tensor, q_THD: Tensor, out_THD: Tensor, scores: Scores) -> None:
-        k, v = self._history(keys), self._history(values)
+        k = self._history(keys)
+        v = self._history(values) if values.is_contiguous() else k[..., : values.shape[2]]  # a part of the keys
         q = q_THD[self.tokens].view(self.n, self.width, *q_THD.shape[1:])
         out = grouped_attention(q, k, v, scores, self.masks.get(scores.window, q.dtype), causal=False)
-        out_THD.index_copy_(0, self.targets, out.reshape(-1, *q_THD.shape[1:])[self.kept])
+        out_THD.index_copy_(0, self.targets, out.reshape(-1, *out_THD.shape[1:])[self.kept])
 
     def _history(self, tensor: Tensor) -> Tensor:
         """[n, length, K, D] of the padded histories."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -23,21 +24,18 @@ from rally.engines.embedded.memory_plan import plan_memory
 from rally.engines.embedded.radix_cache import RadixCache
 from rally.engines.embedded.request_slots import Ints, Request, Slots
 from rally.engines.embedded.scheduler import Scheduler, StepPlan
-from rally.engines.embedded.settings import EngineSettings, OptionNames
+from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.state_cache import StateStore
 from rally.engines.embedded.torch_runner import ModelRunner, PendingStep, StepRunner
 from rally.models import attention
-from rally.models.decoder_families import (
-    FAMILIES,
-    kv_shape,
-    power_of_two,
-    unsupported_attention,
-    unsupported_by_kernels,
-)
+from rally.models.decoder_families import FAMILIES, unsupported_attention
 from rally.models.fused_layers import fusable
 from rally.models.kernels.dispatch import has_triton
+from rally.models.kv_layers import cached_parts
 from rally.models.rope import decide_rope
-from rally.models.vision import ImageIds, ImageInputError, check_images
-from rally.types import FinishReason, ImageSpan, SamplingParams
+from rally.models.routing import routers_of
+from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
+from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
 
@@ -67,27 +65,38 @@ class EngineCore:
         self.settings = settings or EngineSettings()
         _check_length(model, self.settings)
         paged = self._paged(model)
-        check_supported(model, self.settings.option_names, paged=paged)
+        _check_supported(model, unsupported_attention(model, self.settings.max_model_len))
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
-        shape = kv_shape(model)
-        self.memory_plan = None if num_pages else plan_memory(model, self.settings)
+        try:
+            parts = cached_parts(model, axes=1 if tower_of(model) is None else 3)
+        except Exception as problem:  # a forward that cannot be packed fails in its own ways
+            _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
+            raise
+        _check_supported(model, None if parts.layers or parts.states else "its own attention function")
+        self.memory_plan = None if num_pages else plan_memory(model, self.settings, parts)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None
         store = KVStore(
-            num_layers=shape.layers,
+            parts.layers,
             num_pages=pages,
             page_size=self.settings.page_size,
-            kv_heads=shape.heads,
-            head_dim=shape.size,
             dtype=model.dtype,
             device=model.device,
             lend=self.settings.lend_memory and model.device.type == "cuda",
+            routes=self._routes(model),
         )
+        self.states: StateStore | None = None
+        slots = self.settings.max_num_seqs
+        if parts.states:
+            slots = slots if self.memory_plan is None else self.memory_plan.slots
+            snapshots = 2 * slots if self.memory_plan is None else self.memory_plan.snapshots
+            lend = store.memory is not None
+            self.states = StateStore(parts.states, slots=slots, snapshots=snapshots, device=model.device, lend=lend)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
-        self.index = RadixCache(self.pool, self.settings.page_size)
-        self.slots = Slots(self.settings.max_num_seqs, self.settings.max_model_len, self.settings.page_size)
+        self.index = RadixCache(self.pool, self.settings.page_size, self.states)
+        self.slots = Slots(slots, self.settings.max_model_len, self.settings.page_size)
         self.scheduler = Scheduler(
             self.pool,
             self.index,
@@ -99,7 +108,9 @@ class EngineCore:
         )
         self.model, self.store = model, store
         self.runner: StepRunner = (
-            self._cuda_runner(model, store) if paged else ModelRunner(model, store, self.slots, stride)
+            self._cuda_runner(model, store, parts.group)
+            if paged
+            else ModelRunner(model, store, self.slots, stride, self.states)
         )
         self._launched: _Launched | None = None
         self.decode = decode
@@ -107,6 +118,18 @@ class EngineCore:
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._image_ids = ImageIds()
         self._seeds = itertools.count(self.settings.seed)
+
+    def _routes(self, model: PreTrainedModel) -> tuple[int, int]:
+        """Routers and experts of a token, if they are recorded."""
+        if not self.settings.return_routes:
+            return 0, 0
+        routers = routers_of(model)
+        if len({router.chosen for router in routers}) != 1:
+            raise EngineError(
+                f"{type(model).__name__} has no routers whose choices can be replayed; leave "
+                "rollout.enable_rollout_routing_replay and actor.router_replay.mode out"
+            )
+        return len(routers), routers[0].chosen
 
     def _paged(self, model: PreTrainedModel) -> bool:
         settings, on_gpu = self.settings, model.device.type == "cuda"
@@ -124,7 +147,7 @@ class EngineCore:
             )
         return paged
 
-    def _cuda_runner(self, model: PreTrainedModel, store: KVStore) -> StepRunner:
+    def _cuda_runner(self, model: PreTrainedModel, store: KVStore, group: int) -> StepRunner:
         settings = self.settings
         if settings.deterministic and (settings.eager or not fusable(model, invariant=True)):
             raise EngineError(
@@ -135,6 +158,8 @@ class EngineCore:
             model,
             store,
             self.slots,
+            states=self.states,
+            group=group,
             max_tokens=settings.max_num_batched_tokens,
             eager=settings.eager,
             deterministic=settings.deterministic,
@@ -237,6 +262,8 @@ class EngineCore:
         for chunk in plan.chunks:
             done = chunk.start + chunk.tokens
             self.scheduler.remember(self._request(chunk.slot), done - done % self.settings.page_size)
+        for slot, row in plan.snapshots:
+            self.scheduler.hold_state(self._request(slot), int(self.slots.computed[slot]), row)
         return launched
 
     def _read_back(self, launched: _Launched) -> list[Request]:
@@ -255,8 +282,19 @@ class EngineCore:
             request.finish = self._finish_reason(request, stop)
             if request.finish is not None:
                 finished.append(request)
-                self.scheduler.finish(request)
+                self._end(request)
         return finished
+
+    def _end(self, request: Request) -> None:
+        """Remove a request that finished; the experts of its tokens are read while it holds its pages."""
+        if self.store.routes is not None and request.slot >= 0:
+            size = self.settings.page_size
+            positions = np.arange(self.slots.known[request.slot] - 1)
+            pages = self.slots.table_SP[request.slot, positions // size].astype(np.int64)
+            places = torch.from_numpy(pages * size + positions % size).to(self.store.device)
+            routes = self.store.routes.index_select(0, places).cpu().numpy()
+            request.routes = Routes(routes.astype("<i2").tobytes(), *routes.shape[1:])
+        self.scheduler.finish(request)
 
     def _request(self, slot: int) -> Request:
         request = self.slots.requests[slot]
@@ -268,7 +306,10 @@ class EngineCore:
         for request in requests:
             if request.finish is None:
                 request.finish = "abort"
-                self.scheduler.finish(request)
+                if request.slot >= 0 and self.slots.known[request.slot] > request.prompt_len:
+                    self._end(request)
+                else:
+                    self.scheduler.finish(request)
 
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
@@ -277,11 +318,15 @@ class EngineCore:
         if lend:
             self.index.forget()
             self.store.release_memory()
+            if self.states is not None:
+                self.states.release_memory()
         try:
             yield
         finally:
             if lend:
                 self.store.restore_memory()
+                if self.states is not None:
+                    self.states.restore_memory()
 
     def reset(self) -> None:
         """Drop cached KV and restore the initial order of slots and pages, so that results are bit-identical to those
@@ -290,6 +335,8 @@ class EngineCore:
         self.index.forget()
         self.slots.reset()
         self.pool.reset()
+        if self.states is not None:
+            self.states.clear()
 
     def commit_weights(self, version: int | None = None) -> list[Request]:
         """Start a new version after the weights changed: `version`, or the next number. Returns the requests that the
@@ -346,16 +393,9 @@ class _Launched(NamedTuple):
 OTHER_MODEL = "use another model, or a server engine"
 
 
-def check_supported(model: PreTrainedModel, option_names: OptionNames, *, paged: bool) -> None:
-    """Raise EngineError if the backend does not support the model's attention."""
-    name, remedy = type(model).__name__, f"{option_names.torch_attention} runs it in plain torch"
-    if feature := unsupported_attention(model):
-        raise EngineError(f"{name} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}")
-    if not paged:
-        return
-    if feature := unsupported_by_kernels(model):
-        raise EngineError(f"{name} uses {feature}, which the paged kernels do not support; {remedy}")
-    if not power_of_two(size := kv_shape(model).size):
+def _check_supported(model: PreTrainedModel, feature: str | None) -> None:
+    """Raise EngineError if the engine lacks a feature of the model's attention."""
+    if feature is not None:
         raise EngineError(
-            f"{name} has a head size of {size}, and the paged kernels support only powers of two; {remedy}"
+            f"{type(model).__name__} uses {feature}, which the embedded engine does not support; {OTHER_MODEL}"
         )

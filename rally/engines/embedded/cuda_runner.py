@@ -13,19 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.engines.embedded.attention_torch import PagedContext
 from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Slots
 from rally.engines.embedded.sampler import Draw, NonFiniteLogits, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
+from rally.engines.embedded.state_cache import DecodeStates, StateStore, StepStates
 from rally.engines.embedded.step_inputs import Padding, Sizes, StepInputs, fill
-from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs
+from rally.engines.embedded.torch_runner import FinishedStep, ImageInputs, recorded_routes, step_rows, step_states
+from rally.models import experts
 from rally.models.attention import Scores, packed_hidden
 from rally.models.fused_layers import FusedDecoder, fusable
-from rally.models.kernels.attention_tiles import SPLIT, extend_tokens
+from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_parts
 from rally.models.kernels.dispatch import Kernels, kernels_for
 from rally.models.lm_head import head_logits
 from rally.models.lora import switches
@@ -38,7 +42,7 @@ SPLIT_BOUND = 2048  # the smallest length bound of split histories; each bound n
 HOST_BUFFERS = 3  # one being filled, one in flight, one being read
 
 
-class KernelAttention:
+class KernelAttention(PagedContext):
     """The attention context of one step: writes keys and values to their places, then one kernel reads the pages.
 
     The kernel handles decoding tokens and chunks alike, and its result for a token depends only on the token's history.
@@ -47,22 +51,28 @@ class KernelAttention:
     """
 
     def __init__(self, store: KVStore, inputs: StepInputs, kernels: Kernels, split_up_to: int) -> None:
-        self.store, self.inputs, self.kernels, self.split_up_to = store, inputs, kernels, split_up_to
+        super().__init__(store)
+        self.inputs, self.kernels, self.split_up_to = inputs, kernels, split_up_to
         self.places_T = inputs.places.long()
 
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.store.keys[layer], self.store.values[layer]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        assert scores.plain, "rejected at start-up"
-        for pool, new in zip(self.pool(layer), (k_TKD, v_TKD), strict=True):
-            pool.index_copy_(0, self.places_T, new.to(pool.dtype))
-        return self.read(layer, q_THD.contiguous(), scores.scale, scores.window)
+        number = self.next_call()
+        self.store.write(number, self.places_T, k_TKD, v_TKD)
+        return self.read(number, q_THD.contiguous(), scores)
 
-    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+    def read(self, layer: int, q_THD: Tensor, scores: Scores) -> Tensor:
         inputs, pool = self.inputs, self.pool(layer)
-        out_THD = torch.empty_like(q_THD)
-        options = {"page_size": self.store.page_size, "scale": scale, "window": window}
+        out_THD = q_THD.new_empty((*q_THD.shape[:2], pool[1].shape[2]))
+        options = {
+            "page_size": self.store.page_size,
+            "scale": scores.scale,
+            "window": scores.window,
+            "softcap": scores.softcap,
+            "sinks_H": scores.sinks_H,
+        }
         if self.split_up_to:
             rows = slice(inputs.sizes.decodes)
             self.kernels.paged_decode(
@@ -115,20 +125,24 @@ class CudaRunner:
         store: KVStore,
         slots: Slots,
         *,
+        states: StateStore | None = None,
+        group: int,
         max_tokens: int,
         eager: bool = False,
         deterministic: bool = False,
     ) -> None:
-        self.model, self.store, self.slots = model, store, slots
+        self.model, self.store, self.slots, self.states = model, store, slots, states
         self.eager, self.deterministic = eager, deterministic
         self.device = store.device
+        experts.install(model)
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused()
         self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
         self._weights = self._weight_pointers()
         config = model.config.get_text_config()
-        self.group: int = config.num_attention_heads // store.keys[0].shape[1]
+        self.group = group  # query heads per key/value head, the largest of all layers
+        self.kv_heads = max((keys.shape[1] for keys in store.keys), default=1)
         count, width = slots.table_SP.shape
         self.pad = Padding(trash=store.num_pages * store.page_size, no_slot=count)
         self.last_ids = torch.zeros(count + 1, dtype=torch.int64, device=self.device)
@@ -171,7 +185,8 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> _InFlight | FinishedStep:
         self._turn = (self._turn + 1) % HOST_BUFFERS
         seen = self.image_inputs.seen(plan) if self.image_inputs is not None else None
-        sizes, split, graph = self._bucket(plan, plain=seen is None)
+        plain = seen is None and (self.states is None or self._only_decodes(plan))
+        sizes, split, graph = self._bucket(plan, plain)
         host = self.host[self._turn]
         size = fill(
             host.numpy(),
@@ -188,13 +203,32 @@ class CudaRunner:
         if plan.copies:
             source, target = inputs.copies[:, : len(plan.copies)].long()
             self.store.copy_pages_at(source, target)
-        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen))
+        states = None
+        if self.states is not None:
+            self.states.copy(plan.saves)
+            self.states.copy(plan.loads)
+            states = self._states(plan, inputs)
+        self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen, states))
+        if self.states is not None:
+            self.states.copy(plan.snapshots)
         samplers = plan.samplers
         if len(samplers) and (self.deterministic or self.slots.filters[samplers].any()):
             return self._sample_by_torch(inputs, plan)
         if len(samplers):
             self._replay(True, ("head", sizes.samples), lambda: self._head(inputs))
         return self._read_back(len(samplers))
+
+    def _states(self, plan: StepPlan, inputs: StepInputs) -> StepStates:
+        """A step of decoding tokens reads the rows of its states from the device, so that a graph can run it."""
+        assert self.states is not None
+        if self._only_decodes(plan):
+            padding = inputs.sizes.tokens - inputs.sizes.samples
+            return DecodeStates(self.states, F.pad(inputs.slots.long(), (0, padding), value=self.states.trash))
+        return step_states(self.states, plan, step_rows(plan, self.slots))
+
+    def _only_decodes(self, plan: StepPlan) -> bool:
+        """Whether every request of the step has one token and a state."""
+        return not plan.chunks and bool((self.slots.computed[plan.decodes] > 1).all())
 
     def _inputs(self, sizes: Sizes) -> StepInputs:
         """Cached views, for the few sizes that graphs have."""
@@ -203,8 +237,8 @@ class CudaRunner:
         return self._views[sizes]
 
     def _bucket(self, plan: StepPlan, plain: bool) -> _Bucket:
-        """`plain`: the step has no image tokens. One that has runs without a graph, since image features have no fixed
-        address."""
+        """`plain`: the step has no image tokens, and no chunks of a model with states. One that has runs without a
+        graph, since image features and the segments of chunks have no fixed address."""
         decodes, samples = len(plan.decodes), len(plan.samplers)
         tokens = decodes + sum(c.tokens for c in plan.chunks)
         count, pages = self.slots.table_SP.shape
@@ -223,20 +257,23 @@ class CudaRunner:
 
     def _split_up_to(self, plan: StepPlan) -> int:
         """0 if histories are not split, else an upper bound of their lengths, rounded so that few graphs are needed."""
-        programs = len(plan.decodes) * self.store.keys[0].shape[1]
+        programs = len(plan.decodes) * self.kv_heads * group_parts(self.group)
         if plan.chunks or programs > FEW_PROGRAMS or self.deterministic:
             return 0
         longest = int(self.slots.computed[plan.decodes].max())
         return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
-    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None) -> None:
+    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None, states: StepStates | None) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
+        if states is not None:
+            attention.use_states(states)
         known, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], known)
-        if self.fused is not None:
-            hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
-        else:
-            hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
+        with recorded_routes(self.store, attention.places_T):
+            if self.fused is not None:
+                hidden = self.fused(ids_T, inputs.positions, attention.places_T, attention)
+            else:
+                hidden = packed_hidden(self.model, ids_T, inputs.positions.long(), attention, seen)
         self.hidden[: inputs.sizes.tokens].copy_(hidden)
 
     def _head(self, inputs: StepInputs) -> None:

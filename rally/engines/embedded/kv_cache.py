@@ -9,15 +9,19 @@ many of them form one regular view. `KVStore` holds the keys and values.
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rally.engines.base import EngineError
+from rally.models.kv_layers import KVLayer
 
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -209,44 +213,72 @@ class PagePool:
 
 
 class KVStore:
-    """The tensors behind the pages: keys and values of each layer as [slot, kv head, head size].
+    """The tensors behind the pages: keys and values of each attention call as [slot, kv head, head size].
 
-    There is one page more than in the pool, to which padding tokens write.
+    There is one page more than in the pool, to which padding tokens write. Tensors of equal width are stored together,
+    so that pages are copied by one operation per width.
     """
 
     def __init__(
         self,
+        layers: Sequence[KVLayer],
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         lend: bool = False,
+        routes: tuple[int, int] = (0, 0),
     ) -> None:
+        """`routes`: routers and experts of a token, if their choices are stored beside keys and values."""
+        self.layers = tuple(layers)
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (2 * num_layers, num_pages + 1, page_size, kv_heads, head_dim)
-        size = torch.Size(shape).numel() * torch.empty((), dtype=dtype).element_size()
-        self.memory = VirtualMemory(size, device) if lend else None
+        self.device = device
+        widths = Counter(width for layer in layers for width in _stored_widths(layer))
+        item = torch.empty((), dtype=dtype).element_size()
+        shapes = [(count, num_pages + 1, page_size * width) for width, count in sorted(widths.items())]
+        sizes = [-(-prod(shape) * item // ALIGNMENT) * ALIGNMENT for shape in shapes]
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
-        if self.memory is not None:
-            self.paged = self.memory.tensor(shape, dtype).zero_()
-        else:
-            self.paged = (
-                _untouched_zeros(size).view(dtype).view(shape)
-                if device.type == "cpu"
-                else torch.zeros(shape, dtype=dtype, device=device)
+        route_size = (num_pages + 1) * page_size * prod(routes) * 2
+        self.memory, self._flat = flat_memory(sum(sizes) + route_size, device, lend)
+        starts = itertools.accumulate(sizes, initial=0)
+        tensors = [
+            self._flat[start : start + prod(shape) * item].view(dtype).view(shape)
+            for start, shape in zip(starts, shapes, strict=False)
+        ]
+        rows = {shape[2] // page_size: iter(tensor) for shape, tensor in zip(shapes, tensors, strict=True)}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in layers:
+            if layer.source is not None:
+                self.keys.append(self.keys[layer.source])
+                self.values.append(self.values[layer.source])
+                continue
+            stored = [next(rows[width]) for width in _stored_widths(layer)]
+            key = stored[0].view(-1, layer.heads, layer.key_size)
+            self.keys.append(key)
+            self.values.append(
+                key[..., : layer.value_size]
+                if layer.values_in_keys
+                else stored[1].view(-1, layer.heads, layer.value_size)
             )
-        slots = self.paged.flatten(1, 2)
-        self.keys: list[Tensor] = list(slots[:num_layers])
-        self.values: list[Tensor] = list(slots[num_layers:])
 
-    @property
-    def device(self) -> torch.device:
-        return self.paged.device
+        self.paged = tensors
+        self.routes: Tensor | None = None  # int16 [slot, routers, experts of a token]
+        if route_size:
+            flat = self._flat[sum(sizes) : sum(sizes) + route_size].view(torch.int16)
+            self.paged = [*tensors, flat.view(1, num_pages + 1, -1)]
+            self.routes = flat.view(-1, *routes)
+
+    def write(self, layer: int, places_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store the keys and values of new tokens."""
+        kind = self.layers[layer]
+        if kind.source is not None:
+            return
+        self.keys[layer].index_copy_(0, places_T, k_TKD.to(self.keys[layer].dtype))
+        if not kind.values_in_keys:
+            self.values[layer].index_copy_(0, places_T, v_TKD.to(self.values[layer].dtype))
 
     def release_memory(self) -> None:
         """Return the memory to the driver; its contents are lost."""
@@ -257,16 +289,36 @@ class KVStore:
         """Map zeroed memory at the same address."""
         assert self.memory is not None
         self.memory.map()
-        self.paged.zero_()
+        self._flat.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to) of all layers, in this order."""
         for a, b, pages in _stretches(copies):
-            self.paged[:, b : b + pages] = self.paged[:, a : a + pages]
+            for tensor in self.paged:
+                tensor[:, b : b + pages] = tensor[:, a : a + pages]
 
     def copy_pages_at(self, source_n: Tensor, target_n: Tensor) -> None:
         """The same for page numbers that are on the device; every page is read before any is written."""
-        self.paged[:, target_n] = self.paged[:, source_n]
+        for tensor in self.paged:
+            tensor[:, target_n] = tensor[:, source_n]
+
+
+def _stored_widths(layer: KVLayer) -> list[int]:
+    """Numbers per token of the key, and of the value if it is stored apart."""
+    if layer.source is not None:
+        return []
+    key = layer.heads * layer.key_size
+    return [key] if layer.values_in_keys else [key, layer.heads * layer.value_size]
+
+
+def flat_memory(size: int, device: torch.device, lend: bool) -> tuple[VirtualMemory | None, Tensor]:
+    """`size` zeroed bytes as a tensor; with `lend`, in memory of the GPU that can be released."""
+    size = max(size, ALIGNMENT)
+    if lend:
+        memory = VirtualMemory(size, device)
+        return memory, memory.tensor((size,), torch.uint8).zero_()
+    zeros = _untouched_zeros(size) if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
+    return None, zeros
 
 
 def _untouched_zeros(size: int) -> Tensor:

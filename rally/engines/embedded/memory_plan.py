@@ -11,32 +11,51 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rally.engines.base import EngineError
 from rally.engines.embedded.settings import EngineSettings
+from rally.engines.embedded.state_cache import state_bytes
 from rally.images.patches import Patches
-from rally.models.decoder_families import mlp_size, shape_of
+from rally.models.decoder_families import layer_shapes, mlp_size, shape_of
+from rally.models.kv_layers import CachedParts
+from rally.models.routing import routers_of
 from rally.models.vision import patches_of
 from rally.models.vision_memory import vision_bytes
 
 
 class MemoryPlan(NamedTuple):
     """`pages` of KV, their bytes, and the bytes a step of the largest size needs while it runs. `free` bytes were
-    available when the plan was made."""
+    available when the plan was made. `slots` requests run at once; for a model with states there are `snapshots` of
+    them beside, and `state_bytes` for both."""
 
     pages: int
     kv_bytes: int
     step_bytes: int
     free: int
+    slots: int
+    snapshots: int = 0
+    state_bytes: int = 0
 
 
-def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
+def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedParts | None = None) -> MemoryPlan:
     """KV gets `memory_share` of the free memory, less what a step needs, and at most `max_kv_bytes`. A GPU uses all of
     that, so that histories waiting for tools stay cached. A CPU uses at most twice what can run at once, because its
-    memory is shared."""
+    memory is shared. `parts` are what the model stores; without them the configuration tells.
+    Half of the memory at most is for states, a third of it for running requests."""
     on_gpu = model.device.type == "cuda"
     wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
     config, width = model.config, _width(model)
-    per_token, step = kv_bytes_per_token(config, width), step_bytes(config, settings, width, patches_of(model))
+    stored = None if parts is None else sum(layer.numbers for layer in parts.layers) * width
+    per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
+    if settings.return_routes:
+        per_token += sum(2 * router.chosen for router in routers_of(model))
+    step = step_bytes(config, settings, width, patches_of(model))
     free = free_bytes(model.device)
-    allowed = max(0, int(free * settings.memory_share) - step) // per_token
+    memory = max(0, int(free * settings.memory_share) - step)
+    row, slots, snapshots = 0 if parts is None else state_bytes(parts.states), settings.max_num_seqs, 0
+    if row:
+        fitting = memory // 2 // row
+        slots = min(slots, max(1, fitting // 3))
+        snapshots = max(0, min(2 * slots if not on_gpu else 4 * slots, fitting - slots - 1))
+        memory -= (slots + 1 + snapshots) * row
+    allowed = max(0, memory) // per_token
     if settings.max_kv_bytes is not None:  # but one history must fit
         wanted = min(wanted, max(settings.max_kv_bytes // per_token, settings.max_model_len + settings.page_size))
     pages = min(wanted, allowed) // settings.page_size
@@ -46,24 +65,25 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings) -> MemoryPlan:
             f"one history of {names.max_model_len}={settings.max_model_len} tokens does not fit into the {allowed} "
             f"tokens of KV that {names.memory}={settings.memory_share} allows; raise it, or lower {names.lengths}"
         )
-    return MemoryPlan(pages, pages * settings.page_size * per_token, step, free)
+    kv_bytes = pages * settings.page_size * per_token
+    return MemoryPlan(pages, kv_bytes, step, free, slots, snapshots, (slots + 1 + snapshots) * row)
 
 
 def plan_words(plan: MemoryPlan, settings: EngineSettings) -> str:
     """The plan in a sentence."""
     tokens = plan.pages * settings.page_size
-    whole = min(settings.max_num_seqs, tokens // settings.max_model_len)
+    whole = min(plan.slots, tokens // settings.max_model_len)
     kv, step, free = (size / 2**30 for size in (plan.kv_bytes, plan.step_bytes, plan.free))
+    states = f"{plan.state_bytes / 2**30:.2f} GiB for states and their snapshots; " if plan.state_bytes else ""
     return (
         f"KV cache of up to {kv:.2f} GiB for {tokens:,} tokens, that is {whole} of {settings.max_num_seqs} requests of "
-        f"{settings.max_model_len:,} tokens at once; up to {step:.2f} GiB for a step; {free:.1f} GiB were free"
+        f"{settings.max_model_len:,} tokens at once; {states}up to {step:.2f} GiB for a step; {free:.1f} GiB were free"
     )
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, width: int) -> int:
-    """`width` is the size of a number in bytes."""
-    layers, heads, size = shape_of(config)
-    return 2 * layers * heads * size * width
+    """What a configuration tells of the size of a token in the cache. `width` is the size of a number in bytes."""
+    return sum(heads * (key + value) for heads, key, value in layer_shapes(config)) * width
 
 
 def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, patches: Patches | None = None) -> int:

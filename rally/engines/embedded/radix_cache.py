@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rally.engines.embedded.kv_cache import PagePool
+from rally.engines.embedded.state_cache import StateStore
 
 MAX_BRANCHES = 64
 WIDTH = 4  # bytes of a token
@@ -29,10 +30,12 @@ def token_bytes(ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
 
 
 _NO_CHILDREN: dict[bytes, _Node] = {}
+_NO_STATES: dict[int, int] = {}
+"""The snapshots of a node: after how many tokens of its page, and the row that holds it."""
 
 
 class _Node:
-    __slots__ = ("children", "page", "parent", "stamp", "tokens")
+    __slots__ = ("children", "page", "parent", "stamp", "states", "tokens")
 
     def __init__(self, tokens: bytes, page: int, parent: _Node | None) -> None:
         self.tokens = tokens
@@ -40,6 +43,7 @@ class _Node:
         self.parent = parent
         self.children = _NO_CHILDREN  # shared, to relieve the garbage collector: most nodes have none
         self.stamp = 0
+        self.states = _NO_STATES
 
 
 class TreePosition(NamedTuple):
@@ -55,11 +59,14 @@ class TreePosition(NamedTuple):
 
 class Match(NamedTuple):
     """The longest cached prefix: its pages (the last may be partly used), its length in tokens, and its tree
-    position."""
+    position. If the model has states, the prefix ends at a snapshot, `state`, and `kv_tokens` is the length of the
+    longest prefix whose keys and values alone are cached."""
 
     pages: list[int]
     tokens: int
     position: TreePosition | None = None
+    state: int | None = None
+    kv_tokens: int = 0
 
 
 _Leaf = tuple[int, int, _Node]  # time of last use, serial number, leaf
@@ -67,11 +74,12 @@ _Leaf = tuple[int, int, _Node]  # time of last use, serial number, leaf
 
 class RadixCache:
     """Holds one reference on each of its pages. The caller of `match` must `share` the pages before the next
-    eviction."""
+    eviction. `states` are the snapshots of a model that has states."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, states: StateStore | None = None) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.states = states
         self._step = page_size * WIDTH
         self._clock = itertools.count(1)
         self.clear()
@@ -81,6 +89,7 @@ class RadixCache:
         self._roots: dict[int, _Node] = {}
         self._nodes = 0
         self._leaves: list[_Leaf] = []  # a heap; outdated entries are skipped
+        self._snapshots: dict[int, tuple[_Node, int]] = {}  # by row: node and offset; least recently used first
 
     def match(self, version: int, tokens: bytes) -> Match:
         """The longest cached prefix of `tokens`."""
@@ -101,6 +110,73 @@ class RadixCache:
         if nearest is None:
             return Match(pages, at // WIDTH, position)
         return Match([*pages, nearest.page], at // WIDTH + shared, position)
+
+    def match_state(self, version: int, tokens: bytes) -> Match:
+        """The longest cached prefix of `tokens` that ends at a snapshot."""
+        whole = self.match(version, tokens)
+        if whole.position is None:
+            return whole
+        node, depth = whole.position
+        rest = tokens[depth * self._step : (depth + 1) * self._step]
+        inside = [
+            (offset, child)
+            for child in (node.children.values() if len(node.children) <= MAX_BRANCHES else ())
+            if child.states
+            for offset in child.states
+            if offset <= _common(rest, child.tokens)
+        ]
+        if inside:
+            offset, child = max(inside, key=lambda found: found[0])
+            return self._at_snapshot(whole, child, depth + 1, offset)
+        while depth and not node.states:
+            assert node.parent is not None
+            node, depth = node.parent, depth - 1
+        if depth:
+            return self._at_snapshot(whole, node, depth, max(node.states))
+        return Match([], 0, TreePosition(node, 0), None, whole.tokens)
+
+    def _at_snapshot(self, whole: Match, node: _Node, depth: int, offset: int) -> Match:
+        """`whole` cut back to the snapshot after `offset` tokens of page `depth`."""
+        row = node.states[offset]
+        self._snapshots[row] = self._snapshots.pop(row)  # now the most recently used
+        position = TreePosition(node, depth)
+        if offset < self.page_size:
+            assert node.parent is not None
+            position = TreePosition(node.parent, depth - 1)
+        tokens = (depth - 1) * self.page_size + offset
+        return Match([*whole.pages[: depth - 1], node.page], tokens, position, row, whole.tokens)
+
+    def take_state(self) -> int | None:
+        """A free row for a snapshot; the least recently used snapshot is dropped for it if necessary."""
+        assert self.states is not None
+        row = self.states.take()
+        if row is None and self._snapshots:
+            self._drop_state(next(iter(self._snapshots)))
+            row = self.states.take()
+        return row
+
+    def hold_state(self, version: int, tokens: bytes, row: int) -> None:
+        """Keep the snapshot in `row` after `tokens`, whose pages were inserted. Released if there is one already."""
+        assert self.states is not None
+        node, depth = self._roots.get(version), -(-len(tokens) // self._step)
+        for number in range(depth):
+            node = node.children.get(tokens[number * self._step : (number + 1) * self._step]) if node else None
+        offset = len(tokens) // WIDTH - (depth - 1) * self.page_size
+        if node is None or node.parent is None or offset in node.states:
+            self.states.release(row)
+            return
+        node.states = {**node.states, offset: row}
+        self._snapshots[row] = (node, offset)
+
+    def _drop_state(self, row: int) -> None:
+        assert self.states is not None
+        node, offset = self._snapshots.pop(row)
+        node.states = {at: other for at, other in node.states.items() if at != offset}
+        self.states.release(row)
+
+    def _drop_states(self, node: _Node) -> None:
+        for row in list(node.states.values()):
+            self._drop_state(row)
 
     def _used(self, node: _Node, stamp: int) -> None:
         """Mark a node as used. Only leaves are queued for eviction."""
@@ -176,6 +252,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[leaf.tokens]
         self._nodes -= 1
+        self._drop_states(leaf)
         self.pool.release((leaf.page,))
         leaf.page = DROPPED
         self._used(parent, parent.stamp)
@@ -187,6 +264,7 @@ class RadixCache:
             dropped = list(self._below(root))
             self.pool.release(node.page for node in dropped)
             for node in (root, *dropped):
+                self._drop_states(node)
                 node.page = DROPPED
             self._nodes -= len(dropped)
         self._queue_leaves()

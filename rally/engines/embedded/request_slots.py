@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rally.engines.embedded.radix_cache import TreePosition
 from rally.models.vision import Rope, rope_of
-from rally.types import FinishReason, Generation, ImageSpan, SamplingParams, WeightSpan
+from rally.types import FinishReason, Generation, ImageSpan, Routes, SamplingParams, WeightSpan
 
 PLAIN = rope_of(0, ())
 """Positions of a history without images: the indices of its tokens."""
@@ -44,12 +44,15 @@ class Request:
     indexed: int = 0  # tokens already inserted into the radix cache
     tree_position: TreePosition | None = None  # where they end in its tree
     pure_version: int | None = None  # the weight version that all its KV was computed with; None if mixed
+    cuts: list[int] = field(default_factory=list)  # positions at which a chunk ends and a snapshot is taken, ascending
+    first_page: int | None = None  # identifies the first page that it computed since it was admitted
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)
     cached_tokens: int = 0
     finish: FinishReason | None = None
     error: Exception | None = None  # why it failed; its finish is then `abort`
+    routes: Routes | None = None  # the experts of its computed tokens, if they are returned
     arrived: float = 0.0  # times by time.perf_counter
     admitted: float = 0.0  # 0: not yet; the same for first_token
     first_token: float = 0.0
@@ -98,6 +101,7 @@ class Request:
             seconds=now - self.arrived,
             first_token_seconds=(self.first_token or now) - self.arrived,
             queued_seconds=(self.admitted or now) - self.arrived,
+            routes=self.routes,
         )
 
 

@@ -34,11 +34,18 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it."""
+    """One forward: a token of each slot in `decodes`, then the chunks. Page copies (from, to) come before it.
+
+    If the model has states, snapshots of finished requests are saved and those of admitted ones loaded before it, in
+    this order, and `snapshots` of running ones are taken after it.
+    """
 
     decodes: Ints
     chunks: list[Chunk]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
     @cached_property
     def samplers(self) -> Ints:
@@ -82,6 +89,8 @@ class Scheduler:
         self.preemptions = 0
         self._admitting: Request | None = None
         self._copies: list[tuple[int, int]] = []
+        self._saves: list[tuple[int, int]] = []
+        self._loads: list[tuple[int, int]] = []
         self._held = 0  # consecutive steps in which waiting requests were held back
 
     @property
@@ -112,10 +121,25 @@ class Scheduler:
             budget = self._plan_chunk(request, budget, chunks)
         if self.waiting and not self._hold_back(len(decodes), chunks):
             self._admit(budget, chunks)
-        copies, self._copies = self._copies, []
-        plan = StepPlan(decodes=decodes, chunks=chunks, copies=copies)
+        snapshots = [] if self.index.states is None else self._snapshots(chunks)
+        copies = {"copies": self._copies, "saves": self._saves, "loads": self._loads, "snapshots": snapshots}
+        plan = StepPlan(decodes=decodes, chunks=chunks, **copies)
+        self._copies, self._saves, self._loads = [], [], []
         self._advance(plan)
         return plan
+
+    def _snapshots(self, chunks: list[Chunk]) -> list[tuple[int, int]]:
+        """Snapshots after the chunks that end where their request asked for one: (slot, row)."""
+        taken = []
+        for chunk in chunks:
+            request = self.slots.requests[chunk.slot]
+            assert request is not None
+            if request.cuts and chunk.start + chunk.tokens == request.cuts[0]:
+                request.cuts.pop(0)
+                row = self.index.take_state() if request.pure_version is not None else None
+                if row is not None:
+                    taken.append((chunk.slot, row))
+        return taken
 
     def _hold_back(self, decodes: int, chunks: list[Chunk]) -> bool:
         """Whether a few new requests wait for others, at most `patience` steps. On a GPU a step with any chunk takes a
@@ -136,6 +160,8 @@ class Scheduler:
         slots, slot = self.slots, request.slot
         start, planned = int(slots.computed[slot]), int(slots.planned[slot])
         count = min(planned - start, budget)
+        if request.cuts:
+            count = min(count, request.cuts[0] - start)
         if count > 0:
             chunks.append(Chunk(slot, start, count, start + count == planned))
         return budget - max(0, count)
@@ -147,12 +173,14 @@ class Scheduler:
         computing = {
             self._first_page(token_bytes(slots.ids[c.slot, : slots.known[c.slot]]), c.start) for c in chunks
         } - {None}
+        computing |= {request.first_page for request in self.running if request.cuts}
         passed_over: list[Request] = []
         try:
             while self.waiting and budget > 0 and slots.num_free:
                 self._admitting = request = self.waiting.popleft()
                 tokens = token_bytes(request.ids)
-                cached = self.index.match(self.version, tokens[:-WIDTH])
+                match = self.index.match if self.index.states is None else self.index.match_state
+                cached = match(self.version, tokens[:-WIDTH])
                 page = self._first_page(tokens, cached.tokens)
                 if page in computing:
                     passed_over.append(request)
@@ -161,6 +189,7 @@ class Scheduler:
                     self.waiting.appendleft(request)
                     break
                 self.running.append(request)
+                request.first_page = page
                 if page is not None:
                     computing.add(page)
                 budget = self._plan_chunk(request, budget, chunks)
@@ -178,12 +207,15 @@ class Scheduler:
         if self._admitting is not None and self._admitting not in suspects:
             suspects.append(self._admitting)
         for request in suspects:
-            request.slot, request.pages, request.indexed = -1, [], 0
+            request.slot, request.pages, request.indexed, request.cuts = -1, [], 0, []
             request.tree_position = request.pure_version = None
-        self.running, self._admitting, self._copies, self._held = [], None, [], 0
+        self.running, self._admitting, self._held = [], None, 0
+        self._copies, self._saves, self._loads = [], [], []
         self.slots.clear()
         self.pool.clear()
         self.index.clear()
+        if self.index.states is not None:
+            self.index.states.clear()
         return suspects
 
     def _place(self, request: Request, cached: Match) -> bool:
@@ -194,6 +226,8 @@ class Scheduler:
             request.indexed, request.tree_position = cached.tokens, cached.position
             request.pure_version = self.version
             self.slots.enter(request, cached.tokens, self.eos_ids)
+            if self.index.states is not None:
+                self._plan_states(request, cached)
             if not request.admitted:
                 request.cached_tokens = cached.tokens
                 request.admitted = time.perf_counter()
@@ -201,6 +235,15 @@ class Scheduler:
         if not placed and cached.pages and not self.running:  # evict even the prefix that it would have used
             return self._place(request, Match([], 0))
         return placed
+
+    def _plan_states(self, request: Request, cached: Match) -> None:
+        """Load the snapshot of the matched prefix. Take new ones where the cached keys and values end, since other
+        histories branch off there, and before the last token, so that requests with the same prompt can begin there."""
+        if cached.state is not None:
+            self._loads.append((cached.state, request.slot))
+        ends = {cached.kv_tokens, len(request.ids) - 1}
+        cuts = {end // self.page_size * self.page_size for end in ends}
+        request.cuts = sorted(cut for cut in cuts if cut > cached.tokens)
 
     def _own_pages(self, request: Request, cached: Match) -> bool:
         pages = self._take(self._pages_for(request.total_tokens))
@@ -255,7 +298,15 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Remove a request, running or waiting; its KV stays in the radix cache."""
         if request.slot >= 0:
-            self.remember(request, int(self.slots.known[request.slot]) - 1)
+            if self.index.states is None:
+                self.remember(request, int(self.slots.known[request.slot]) - 1)
+            else:  # the state is that after all computed tokens
+                tokens = int(self.slots.computed[request.slot])
+                self.remember(request, tokens)
+                row = self.index.take_state() if request.pure_version is not None else None
+                if row is not None:
+                    self._saves.append((request.slot, row))
+                    self.hold_state(request, tokens, row)
             self._remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -270,6 +321,11 @@ class Scheduler:
             request.tree_position = position
             request.indexed = tokens
 
+    def hold_state(self, request: Request, tokens: int, row: int) -> None:
+        """Keep the snapshot in `row`, which was or will be taken after the first `tokens` tokens."""
+        assert request.pure_version is not None
+        self.index.hold_state(request.pure_version, token_bytes(self.slots.ids[request.slot, :tokens]), row)
+
     def _remove(self, request: Request) -> None:
         self.running.remove(request)
         sampled = int(self.slots.known[request.slot]) - request.prompt_len
@@ -277,6 +333,7 @@ class Scheduler:
         self.slots.leave(request)
         self.pool.release(request.pages)
         request.pages, request.indexed, request.tree_position, request.pure_version = [], 0, None, None
+        request.cuts = []
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

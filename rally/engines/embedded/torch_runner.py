@@ -6,10 +6,13 @@ is tested against it. Both use `packed_tokens` and `ImageInputs` from here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.embedded.attention_torch import BatchRows, PagedAttention
@@ -17,8 +20,10 @@ from rally.engines.embedded.kv_cache import KVStore
 from rally.engines.embedded.request_slots import Ints, Slots
 from rally.engines.embedded.sampler import Draw, SampledBatch, sample
 from rally.engines.embedded.scheduler import StepPlan
+from rally.engines.embedded.state_cache import StateStore, StepStates
 from rally.models.attention import packed_hidden
 from rally.models.lm_head import head_logits
+from rally.models.routing import RouteRecorder, routed
 from rally.models.vision import FeatureCache, Features, SeenImages, joined, tower_of
 
 
@@ -137,8 +142,10 @@ class ModelRunner:
 
     ahead = False
 
-    def __init__(self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int) -> None:
-        self.model, self.store, self.slots, self.stride = model, store, slots, stride
+    def __init__(
+        self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int, states: StateStore | None = None
+    ) -> None:
+        self.model, self.store, self.slots, self.stride, self.states = model, store, slots, stride, states
         self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
 
     def weights_changed(self) -> None:
@@ -153,21 +160,46 @@ class ModelRunner:
         ids, positions, places, last = (
             torch.from_numpy(x).to(device) for x in packed_tokens(plan, self.slots, self.store.page_size)
         )
-        context = PagedAttention(self.store, self._rows(plan), places, self.stride)
+        rows = step_rows(plan, self.slots)
+        context = PagedAttention(self.store, rows, places, self.stride)
+        if self.states is not None:
+            self.states.copy(plan.saves)
+            self.states.copy(plan.loads)
+            context.use_states(step_states(self.states, plan, rows))
         seen = None
         if self.image_inputs is not None:
             positions = torch.from_numpy(self.image_inputs.positions(plan)).to(device)
             seen = self.image_inputs.seen(plan)
-        hidden = packed_hidden(self.model, ids, positions, context, seen)
+        with recorded_routes(self.store, places):
+            hidden = packed_hidden(self.model, ids, positions, context, seen)
+        if self.states is not None:
+            self.states.copy(plan.snapshots)
         if not len(last):
             nothing = np.empty(0, np.float32)
             return FinishedStep(SampledBatch(np.empty(0, np.int64), nothing, nothing))
         draw = Draw.of(self.slots, plan.samplers)
         return FinishedStep(sample(head_logits(self.model, hidden[last]), draw))
 
-    def _rows(self, plan: StepPlan) -> BatchRows:
-        slots, ones = self.slots, np.ones(len(plan.decodes), np.int64)
-        tokens = np.append(ones, [c.tokens for c in plan.chunks]).astype(np.int64)
-        starts = np.append(slots.computed[plan.decodes] - 1, [c.start for c in plan.chunks]).astype(np.int64)
-        owners = np.append(plan.decodes, [c.slot for c in plan.chunks]).astype(np.int64)
-        return BatchRows(np.cumsum(tokens) - tokens, tokens, starts, slots.table_SP[owners])
+
+@contextmanager
+def recorded_routes(store: KVStore, places_T: Tensor) -> Iterator[None]:
+    """Store the experts that a forward chooses for its tokens, if the store has room for them."""
+    if store.routes is None:
+        yield
+        return
+    with routed(recorder := RouteRecorder()):
+        yield
+    store.routes.index_copy_(0, places_T, recorder.recorded())
+
+
+def step_rows(plan: StepPlan, slots: Slots) -> BatchRows:
+    """The requests of a step in the order of their tokens."""
+    tokens = np.append(np.ones(len(plan.decodes), np.int64), [c.tokens for c in plan.chunks]).astype(np.int64)
+    starts = np.append(slots.computed[plan.decodes] - 1, [c.start for c in plan.chunks]).astype(np.int64)
+    owners = np.append(plan.decodes, [c.slot for c in plan.chunks]).astype(np.int64)
+    return BatchRows(np.cumsum(tokens) - tokens, tokens, starts, slots.table_SP[owners])
+
+
+def step_states(store: StateStore, plan: StepPlan, rows: BatchRows) -> StepStates:
+    owners = np.append(plan.decodes, [c.slot for c in plan.chunks]).astype(np.int64)
+    return StepStates(store, owners, rows.start, rows.tokens)

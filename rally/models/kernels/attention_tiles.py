@@ -11,9 +11,17 @@ SPLIT = 256  # tokens of history that one program of the decode kernel reads
 BLOCK_M = 64  # rows of a tile: tokens times the heads of a group; 128 is a little faster for one very long prompt
 
 
+MOST_HEADS = 16  # query heads of one program; more of a group are shared out to several programs
+
+
+def group_parts(group: int) -> int:
+    """The number of programs that share the `group` query heads of a key/value head, equally."""
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= MOST_HEADS)
+
+
 def extend_tokens(group: int, block_m: int = BLOCK_M) -> int:
     """The maximum number of tokens in a tile, where `group` query heads share a key/value head."""
-    return block_m // group
+    return block_m // (group // group_parts(group))
 
 
 def extend_tiles(

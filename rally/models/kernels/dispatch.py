@@ -21,6 +21,8 @@ class Kernels(NamedTuple):
     paged_decode: Callable[..., None]
     paged_extend: Callable[..., None]
     invariant_linear: Callable[..., Tensor]
+    scan_step: Callable[..., None]
+    grouped_linear: Callable[..., None]
 
 
 def has_triton() -> bool:
@@ -31,13 +33,26 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         from rally.models.kernels.activation import gated
         from rally.models.kernels.batch_invariant_matmul import linear
+        from rally.models.kernels.grouped_linear import grouped_linear
         from rally.models.kernels.paged_decode import paged_decode
         from rally.models.kernels.paged_extend import paged_extend
         from rally.models.kernels.rms_norm import add_rms_norm, rms_norm
         from rally.models.kernels.rotary import rotate_and_store
         from rally.models.kernels.sampling import sample
+        from rally.models.kernels.scan_step import scan_step
 
-        return Kernels(rms_norm, add_rms_norm, rotate_and_store, gated, sample, paged_decode, paged_extend, linear)
+        return Kernels(
+            rms_norm,
+            add_rms_norm,
+            rotate_and_store,
+            gated,
+            sample,
+            paged_decode,
+            paged_extend,
+            linear,
+            scan_step,
+            grouped_linear,
+        )
     from rally.models.kernels import reference
 
     return Kernels(
@@ -49,4 +64,6 @@ def kernels_for(device: torch.device) -> Kernels:
         reference.paged_decode,
         reference.paged_extend,
         reference.linear,
+        reference.scan_step,
+        reference.grouped_linear,
     )

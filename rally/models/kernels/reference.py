@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rally.models.kernels.attention_tiles import BLOCK_M
+from rally.models.kernels.attention_tiles import BLOCK_M, extend_tokens
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -88,6 +88,37 @@ def linear(
     return F.linear(x_TC.float(), weight_FC.float(), bias).to(out_dtype or x_TC.dtype)
 
 
+def scan_step(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g: Tensor,
+    beta_TH: Tensor | None,
+    states_SHKV: Tensor,
+    rows_T: Tensor,
+    out_THV: Tensor,
+) -> None:
+    """One token of linear attention for each row of the states, which are updated in place."""
+    decay = g.float().exp()
+    state = states_SHKV.index_select(0, rows_T) * (decay[..., None, None] if g.ndim == 2 else decay[..., None])
+    k, v = k_THK.float(), v_THV.float()
+    if beta_TH is not None:
+        v = (v - torch.einsum("thkv,thk->thv", state, k)) * beta_TH.float()[..., None]
+    state = state + k[..., None] * v[..., None, :]
+    states_SHKV.index_copy_(0, rows_T, state)
+    out_THV.copy_(torch.einsum("thkv,thk->thv", state, q_THK.float()))
+
+
+def grouped_linear(
+    x: Tensor, weight_EFC: Tensor, rows_S: Tensor, ends_E: Tensor, blocks_B2: Tensor, out_SF: Tensor, block_m: int
+) -> None:
+    """`out[s] = weight[expert of s] @ x[rows[s]]`, block by block of pairs of one expert."""
+    for expert, first in blocks_B2.tolist():
+        if expert >= 0:
+            last = min(first + block_m, int(ends_E[expert]))
+            out_SF[first:last] = (x[rows_S[first:last]].float() @ weight_EFC[expert].float().t()).to(out_SF.dtype)
+
+
 def paged_decode(
     q_BHD: Tensor,
     keys: Tensor,
@@ -100,6 +131,8 @@ def paged_decode(
     scale: float,
     window: int | None,
     max_length: int,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
     """One query token per request, at position length - 1; a row of length 0 is padding and becomes zeros."""
@@ -110,9 +143,9 @@ def paged_decode(
             continue
         first = _first_visible(length - 1, window)
         slots_L = _slots(table_BP[row], first, length, page_size)
-        out_BHD[row] = _attend(q_BHD[row : row + 1], keys[slots_L], values[slots_L], length - 1, first, scale, window)[
-            0
-        ]
+        k_LKD, v_LKD = keys[slots_L], values[slots_L]
+        scores = (scale, window, softcap, sinks_H)
+        out_BHD[row] = _attend(q_BHD[row : row + 1], k_LKD, v_LKD, length - 1, first, *scores)[0]
 
 
 def paged_extend(
@@ -126,18 +159,21 @@ def paged_extend(
     page_size: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     block_m: int = BLOCK_M,
 ) -> None:
     """Consecutive tokens of a request, tile by tile: (row of the table, first token in q, tokens, position)."""
     group = q_THD.shape[1] // keys.shape[1]
     for row, token, tokens, position in tiles_N4.tolist():
-        assert tokens <= block_m // group, "a tile is as large as one program can hold"
+        assert tokens <= extend_tokens(group, block_m), "a tile is as large as one program can hold"
         if tokens == 0:
             continue
         first = _first_visible(position, window)
         slots_L = _slots(table_RP[row], first, position + tokens, page_size)
         part = slice(token, token + tokens)
-        out_THD[part] = _attend(q_THD[part], keys[slots_L], values[slots_L], position, first, scale, window)
+        scores = (scale, window, softcap, sinks_H)
+        out_THD[part] = _attend(q_THD[part], keys[slots_L], values[slots_L], position, first, *scores)
 
 
 def _first_visible(position: int, window: int | None) -> int:
@@ -151,16 +187,30 @@ def _slots(pages_P: Tensor, first: int, end: int, page_size: int) -> Tensor:
 
 
 def _attend(
-    q_tHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, position: int, first: int, scale: float, window: int | None
+    q_tHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    position: int,
+    first: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Queries from `position` on, keys from `first` on: [t, H, D] in fp32."""
+    """Queries from `position` on, keys from `first` on: [t, H, D] in fp32, D of the values."""
     t, h, d = q_tHD.shape
     q_tKGD = q_tHD.float().view(t, k_LKD.shape[1], -1, d)
     scores_KGtL = torch.einsum("tkgd,lkd->kgtl", q_tKGD, k_LKD.float()) * scale
+    if softcap is not None:
+        scores_KGtL = torch.tanh(scores_KGtL / softcap) * softcap
     queries_t1 = torch.arange(position, position + t, device=q_tHD.device)[:, None]
     keys_L = torch.arange(first, first + k_LKD.shape[0], device=q_tHD.device)
     hidden_tL = keys_L > queries_t1
     if window is not None:
         hidden_tL |= keys_L <= queries_t1 - window
-    weights_KGtL = scores_KGtL.masked_fill(hidden_tL, float("-inf")).softmax(-1)
-    return torch.einsum("kgtl,lkd->tkgd", weights_KGtL, v_LKD.float()).reshape(t, h, d)
+    scores_KGtL = scores_KGtL.masked_fill(hidden_tL, float("-inf"))
+    if sinks_H is not None:
+        kv, group = scores_KGtL.shape[:2]
+        scores_KGtL = torch.cat((scores_KGtL, sinks_H.float().view(kv, group, 1, 1).expand(kv, group, t, 1)), dim=-1)
+    weights_KGtL = scores_KGtL.softmax(-1)[..., : len(keys_L)]
+    return torch.einsum("kgtl,lkd->tkgd", weights_KGtL, v_LKD.float()).reshape(t, h, -1)

@@ -37,6 +37,7 @@ def engine_settings_of(config: Config) -> EngineSettings:
         eager=rollout.enforce_eager,
         deterministic=rollout.deterministic,
         lend_memory=lends_memory(config),
+        return_routes=rollout.enable_rollout_routing_replay,
     )
 
 

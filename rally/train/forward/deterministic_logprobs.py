@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError
+from rally.models.attention import Scores
 from rally.models.decoder_families import FAMILIES, kv_shape
 from rally.models.fused_layers import FusedDecoder, fusable
 from rally.models.kernels.attention_tiles import extend_tiles
@@ -54,7 +55,7 @@ class _PackedReader:
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 
-    def read(self, layer: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
+    def read(self, layer: int, q_THD: Tensor, scores: Scores) -> Tensor:
         out_THD = torch.empty_like(q_THD)
         self.kernels.paged_extend(
             q_THD,
@@ -64,8 +65,8 @@ class _PackedReader:
             self.tiles_N4,
             out_THD,
             page_size=1,
-            scale=scale,
-            window=window,
+            scale=scores.scale,
+            window=scores.window,
         )
         return out_THD
 

@@ -28,12 +28,15 @@ from rally.models.decoder_families import (
     LayerParts,
     Norm,
     activation_name,
+    dense,
     known,
     kv_shape,
     offset_norms,
     parts_of,
     rotary_of,
+    through_module,
 )
+from rally.models.forward_variables import checkpoint_contexts
 from rally.models.kernels.dispatch import has_triton
 from rally.models.lora import linear
 from rally.models.routing import over_tokens
@@ -55,6 +58,8 @@ class PackedAttention(BranchContext):
 
     In half precision on a GPU all branches are one kernel call; elsewhere there is one call per branch shape.
     """
+
+    compressed = False
 
     def __init__(self, packed: PackedRows) -> None:
         super().__init__(packed.queries, packed.parents, packed.ids_T.device)
@@ -302,7 +307,11 @@ def fused_hidden(
     for number, layer in enumerate(layers):
         arguments = (number, stream_TC, *rotary[layer.parts.kind], attention)
         again = base.is_gradient_checkpointing and base.training
-        stream_TC = checkpoint(layer, *arguments, use_reentrant=False) if again else layer(*arguments)
+        stream_TC = (
+            checkpoint(layer, *arguments, use_reentrant=False, context_fn=checkpoint_contexts)
+            if again
+            else layer(*arguments)
+        )
     return ops.rms_norm(stream_TC, base.norm.weight, layers[0].eps, offset=layers[0].offset)
 
 
@@ -326,6 +335,8 @@ class _FusedLayer:
             mixed_TC, stream_TC, parts.middle_norm.weight, self.eps, offset=self.offset
         )
         mlp = parts.mlp
+        if not dense(mlp):
+            return stream_TC + self._norm(through_module(mlp, x_TC), parts.mlp_norm)
         product = self.ops.gated(linear(mlp.gate_proj, x_TC), linear(mlp.up_proj, x_TC), self.activation)
         return stream_TC + self._norm(linear(mlp.down_proj, product), parts.mlp_norm)
 

@@ -36,9 +36,24 @@ class Case:
     head_size: int
     window: int | None
     dtype: torch.dtype = torch.bfloat16
+    value_size: int | None = None  # None: as the keys
+    values_in_keys: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
-        return f"G{self.group}-D{self.head_size}-w{self.window}-{str(self.dtype).removeprefix('torch.')}"
+        variant = [f"V{self.value_size}" if self.value_size else "", "latent" if self.values_in_keys else ""]
+        variant += [f"cap{self.softcap}" if self.softcap else "", "sinks" if self.sinks else ""]
+        kind = str(self.dtype).removeprefix("torch.")
+        return "-".join(filter(None, [f"G{self.group}-D{self.head_size}-w{self.window}", *variant, kind]))
+
+    @property
+    def values(self) -> int:
+        return self.value_size or self.head_size
+
+    @property
+    def sinks_H(self) -> Tensor | None:
+        return torch.linspace(-1, 3, KV_HEADS * self.group, device=DEVICE) if self.sinks else None
 
 
 CASES = [
@@ -49,6 +64,16 @@ CASES = [
     Case(7, 256, None),
     Case(4, 256, 33),
     Case(6, 64, 600),
+    Case(4, 80, None),
+    Case(2, 96, 33),
+    Case(2, 24, None),
+    Case(4, 192, None, value_size=128),
+    Case(24, 32, None),
+    Case(32, 576, None, value_size=512, values_in_keys=True),
+    Case(4, 80, 40, value_size=64, values_in_keys=True),
+    Case(8, 64, 100, sinks=True),
+    Case(2, 128, None, softcap=2.0, sinks=True),
+    Case(2, 256, 50, softcap=5.0),
 ]
 LENGTHS = [197, 0, 20] if DEVICE.type == "cpu" else [1, 0, 16, 511, 513, 700, 1025, 8192, 3001]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -75,28 +100,33 @@ def make_history(lengths: list[int], case: Case, page_size: int = PAGE, seed: in
     counts = [-(-length // page_size) for length in lengths]
     # Page 0 stays free: a kernel that masks a page number but not its key would read it.
     free = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32) + 1
-    shape = ((len(free) + 1) * page_size, KV_HEADS, case.head_size)
-    keys, values = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
+    shape = ((len(free) + 1) * page_size, KV_HEADS)
+    keys = torch.full((*shape, case.head_size), NAN, dtype=dtype)
+    values = torch.full((*shape, case.values), NAN, dtype=dtype)
     table = torch.full((len(lengths), max(counts) + 2), NO_PAGE, dtype=torch.int32)
     k_LKD, v_LKD = [], []
     for row, (length, pages) in enumerate(zip(lengths, free.split([*counts, 2]), strict=False)):
         table[row, : counts[row]] = pages
         slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
         for pool, dense in ((keys, k_LKD), (values, v_LKD)):
-            pool[slots] = torch.randn(length, *shape[1:], generator=generator).to(dtype)
+            pool[slots] = torch.randn(length, *pool.shape[1:], generator=generator).to(dtype)
             dense.append(pool[slots].to(DEVICE))
-    return History(keys.to(DEVICE), values.to(DEVICE), table.to(DEVICE), k_LKD, v_LKD)
+    keys, values = keys.to(DEVICE), values.to(DEVICE)
+    if case.values_in_keys:
+        values, v_LKD = keys[..., : case.values], [k[..., : case.values] for k in k_LKD]
+    return History(keys, values, table.to(DEVICE), k_LKD, v_LKD)
 
 
 def make_queries(tokens: int, case: Case, like: Tensor) -> tuple[Tensor, Tensor]:
     """Queries, and an output full of NaN, which shows elements that are not written."""
     generator = torch.Generator().manual_seed(1)
     q_THD = torch.randn(tokens, KV_HEADS * case.group, case.head_size, generator=generator).to(like)
-    return q_THD, torch.full_like(q_THD, NAN)
+    return q_THD, q_THD.new_full((*q_THD.shape[:2], case.values), NAN)
 
 
 def options(case: Case, page_size: int = PAGE) -> dict[str, Any]:
-    return {"page_size": page_size, "scale": case.head_size**-0.5, "window": case.window}
+    scores = {"scale": case.head_size**-0.5, "window": case.window, "softcap": case.softcap, "sinks_H": case.sinks_H}
+    return {"page_size": page_size, **scores}
 
 
 def make_chunks(lengths: list[int], most: int) -> list[tuple[int, int, int, int]]:
@@ -109,14 +139,19 @@ def make_chunks(lengths: list[int], most: int) -> list[tuple[int, int, int, int]
     return chunks
 
 
-def dense(q_tHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, window: int | None) -> Tensor:
+def dense(q_tHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, case: Case) -> Tensor:
     """The last t tokens of a history attend to it, by a softmax over all of it in double precision."""
     (t, h, d), length = q_tHD.shape, len(k_LKD)
     k, v = (x.double().repeat_interleave(h // KV_HEADS, 1).transpose(0, 1) for x in (k_LKD, v_LKD))
     scores = q_tHD.double().transpose(0, 1) @ k.transpose(1, 2) * d**-0.5
+    if case.softcap:
+        scores = (scores / case.softcap).tanh() * case.softcap
     distance = torch.arange(length - t, length)[:, None] - torch.arange(length)
-    hidden = (distance < 0) | (distance >= (window or length))
-    return (scores.masked_fill(hidden.to(q_tHD.device), float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    hidden = (distance < 0) | (distance >= (case.window or length))
+    scores = scores.masked_fill(hidden.to(q_tHD.device), float("-inf"))
+    if case.sinks_H is not None:
+        scores = torch.cat((scores, case.sinks_H.double().view(-1, 1, 1).expand(h, t, 1)), dim=-1)
+    return (scores.softmax(-1)[..., :length] @ v).transpose(0, 1)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -140,7 +175,7 @@ def test_reference_decode_is_a_dense_softmax(case: Case) -> None:
         if length == 0:
             assert not out[row].any()
         else:
-            want = dense(q[row : row + 1], made.k_LKD[row], made.v_LKD[row], case.window)
+            want = dense(q[row : row + 1], made.k_LKD[row], made.v_LKD[row], case)
             assert error(out[row : row + 1], want) < tolerance(q.dtype)
 
 
@@ -154,7 +189,7 @@ def test_reference_extend_is_a_dense_softmax(case: Case) -> None:
     for row, first, tokens, _ in chunks:
         part = slice(first, first + tokens)
         if tokens:
-            want = dense(q[part], made.k_LKD[row], made.v_LKD[row], case.window)
+            want = dense(q[part], made.k_LKD[row], made.v_LKD[row], case)
             assert error(out[part], want) < tolerance(q.dtype)
 
 
@@ -176,7 +211,7 @@ def decode(made: History, q: Tensor, out: Tensor, lengths: list[int], max_length
 def test_decode_kernel_is_its_reference(case: Case) -> None:
     made = make_history(LENGTHS, case)
     q, out = make_queries(len(LENGTHS), case, made.keys)
-    want = torch.zeros_like(q, dtype=torch.float32)
+    want = torch.zeros_like(out, dtype=torch.float32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     reference.paged_decode(
         q, made.keys, made.values, made.table, lengths, want, max_length=max(LENGTHS), **options(case)
@@ -224,7 +259,7 @@ def test_extend_kernel_is_its_reference(case: Case) -> None:
     made = make_history(LENGTHS, case)
     chunks = make_chunks(LENGTHS, most=24 if INTERPRETED else 1000)
     q, out = make_queries(sum(tokens for _, _, tokens, _ in chunks), case, made.keys)
-    want = torch.full_like(q, NAN, dtype=torch.float32)
+    want = torch.full_like(out, NAN, dtype=torch.float32)
     one_tile_each = torch.tensor(chunks, dtype=torch.int32)
     reference.paged_extend(q, made.keys, made.values, made.table, one_tile_each, want, block_m=2**20, **options(case))
     extend(made, q, out, chunks, case)
@@ -292,7 +327,7 @@ def test_a_captured_graph_follows_the_lengths() -> None:
     lengths.copy_(torch.tensor([600, 0, 17], dtype=torch.int32))
     out.fill_(NAN)
     graph.replay()
-    want = torch.zeros_like(q, dtype=torch.float32)
+    want = torch.zeros_like(out, dtype=torch.float32)
     reference.paged_decode(q, made.keys, made.values, made.table, lengths, want, **settings)
     assert error(out, want) < tolerance(q.dtype)
 

@@ -12,7 +12,10 @@ from kernel_cases import HAS_TRITON, INTERPRET
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_kernels_in_the_interpreter() -> None:
     here = Path(__file__).parent
-    files = [f"test_kernels_{room}.py" for room in ("norm", "rotary", "activation", "gradients", "sampling", "matmul")]
+    files = [
+        f"test_kernels_{room}.py"
+        for room in ("norm", "rotary", "activation", "gradients", "sampling", "matmul", "scan_step", "grouped_linear")
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "interpreted", *files],
         cwd=here,

@@ -823,7 +823,7 @@ def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
 class _Shapes:
     """A context of one token that notes the states' shapes."""
 
-    keeps_states = True
+    keeps_states, compressed = True, False
 
     def __init__(self, device: torch.device) -> None:
         self.tree = SegmentTree([Segment(1)], device)

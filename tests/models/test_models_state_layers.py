@@ -139,7 +139,7 @@ class Steps:
     """A context that computes one history over several forwards, keeping states, for models without attention to the
     past; `attend` looks at the tokens of this forward only."""
 
-    keeps_states = True
+    keeps_states, compressed = True, False
 
     def __init__(self) -> None:
         self.states: dict[str, Tensor] = {}

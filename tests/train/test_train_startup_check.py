@@ -40,16 +40,16 @@ CASES = {
     "phi3+longrope": ("packed", "exact"),
     "gpt_oss": ("packed", "exact"),
     "llama4_text": ("packed", "refused"),  # chunked attention
-    "deepseek_v3": ("packed", "refused"),  # latent attention
-    "gemma4_text": ("packed", "refused"),
+    "deepseek_v3": ("packed", "exact"),  # latent attention
+    "gemma4_text": ("packed", "exact"),
     "diffllama": ("packed", "refused"),
     "nemotron": ("packed", "refused"),  # its layers drop keyword arguments
     "phimoe": ("packed", "exact"),  # samples experts in train mode
     "gpt_neo": ("row by row", "refused"),  # counts its window in packed tokens
-    "qwen3_5_text": ("packed", "refused"),  # state
-    "lfm2": ("packed", "refused"),
-    "nemotron_h": ("packed", "refused"),
-    "recurrent_gemma": ("packed", "refused"),
+    "qwen3_5_text": ("packed", "exact"),  # state
+    "lfm2": ("packed", "exact"),
+    "nemotron_h": ("packed", "exact"),
+    "recurrent_gemma": ("packed", "exact"),
     "cpmant": ("refused", "refused"),
 }
 

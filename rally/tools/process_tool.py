@@ -168,6 +168,8 @@ class _Process:
                 try:
                     answer = json.loads(line)
                     future = hello if "id" not in answer else self._pending.pop(answer["id"], None)
+                    if not isinstance(answer, dict) or (future is hello and hello.done()):
+                        raise ValueError
                 except (ValueError, TypeError, RecursionError):
                     self.kill("wrote an answer that cannot be read")
                     break

@@ -61,9 +61,10 @@ def check_rendering(render: Callable[[], int]) -> None:
 
 def _first_byte(read_end: int) -> bytes | None:
     """What the fork reports; None if it does not end, or is killed for its time."""
-    deadline = time.monotonic() + SECONDS
+    deadline, readable = time.monotonic() + SECONDS, select.poll()  # select() takes no descriptor above 1023
+    readable.register(read_end, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if select.select([read_end], [], [], left)[0]:
+        if readable.poll(1000 * left):
             return os.read(read_end, 1) or _TOO_LARGE  # it died: the kernel ended it
     return None
 

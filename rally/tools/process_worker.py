@@ -62,8 +62,9 @@ def main() -> None:
         return
     try:
         callers = {tool.name: ToolCaller(tool) for tool in source.load()}
-    except RallyError as error:
-        _write(answers, _line({"error": str(error)}))
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        problem = str(error) if isinstance(error, RallyError) else f"{source.where}: {describe(error)}"
+        _write(answers, _line({"error": clean(problem)}))
         return
     _write(answers, _line({"tools": [_description(caller) for caller in callers.values()]}))
     asyncio.run(_serve(callers, requests, answers))

@@ -186,7 +186,7 @@ def _check_mappings(item: Any, names: Sequence[str]) -> None:
 
 def _ids(value: Any) -> tuple[int, ...]:
     """Token ids, or a mask of them."""
-    if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+    if not isinstance(value, (list, tuple)) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
         raise TypeError("token ids are not a list of whole numbers")
     return tuple(value)
 

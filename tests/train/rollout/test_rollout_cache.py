@@ -86,7 +86,10 @@ def test_damaged_episodes_of_the_cache_are_sampled_again(
 def test_an_episode_whose_tool_was_down_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be kept out of the loss of every later run."""
     job = Job(task=TASK, episode_id="e", group="g", seed=3, step=1)
-    down = replace(episode("e", "g", None), extra={"tool_outage": {"on_outage": "mask", "calls": {}, "first": "x"}})
+    down = replace(
+        episode("e", "g", None, Segment(prompt_ids=(5,))),
+        extra={"tool_outage": {"on_outage": "mask", "calls": {}, "first": "x"}},
+    )
 
     async def sample(*_: object) -> Episode:
         return down

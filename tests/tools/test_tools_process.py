@@ -230,6 +230,7 @@ async def test_a_tool_that_blocks_or_ignores_its_deadline_is_killed(
     boxes: list[ToolBox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETIRED_SECONDS", 2.0)
+    monkeypatch.setattr(module, "ACKNOWLEDGE_SECONDS", 1.5)
     box = functions(boxes, timeout=1.0)
     long = functions(boxes, timeout=60.0)
     for tool, arguments in (("block", {"seconds": 1000}), ("fault", {"kind": "hang"}), ("stubborn", {})):

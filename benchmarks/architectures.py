@@ -295,7 +295,7 @@ def trained(model: PreTrainedModel, untouched: PreTrainedModel, checkpointing: b
         attention.install(model)
         decide_rope(model, MAX_LENGTH)
         policy = Policy(model, OptimizerSettings(), 1, gradient_checkpointing=checkpointing)
-        rows = compared_rows([words(1, 70), words(2, 70)])
+        rows = compared_rows([words(1, 70), words(2, 70)], MAX_LENGTH)
         check_training(policy, rows, MAX_LENGTH, lambda warning: None)
     except RallyError as refusal:
         return Verdict("refused", str(refusal))

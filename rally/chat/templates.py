@@ -98,7 +98,7 @@ TRIALS: list[list[Message]] = [
 _tried: set[str] = set()  # templates that have passed
 _RENDERING_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError),
+    *(RecursionError, MemoryError, SyntaxError),  # the last for Python that a template becomes
 )
 MAX_SHAPES = 4096
 _SWITCH = re.compile(r"/(?:no_)?think")  # switches that some templates act on and do not print

@@ -38,7 +38,7 @@ from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import Row
 from rally.train.policy import Policy, due, step_seed
-from rally.train.startup_check import check_training, compared_rows
+from rally.train.startup_check import NO_TEXT, check_training, compared_rows
 from rally.types import RallyError
 
 
@@ -111,10 +111,12 @@ def _sft(
     if problem := reloading_problem(tokenizer, policy.model.config):
         console.warn_once("tokenizer", problem)
     texts = [row.ids for row in itertools.islice((row for row in train.rows if not row.images), 2)]
-    if config.trainer.startup_check and (compared := compared_rows(texts)):
+    if config.trainer.startup_check:
         warn = functools.partial(console.warn_once, "startup")
-        found = check_training(policy, compared, config.data.max_length, warn)
-        console.note(f"start-up check: {found}")
+        if compared := compared_rows(texts, config.data.max_length):
+            console.note(f"start-up check: {check_training(policy, compared, config.data.max_length, warn)}")
+        else:
+            warn(NO_TEXT)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
     folder.save_versions()

@@ -1,12 +1,13 @@
 """Every causal language model that the installed transformers can build small: exact, or refused in a sentence.
 
 Each architecture is built with random float32 weights and then used as runs use it: `rally sft` and runs over servers
-train it (the start-up check, then the training forward), and the embedded engine samples from it. What the start-up
-check accepts is measured once more, on other and longer rows, against a copy that Rally has never touched. An accepted
-architecture whose log-probabilities or gradients differ there is WRONG, and an exception that is not a sentence is a
-TRACEBACK; there must be none of either.
+train it (the start-up check, then the training forward), also with LoRA, and the embedded engine samples from it. What
+the start-up check accepts is measured once more, on other and longer rows, against a copy that Rally has never touched.
+An accepted architecture whose log-probabilities or gradients differ there is WRONG, and an exception that is not a
+sentence is a TRACEBACK; there must be none of either. `--record` writes benchmarks/architectures.json and the table of
+docs/models.md.
 
-python -m benchmarks.architectures [--only qwen3_5 lfm2 ...] [--json results.json]
+python -m benchmarks.architectures [--only qwen3_5 lfm2 ...] [--json results.json] [--record]
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import asyncio
 import copy
 import json
 import random
+import re
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,12 +36,13 @@ from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
 from rally.models import attention
 from rally.models.load import turn_off_dropout
+from rally.models.lora import LoraSettings, add_adapters, merged_weights
 from rally.models.rope import decide_rope
 from rally.train.forward.fused_layers import training_forward
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
 from rally.train.policy import OptimizerSettings, Policy
-from rally.train.startup_check import check_rollout, check_training, compared_rows
+from rally.train.startup_check import check_rollout, check_training, compared_rows, plain_logprobs
 from rally.types import RallyError, SamplingParams
 
 VOCABULARY = 256
@@ -194,6 +197,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Architectures with settings that matter, by name."""
 
 
+RECORD = Path(__file__).parent / "architectures.json"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+
 class NotBuilt(Exception):
     """This architecture cannot be built small."""
 
@@ -336,6 +343,39 @@ def _measured(policy: Policy, untouched: PreTrainedModel) -> tuple[float, float]
     return float((ours_M - theirs_M).detach().abs().max()), float(off / torch.stack([b.norm() for b in plain]).norm())
 
 
+def with_adapters(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict:
+    """The start-up check of a policy with LoRA adapters on all linear layers; then what it computes, against a model
+    with the merged weights, which is what servers and checkpoints get."""
+    try:
+        turn_off_dropout(model)
+        add_adapters(model, LoraSettings(rank=2), "small")
+        logits = model(input_ids=torch.tensor([words(5, 90)]), use_cache=False).logits
+        if logits.requires_grad:  # Reformer's do not, in eval mode
+            logits.log_softmax(-1)[..., 7].sum().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:  # one step; adapters that the model does not read stay as they are
+                parameter.data -= 0.1 * parameter.grad / parameter.grad.abs().max().clamp(min=1e-9)
+                parameter.grad = None
+        attention.install(model)
+        decide_rope(model, MAX_LENGTH)
+        policy = Policy(model, OptimizerSettings(), 1)
+        check_training(policy, compared_rows([words(1, 70), words(2, 70)]), MAX_LENGTH, lambda warning: None)
+        untouched.load_state_dict(merged_weights(model), strict=False)
+    except RallyError as refusal:
+        return Verdict("refused", str(refusal))
+    except Exception as problem:  # noqa: BLE001 what is counted here
+        return Verdict("TRACEBACK", f"{type(problem).__name__}: {problem}")
+    decide_rope(untouched, MAX_LENGTH)
+    rows = compared_rows([words(3, 90), words(4, 90)])
+    with torch.no_grad():
+        ours_M = token_logprobs(model, pack(rows, policy.device)).logp_M
+        theirs_M = plain_logprobs(untouched, rows).logp_M
+    off = float((ours_M - theirs_M).abs().max())
+    if off > 1e-3:
+        return Verdict("WRONG", f"log-probabilities off by {off:.1e}")
+    return Verdict("row by row" if training_forward(model) == "unpacked" else "packed", f"{off:.0e} nats")
+
+
 async def sampled(
     model: PreTrainedModel, untouched: PreTrainedModel, backend: Literal["gather", "paged"] = "gather"
 ) -> Verdict:
@@ -375,15 +415,66 @@ def examine(name: str) -> dict[str, Verdict]:
     uses = {}
     for use, checkpointing in (("training", False), ("training with checkpointing", True)):
         uses[use] = trained(copy.deepcopy(model), copy.deepcopy(model), checkpointing)
+    uses["LoRA"] = with_adapters(copy.deepcopy(model), copy.deepcopy(model))
     uses["embedded engine"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model)))
     uses["embedded engine, paged"] = asyncio.run(sampled(copy.deepcopy(model), copy.deepcopy(model), "paged"))
     return uses
 
 
+def recorded(results: Mapping[str, Mapping[str, Verdict]]) -> dict[str, dict[str, str]]:
+    """The outcomes without what differs from machine to machine; refusals with their reason."""
+    return {
+        name: {use: one.outcome + (f": {reason(one)}" if one.outcome == "refused" else "") for use, one in uses.items()}
+        for name, uses in results.items()
+    }
+
+
+def reason(verdict: Verdict) -> str:
+    """The first clause of a refusal, without numbers and class names."""
+    text = re.split(r";|: the |, and |, which the embedded", verdict.says)[0]
+    text = re.sub(r" fails for .*", " fails", text)
+    text = re.sub(r" \(.*", "", text)
+    text = re.sub(r"^\w+(For\w+|WithLMHead|LMHeadModel|Model\w*) ", "", text)
+    return re.sub(r"from \w+ as", "as", text).strip().replace("|", "/")
+
+
+COLUMNS = {"rollout": "embedded engine", "training": "training", "LoRA": "LoRA"}
+BEGIN, END = "<!-- architectures begin -->", "<!-- architectures end -->"
+
+
+def page(found: Mapping[str, Mapping[str, str]]) -> str:
+    """The table of docs/models.md."""
+    counts = {
+        column: sum(not uses[use].startswith("refused") for uses in found.values()) for column, use in COLUMNS.items()
+    }
+    packed = sum(uses["training"] == "packed" for uses in found.values())
+    lines = [
+        BEGIN,
+        f"Of {len(found)} architectures, {packed} are exact in packed training, {counts['training'] - packed} row by "
+        "row,",
+        f"{counts['LoRA']} with LoRA, and {counts['rollout']} in the embedded engine.",
+        "",
+        "| architecture | rollout (embedded) | training, SFT, servers | LoRA | reason |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, uses in sorted(found.items()):
+        cells = [uses[use].partition(":")[0] for use in COLUMNS.values()]
+        reasons = [f"{column}: {r}" for column, use in COLUMNS.items() if (r := uses[use].partition(": ")[2])]
+        lines.append(f"| {name} | {' | '.join(cells)} | {'; '.join(reasons)} |")
+    return "\n".join([*lines, END])
+
+
+def replaced(document: str, found: Mapping[str, Mapping[str, str]]) -> str:
+    """The document with a new table between its marks."""
+    before, rest = document.split(BEGIN)
+    return before + page(found) + rest.split(END)[1]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=architectures())
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write every outcome with its numbers")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} and the table of {PAGE.name}")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
@@ -406,6 +497,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         found = {name: {use: asdict(one) for use, one in uses.items()} for name, uses in results.items()}
         options.json.write_text(json.dumps(found, indent=1))
+    if options.record:
+        known = {} if options.only == architectures() else json.loads(RECORD.read_text())
+        now = dict(sorted((known | recorded(results)).items()))
+        RECORD.write_text(json.dumps(now, indent=1) + "\n")
+        PAGE.write_text(replaced(PAGE.read_text(), now))
     return int(any(one.outcome in ("WRONG", "TRACEBACK") for uses in results.values() for one in uses.values()))
 
 

@@ -37,7 +37,7 @@ class LoraKeys(Section):
     """LoRA scale: the product of the matrices is multiplied by lora_alpha / lora_rank."""
     target_modules: Texts = ("all-linear",)
     """Modules that get an adapter: suffixes of module names, or one regular expression for whole names. all-linear
-    excludes the output head."""
+    excludes the output head, routers, the vision tower, and out_proj of Mamba layers, which PEFT does not adapt."""
     exclude_modules: Texts = ()
     """Modules that get no adapter although target_modules selects them; written in the same way."""
     target_parameters: Texts = ()

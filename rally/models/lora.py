@@ -125,6 +125,8 @@ class _Adapted(Function):
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
 TOWER = r"(.*\.)?visual\..*"
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Models whose out_proj PEFT does not adapt."""
 
 
 class LoraError(RallyError):
@@ -152,7 +154,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, base: str, save
     """
     peft = _peft()
     folder = saved or settings.start
-    config = _read_config(folder, settings) if folder else _new_config(_of_language(model, settings))
+    config = _read_config(folder, settings) if folder else _new_config(_linear_layers_only(model, settings))
     _check_names(model, settings)
     try:
         with (
@@ -339,13 +341,20 @@ def _new_config(settings: LoraSettings) -> Any:
     )
 
 
-def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
-    """By default, exclude the vision tower; explicit targets may include it."""
-    if settings.targets != LoraSettings.targets or tower_of(model) is None:
+def _linear_layers_only(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
+    """With the default targets, exclude the vision tower, routers and other special linear layers, and the layers of
+    Mamba that PEFT does not adapt. Explicit targets may include them."""
+    if settings.targets != LoraSettings.targets:
         return settings
-    excluded = _names(settings.excluded)
-    own = excluded if isinstance(excluded, str) else rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"
-    return replace(settings, excluded=(f"{TOWER}|{own}" if settings.excluded else TOWER,))
+    patterns = [TOWER] if tower_of(model) is not None else []
+    special = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear)
+    patterns += map(re.escape, special)
+    if model.config.get_text_config().model_type in MAMBA:
+        patterns.append(r"(.*\.)?out_proj")
+    if settings.excluded:
+        own = _names(settings.excluded)
+        patterns.append(own if isinstance(own, str) else rf"(.*\.)?({'|'.join(map(re.escape, own))})")
+    return replace(settings, excluded=("|".join(f"({p})" for p in patterns),)) if patterns else settings
 
 
 def _read_config(folder: str, settings: LoraSettings) -> Any:
@@ -403,7 +412,19 @@ def _check_names(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def _check_tied(model: PreTrainedModel) -> None:
-    """Raise LoraError for adapters on tied embeddings: they change one use of the matrix, and merging changes both."""
+    """Raise LoraError for adapters on tied weights: they change one use of the matrix, and merging changes all."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    if model.config.get_text_config().tie_word_embeddings and any(hasattr(e, "base_layer") for e in embeddings):
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and any(hasattr(e, "base_layer") for e in embeddings):
         raise LoraError("this model's embeddings are tied to its LM head, so LoRA cannot adapt either; leave them out")
+    users: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if not isinstance(weight, Tensor) or _adapts_parameter(layer):
+            continue
+        other = users.setdefault(id(weight), name)
+        if other != name:
+            raise LoraError(
+                f"{other} and {name} of this model share one weight, so LoRA cannot adapt either; name other layers in "
+                "model.target_modules"
+            )

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -37,6 +38,7 @@ from rally.models.kernels.dispatch import kernels_for
 
 CHUNK = 64  # tokens that a scan combines by matrix products
 CHANNEL_CHUNK = 16  # the same where each channel has its own decay, which takes c * K numbers a token
+STATE_NUMBERS = 2**26  # of states that a token-by-token scan keeps for the backward pass at a time
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Plan = TypeVar("Plan")
@@ -428,8 +430,7 @@ def _chunk_parts(
         attention = q @ k.transpose(-1, -2) * between
         since = since[..., None]
     else:
-        between = (since[..., :, None, :] - since[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
-        attention = torch.einsum("nhik,nhjk,nhijk->nhij", q, k, between)
+        attention = _channel_products(q, k, since, later)
     last = since[:, :, -1:]
     queries, keys, decay = q * since.exp(), k * (last - since).exp(), last.exp().transpose(-1, -2)
     if beta_TH is None:
@@ -438,11 +439,25 @@ def _chunk_parts(
     if g.ndim == 2:
         system = (k * beta) @ k.transpose(-1, -2) * between
     else:
-        system = torch.einsum("nhik,nhjk,nhijk->nhij", k * beta, k, between)
+        system = _channel_products(k * beta, k, since, later)
     right = torch.cat([v * beta, k * beta * since.exp()], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     return _Chunks(queries, keys, values, reads, attention, decay)
+
+
+def _channel_products(a: Tensor, b: Tensor, since: Tensor, later: Tensor) -> Tensor:
+    """a_i b_j, decayed from j to i in each channel; 0 for later j. The backward pass computes the c * c * K decays of a
+    chunk again."""
+
+    def products(a: Tensor, b: Tensor, since: Tensor) -> Tensor:
+        between = (since[..., :, None, :] - since[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
+        return torch.einsum("nhik,nhjk,nhijk->nhij", a, b, between)
+
+    if not torch.is_grad_enabled():
+        return products(a, b, since)
+    output: Tensor = checkpoint(products, a, b, since, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
 def stepwise(
@@ -463,18 +478,44 @@ def stepwise(
     first = plan.parents[0]
     assert first is not None
     state = _initial(first, empty.expand(len(first), *empty.shape), tree, initial)
-    steps = zip(*(x.index_select(0, plan.order_T).split(plan.counts) for x in inputs), strict=True)
-    outputs: list[Tensor] = []
-    states: list[Tensor] = []
-    for parent, values in zip(plan.parents, steps, strict=True):
-        if outputs and parent is not None:
-            state = state.index_select(0, parent)
-        state, output = step(state, *values)
-        outputs.append(output)
-        if keep:
+
+    def run(state: Tensor, counts: list[int], parents: list[Tensor | None], *values: Tensor) -> tuple[Tensor, ...]:
+        outputs, states = [], []
+        for parent, *now in zip(parents, *(x.split(counts) for x in values), strict=True):
+            if parent is not None:
+                state = state.index_select(0, parent)
+            state, output = step(state, *now)
+            outputs.append(output)
             states.append(state)
-    final = torch.cat(states).index_select(0, plan.final_N) if keep else None
-    return torch.cat(outputs).index_select(0, plan.inverse_T), final
+        return state, torch.cat(outputs), *((torch.cat(states),) if keep else ())
+
+    parts: list[tuple[Tensor, ...]] = []
+    blocks = _blocks(plan.counts, empty.numel())
+    tokens = [sum(plan.counts[block]) for block in blocks]
+    ordered = [x.index_select(0, plan.order_T).split(tokens) for x in inputs]
+    again = torch.is_grad_enabled() and len(blocks) > 1
+    for block, *values in zip(blocks, *ordered, strict=True):
+        parents = [None, *plan.parents[1:]][block]
+        arguments = (state, plan.counts[block], parents, *values)
+        if again:
+            parts.append(checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(run(*arguments))
+        state = parts[-1][0]
+    final = torch.cat([part[2] for part in parts]).index_select(0, plan.final_N) if keep else None
+    return torch.cat([part[1] for part in parts]).index_select(0, plan.inverse_T), final
+
+
+def _blocks(counts: Sequence[int], size: int) -> list[slice]:
+    """Consecutive depths whose states, of `size` numbers each, have at most STATE_NUMBERS together. The backward pass
+    computes a block again, so that not all states are in memory."""
+    blocks, begin, held = [], 0, 0
+    for depth, count in enumerate(counts):
+        if held and held + count * size > STATE_NUMBERS:
+            blocks.append(slice(begin, depth))
+            begin, held = depth, 0
+        held += count * size
+    return [*blocks, slice(begin, len(counts))]
 
 
 def stepwise_scan(
@@ -600,11 +641,14 @@ def _selective_scan(
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
         dt = F.softplus(dt)
-    x_TC, dt_TC = hidden_states[0].t(), dt[0].t().float()
-    decay_TCV = torch.exp(A.float() * dt_TC[..., None])
-    added_TCV = (dt_TC * x_TC.float())[..., None] * B[0].t().float()[:, None]
-    states_TCV = layer.run("scan", stepwise_scan, decay_TCV, added_TCV)
-    output_TC = torch.einsum("tcv,tv->tc", states_TCV, C[0].t().float()).to(hidden_states.dtype)
+    x_TC, dt_TC, A_CV = hidden_states[0].t(), dt[0].t().float(), A.float()
+
+    def step(state: Tensor, dt: Tensor, scaled: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.addcmul(scaled[..., None] * b[:, None], torch.exp(A_CV * dt[..., None]), state)
+        return state, torch.einsum("ncv,nv->nc", state, c)
+
+    inputs = (dt_TC, dt_TC * x_TC.float(), B[0].t().float(), C[0].t().float())
+    output_TC = layer.run("scan", stepwise, step, inputs, torch.zeros_like(A_CV)).to(hidden_states.dtype)
     if D is not None:
         output_TC = output_TC + x_TC * D
     if z is not None:

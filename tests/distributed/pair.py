@@ -12,6 +12,7 @@ from torch import Tensor
 from train_cases import calm_model, uneven_episodes
 from transformers import PreTrainedModel
 
+from benchmarks.architectures import small_model
 from rally.algos.credit_assignment import CreditSettings
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.distributed.process_group import ProcessGroup
@@ -57,6 +58,8 @@ CASES = {
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
     "layers kept whole": Case(settings(kl_coef=0.1), reshard=False),
     "adapters": Case(settings(kl_coef=0.1), lora=True),
+    "layers that hold state": Case(settings(max_tokens=50), family="qwen3_5_text", checkpointing=True),
+    "experts recorded before the update": Case(settings(max_tokens=50, router_replay="R2"), family="qwen3_moe"),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
 }
 
@@ -69,6 +72,8 @@ class Result(NamedTuple):
 
 
 def model_for(case: Case, seed: int) -> PreTrainedModel:
+    if case.family in ("qwen3_5_text", "qwen3_moe"):
+        return small_model(case.family)
     model = calm_model(seed) if case.family == "qwen2" else make_model(case.family, seed)
     return model.to(case.dtype)  # type: ignore[arg-type]
 

@@ -89,6 +89,20 @@ def test_all_linear_adapts_linear_layers_only(name: str) -> None:
     torch.testing.assert_close(plain(input_ids=IDS, use_cache=False).logits, expected, atol=2e-4, rtol=1e-3)
 
 
+def test_all_linear_leaves_out_what_cannot_be_adapted() -> None:
+    """PEFT refuses out_proj of Mamba; routers of Llama 4 and PhiMoE are linear layers that return tuples."""
+    for name, absent, present in (
+        ("falcon_h1", "out_proj", "in_proj"),
+        ("llama4_text", "router", "q_proj"),
+        ("phimoe", "router", "q_proj"),
+        ("qwen3_5_text", "lm_head", "linear_attn.out_proj"),
+    ):
+        model = adapted(name, parameters=())
+        found = {part.partition(".lora_")[0] for part, p in model.named_parameters() if p.requires_grad}
+        assert any(part.endswith(present) for part in found) and not any(part.endswith(absent) for part in found)
+        assert model(input_ids=IDS, use_cache=False).logits.isfinite().all()
+
+
 def test_names_that_match_nothing_are_an_error() -> None:
     with pytest.raises(LoraError, match=r"target_parameters=experts.up matches no parameter .*mlp.experts.down_proj"):
         adapted(parameters=("experts.up",))
@@ -99,3 +113,13 @@ def test_names_that_match_nothing_are_an_error() -> None:
 def test_the_balance_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="output_router_logits, router_aux_loss_coef, and the load-balancing loss"):
         load_model(str(tmp_path), overrides={"output_router_logits": True, "router_aux_loss_coef": 0.01})
+
+
+@pytest.mark.drill(
+    "reliability",
+    "LoRA on layers that share one weight (Zamba 2)",
+    "Refused with the names of two of them; merging would have kept one adapter only",
+)
+def test_layers_that_share_a_weight_are_not_adapted() -> None:
+    with pytest.raises(LoraError, match=r"share one weight, so LoRA cannot adapt either"):
+        add_adapters(small_model("zamba2"), LoraSettings(rank=2), "somewhere")

@@ -121,6 +121,20 @@ def test_convolutions_and_elementwise_scans_over_trees(rows: int) -> None:
             torch.testing.assert_close(final[number], h)
 
 
+def test_long_scans_are_computed_again_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same states and gradients, with only a part of the states in memory."""
+    tree, generator = random_tree(random.Random(3)), torch.Generator().manual_seed(3)
+    a = torch.rand(tree.tokens, HEADS, generator=generator).requires_grad_()
+    b = torch.randn(tree.tokens, HEADS, generator=generator).requires_grad_()
+    whole, ends = stepwise_scan(a, b, tree, keep=True)
+    expected = torch.autograd.grad(whole.square().sum(), (a, b))
+    monkeypatch.setattr(state_layers, "STATE_NUMBERS", 7 * HEADS)
+    output, final = stepwise_scan(a, b, tree, keep=True)
+    assert torch.equal(output, whole) and ends is not None and final is not None and torch.equal(final, ends)
+    for ours, theirs in zip(torch.autograd.grad(output.square().sum(), (a, b)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Steps:
     """A context that computes one history over several forwards, keeping states, for models without attention to the
     past; `attend` looks at the tokens of this forward only."""

@@ -23,6 +23,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from rally.chat.formats import ToolFormat
 from rally.chat.render_limits import check_rendering
 from rally.images.loading import is_image
 from rally.types import Message, RallyError
@@ -155,6 +156,7 @@ class Template:
         # Templates that print the date read this name. It must not change during a run.
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.placeholder = placeholder  # of images, for a vision model
+        self.format = ToolFormat()  # its ids are those that templates of its family accept; `ChatCodec` sets it
         self.escaper = Escaper(tokenizer, placeholder)
         self._complete: set[Hashable] = set()  # shapes of conversations of which the template prints every message
         source = str(self.source or tokenizer.chat_template)
@@ -187,7 +189,7 @@ class Template:
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Render messages. Raises MessageLost if one is left out."""
-        normal = [self.normal(m) for m in messages]
+        normal = [self.normal(m) for m in self.with_ids(messages)]
         return self.complete(normal, lambda some: self.raw_text(some, generation_prompt), generation_prompt)
 
     def complete(self, normal: Sequence[Message], render: Callable[[Sequence[Message]], str], key: Hashable) -> str:
@@ -246,6 +248,36 @@ class Template:
         if self.placeholder is None:
             return result
         return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
+
+    def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with call ids that templates of this family accept. Mistral's are 9 letters and digits; Kimi's
+        hold the name of the tool and a number that counts the calls of the whole conversation."""
+        if self.format.accepts_id("call_0"):
+            return messages
+        result: list[Message] = []
+        waiting: list[tuple[str, str]] = []  # ids of calls without an answer so far: as sent, and as rendered
+        number = 0
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                waiting, renamed = [], []
+                for call in calls:
+                    given = str(call.get("id") or "")
+                    name = str((call.get("function") or call).get("name", ""))
+                    made = given if self.format.accepts_id(given) else self.format.call_id(name, number)
+                    number += 1
+                    waiting.append((given, made))
+                    renamed.append({**call, "id": made})
+                message = {**message, "tool_calls": renamed}
+            elif message.get("role") == "tool":
+                given = str(message.get("tool_call_id") or "")
+                place = next((at for at, (sent, made) in enumerate(waiting) if given in (sent, made)), 0)
+                made = waiting.pop(place)[1] if waiting else given
+                if not self.format.accepts_id(made):
+                    made = self.format.call_id(str(message.get("name") or "tool"), number)
+                    number += 1
+                message = {**message, "tool_call_id": made}
+            result.append(message)
+        return result
 
     def observed(self, role: str, content: Any) -> Any:
         """The content, with its control tokens escaped if a tool or a user wrote it."""

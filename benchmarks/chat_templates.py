@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rally.chat import ChatCodec, Parsed, TemplateError, TemplateReport
+from rally.chat import ChatCodec, TemplateError, TemplateReport
 from rally.chat.format_choice import TOOL, TOOL_NAME
-from rally.chat.template_probe import CASES
+from rally.chat.template_probe import CASES, first_difference, forms
 from rally.chat.tiny_tokenizer import template_tokenizer
 from rally.types import Message, RallyError
 
@@ -44,6 +45,7 @@ STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("<end_of_sentence>", ("<end_of_sentence>",)),
     ("<SPECIAL_12>", ("<SPECIAL_12>",)),
     ("<|message_sep|>", ("<|message_sep|>",)),
+    ("<|tool_result|>", ("</s>",)),
     ("<|calls|>", ("<|flush|>", "<|end|>", "<|calls|>")),
     ("<|end|>", ("<|end|>",)),
     ("<|extra_0|>", ("<|eos|>",)),
@@ -51,6 +53,10 @@ STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("<sep>", ("<sep>",)),
     ("hy_eos", ("<｜hy_eos:opensource｜>",)),
 )
+
+
+# Formats of templates that neither show calls nor mention their marks, by a text in the template.
+NAMED = (("<|tool_list_start|>", "lfm2"), ("List of tools: ", "lfm2"))
 
 
 class Row(NamedTuple):
@@ -80,20 +86,19 @@ def tokenizers(folder: Path) -> list[tuple[str, PreTrainedTokenizerBase]]:
 def row_of(name: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Try one template. Never raises for a template's own failure: that is a refusal with its reason."""
     known: Any = tokenizer.get_vocab()
-    stops = [known[one] for _, group in STOPS for one in group if one in known]
     first = next((group for mark, group in STOPS if mark in str(tokenizer.chat_template)), ())
     stops = [known[one] for one in first if one in known]
+    tool_format = next((one for mark, one in NAMED if mark in str(tokenizer.chat_template)), "auto")
     try:
-        codec = ChatCodec(tokenizer, tools=[TOOL], stop_ids=stops)
+        codec = ChatCodec(tokenizer, tool_format, tools=[TOOL], stop_ids=stops)
         report = codec.probe()
     except RallyError as refusal:
         return Row(name, "", "refused", "", "", "", "refused", first_sentence(refusal))
-    fits = codec._format_choice.fits
-    if not codec._format_choice.rendered:
+    if problem := codec.format_problem():
+        return Row(name, "", "exact", "refused", "", "", "refused", first_sentence(problem))
+    if not codec._format_choice.rendered and not codec._template.writes_calls:
         return text_row(name, codec, report)
-    if not fits:
-        return Row(name, "", "exact", "refused", "", "", "refused", first_sentence(codec.format_problem()))
-    parse = fits[0].reading
+    parse = codec._format_choice.reading(codec.format) or "written by the format"
     delta = "exact" if report.append_only else "tools" if not tool_differences(report) else "differs"
     problem = rerender_problem(codec)
     refusals = report.refusal("append", tools=True, users=False), report.refusal("rerender", tools=True, users=False)
@@ -105,7 +110,7 @@ def row_of(name: str, tokenizer: PreTrainedTokenizerBase) -> Row:
         reason = "; ".join(filter(None, (next(iter(case.case for case in report.differences), ""), problem)))
         if status == "refused":
             reason = refusals[0] or refusals[1] or problem or reason
-    return Row(name, fits[0].format.name, "exact", parse, delta, rerender, status, first_sentence(reason))
+    return Row(name, codec.format.name, "exact", parse, delta, rerender, status, first_sentence(reason))
 
 
 def tool_differences(report: TemplateReport) -> list[str]:
@@ -121,29 +126,48 @@ def text_row(name: str, codec: ChatCodec, report: TemplateReport) -> Row:
 
 
 def rerender_problem(codec: ChatCodec) -> str:
-    """Whether parsed replies render as the replies themselves do; the first case where they do not."""
+    """Whether parsed replies render as the replies themselves do, but for spaces; the first case where they do not."""
+    turns = codec._turns
     for case, messages in CASES.items():
-        known = [{**m, "tool_calls": [_with_tool(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
-        try:
-            whole = codec.render(known, generation_prompt=True)
-            again: list[Message] = []
-            for message in known:
-                if message["role"] != "assistant":
-                    again.append(message)
-                    continue
-                parsed: Parsed = codec.parse(codec.encode_assistant(message))
-                again.append(codec.message(parsed))
-        except TemplateError as refusal:
-            if codec._turns.thinking_prefilled:
-                continue  # a reply without thinking cannot be sampled
-            return f"{case}: {refusal}"
-        if codec.rerender(again).ids != whole:
-            return f"{case}: rendered otherwise"
+        if "thinking" in case and turns.thinking_closed:
+            continue
+        problem = ""
+        for form in forms(turns, [_with_tool(m) for m in messages]):
+            problem = _rerendered(codec, form)
+            if not problem:
+                break
+        if problem:
+            return f"{case}: {problem}"
     return ""
 
 
-def _with_tool(call: dict[str, Any]) -> dict[str, Any]:
-    return {**call, "function": {"name": TOOL_NAME, "arguments": {"query": "x"}}}
+def _rerendered(codec: ChatCodec, messages: Sequence[Message]) -> str:
+    meant, again, calls = [], [], []
+    try:
+        for message in messages:
+            if message["role"] == "assistant":
+                parsed = codec.parse(codec.encode_assistant(message))
+                calls = [{**call, "id": one.id} for call, one in zip(message.get("tool_calls", ()), parsed.tool_calls)]
+                meant.append({**message, "tool_calls": list(calls)} if calls else message)
+                again.append(codec.message(parsed))
+                continue
+            if message["role"] == "tool" and calls:
+                message = {**message, "tool_call_id": calls[0]["id"]}
+            meant.append(message)
+            again.append(message)
+        expected, got = (codec.decode(codec.render(one, generation_prompt=True)) for one in (meant, again))
+    except TemplateError as refusal:
+        return str(refusal)
+    same = "".join(expected.split()) == "".join(got.split())
+    return "" if same else f"rendered otherwise: {first_difference(expected, got)}"
+
+
+def _with_tool(message: Message) -> Message:
+    """The message with calls of the known tool."""
+    function = {"name": TOOL_NAME, "arguments": {"query": "x"}}
+    if message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "function": function} for call in message["tool_calls"]]}
+    return {**message, "name": TOOL_NAME} if message["role"] == "tool" else message
 
 
 def first_sentence(text: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rally.chat.deltas import THINKING, DeltaText, TurnTexts
+from rally.chat.deltas import THINKING, DeltaText, Kind, TurnTexts
 from rally.chat.format_choice import FormatChoice, choose_format
 from rally.chat.formats import AUTO, ToolFormat, get_format
 from rally.chat.image_tokens import EncodedMessages, ImageTokens
@@ -50,7 +50,9 @@ class Parsed:
 class ChatCodec:
     """One tokenizer, its chat template, a tool list and a tool-call format.
 
-    The format `auto` is the one that reads calls as the template renders them; hermes if the template shows none.
+    The format `auto` is the one that reads calls as the template renders them. If the template omits calls, it is the
+    one whose marks the template mentions, else hermes. A format that is named or mentioned then writes the calls into
+    the content of replies.
     `stop_ids` are the end-of-text ids of the model's generation config. The tokenizer's own and the template's ends of
     turns are added.
     """
@@ -75,11 +77,15 @@ class ChatCodec:
         if isinstance(tool_format, ToolFormat):
             self.format = tool_format
         elif self.chosen:
-            fits = self._format_choice.fits
-            self.format = fits[0].format if fits else get_format("hermes")
+            choice = self._format_choice
+            found = [fit.format for fit in choice.fits] or [*choice.described, get_format("hermes")]
+            self.format = found[0]
         else:
             self.format = get_format(tool_format)
         self._template.format = self.format
+        choice = self._format_choice
+        known = not self.chosen or self.format in choice.described
+        self._template.writes_calls = known and not (choice.rendered or choice.refusal)
         self._max_cached = max_cached
         eos, self._model_stops = tokenizer.eos_token_id, tuple(stop_ids)
         stops = tuple(dict.fromkeys(i for i in (eos, *stop_ids) if i is not None))
@@ -224,15 +230,15 @@ class ChatCodec:
         call stays in the content, so that it remains in the history."""
         good = [call for call in parsed.tool_calls if call.error is None]
         if not good:
-            return {"role": "assistant", **self._spoken(parsed.text)}
+            return {"role": "assistant", **self._spoken(parsed.text, "content")}
         broken = [call.raw for call in parsed.tool_calls if call.error is not None]
-        spoken = self._spoken(parsed.content)
+        spoken = self._spoken(parsed.content, "call")
         content = "\n".join(part for part in [spoken["content"], *broken] if part)
         functions = [{"name": call.name, "arguments": call.arguments} for call in good]
         calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(good, functions, strict=True)]
         return {"role": "assistant", **spoken, "content": content, "tool_calls": calls}
 
-    def _spoken(self, text: str) -> dict[str, str]:
+    def _spoken(self, text: str, kind: Kind) -> dict[str, str]:
         """The content of a turn and, for families whose templates take it as a field, its thinking. What the template
         itself prints around the content, as a channel name, is not part of it."""
         thought: dict[str, str] = {}
@@ -244,9 +250,12 @@ class ChatCodec:
                     thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thinking.strip())
                     text = rest.strip().removeprefix(self._turns.opening.strip())
                 break
-        before, after = self._turns.content_frame
+        for marks in (marks for marks in THINKING if not marks.as_field):
+            if self._turns.opening.rstrip().endswith(marks.opening) and marks.closing in text and marks.opening not in text:
+                text = f"{marks.opening}\n{text}"  # the generation prompt opened it
+        before, after = self._turns.frames[kind]
         inner = text.strip()
-        if (before or after) and inner.startswith(before) and inner.endswith(after) and len(inner) > len(before + after):
+        if (before or after) and inner.startswith(before) and inner.endswith(after) and len(inner) >= len(before + after):
             text = inner[len(before) : len(inner) - len(after)]
         return {"content": text, **thought}
 

@@ -8,6 +8,7 @@ contents of later messages of the same shape are inserted into it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
@@ -103,7 +104,7 @@ class TurnTexts:
         call_id = self.template.format.call_id("lookup", 0)
         function = {"name": "lookup", "arguments": {"value": SENTINEL}}
         call = {"id": call_id, "type": "function", "function": function}
-        reply: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        reply = self.template.normal({"role": "assistant", "content": "", "tool_calls": [call]})
         return self._end(reply, {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": "42"})
 
     def _end(self, reply: Message, follower: Message) -> EndOfTurn | None:
@@ -117,7 +118,7 @@ class TurnTexts:
             later: str | None = self.template.raw_text([QUESTION, reply, follower], True)
         except TemplateError:
             later = None
-        syntax = self._rest_of_call(last) if reply.get("tool_calls") else ""
+        syntax = self._rest_of_call(last) if follower["role"] == "tool" else ""
         if syntax is None or SENTINEL not in last:
             return None
         last_tail = last.partition(SENTINEL)[2].removeprefix(syntax)
@@ -171,11 +172,13 @@ class TurnTexts:
     def opening(self) -> str:
         """The generation prompt, which the template puts before an assistant turn."""
         before, after = self.template.text([QUESTION], False), self._asked
-        if not after.startswith(before):
+        shared = os.path.commonprefix([before, after])
+        # A template may end every conversation with the end-of-text token.
+        if before[len(shared) :].strip() not in ("", str(self.template.tokenizer.eos_token)):
             raise TemplateError(
                 "the chat template's generation prompt changes the text before it; use another template"
             )
-        return after[len(before) :]
+        return after[len(shared) :]
 
     @cached_property
     def _asked(self) -> str:
@@ -184,22 +187,23 @@ class TurnTexts:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self.template.text(messages, True)
 
-    def reply(self, message: Message) -> str:
-        """The turn as the policy would have sampled it, with the end-of-turn token."""
-        start = self._asked
-        whole = self.template.text([QUESTION, message], False)
+    def reply(self, message: Message, before: Sequence[Message] = (QUESTION,)) -> str:
+        """The turn as the policy would have sampled it after `before`, with the end-of-turn token."""
+        start = self._asked if list(before) == [QUESTION] else self.template.text(before, True)
+        whole = self.template.text([*before, message], False)
+        body: str | None = whole[len(start) :]
+        if not whole.startswith(start):
+            body = self._after_closed_thinking(start, whole) if self.thinking_closed else self._after_role(start, whole)
         kinds: tuple[Kind, ...] = ("call", "content") if message.get("tool_calls") else ("content", "call")
-        end = self.ends[kinds[0]]
-        if whole.startswith(start) and not end.printed:
-            return whole[len(start) :] + end.text
+        if body is not None and not self.ends[kinds[0]].printed:
+            return body + self.ends[kinds[0]].text
         for kind in kinds:
-            body, found, _ = whole[len(start) :].rpartition(self.ends[kind].text)
-            if whole.startswith(start) and found:
-                return body + found
-        thinking = self.thinking_prefilled
+            text, found, _ = (body or "").rpartition(self.ends[kind].text)
+            if found:
+                return text + found
         advice = (
             "give the replies their thinking (reasoning_content), or turn thinking off in apply_chat_template_kwargs"
-            if thinking
+            if self.thinking_prefilled
             else "use a template that keeps it"
         )
         raise TemplateError(
@@ -207,21 +211,58 @@ class TurnTexts:
             f"it, so replies cannot be trained on; {advice}"
         )
 
+    def _after_closed_thinking(self, start: str, whole: str) -> str | None:
+        """The reply if the generation prompt has an empty thinking block that a finished turn lacks; else None."""
+        shared = os.path.commonprefix([start, whole])
+        tag = shared.rfind("<")
+        shared = shared[:tag] if tag > shared.rfind(">") else shared
+        rest, body = start[len(shared) :], whole[len(shared) :]
+        marks = next((marks for marks in THINKING if marks.closing in rest), None)
+        if marks is None:
+            return None
+        empty = re.match(rf"\s*(?:{re.escape(marks.opening)})?\s*{re.escape(marks.closing)}\s*", body)
+        return body[empty.end() :] if empty else body
+
+    def _after_role(self, start: str, whole: str) -> str | None:
+        """The reply if the template changes what stands before the last special token of the generation prompt, or the
+        space after it; else None."""
+        specials = self._specials(start)
+        role = start[start.rfind(self._token(specials[-1])) :].rstrip() if specials else ""
+        place = whole.rfind(role) if role else -1
+        return whole[place + len(role) :].lstrip() if place >= 0 else None
+
+    @cached_property
+    def thinking_closed(self) -> bool:
+        """Whether the generation prompt has a closed thinking block, so that the policy does not think."""
+        return any(self._asked.rstrip().endswith(marks.closing) for marks in THINKING if marks.closing != "<|end|>")
+
     @cached_property
     def thinking_prefilled(self) -> bool:
         """Whether the generation prompt opens a thinking block."""
         return any(self.opening.rstrip().endswith(marks.opening) for marks in THINKING)
 
     @cached_property
-    def content_frame(self) -> tuple[str, str]:
-        """What the template puts before and after the text of a reply, as a channel name. Empty if that is thinking."""
+    def frames(self) -> Mapping[Kind, tuple[str, str]]:
+        """What the template puts around the content of a turn of text and of a turn with calls, as a channel name."""
+        return {kind: self._frame_of(kind) for kind in KINDS}
+
+    def _frame_of(self, kind: Kind) -> tuple[str, str]:
+        message: Message = {"role": "assistant", "content": SENTINEL}
+        if kind == "call":
+            call_id = self.template.format.call_id("lookup", 0)
+            function = {"name": "lookup", "arguments": {"value": "x"}}
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "a thought")
         try:
-            before, _, after = self.reply({"role": "assistant", "content": SENTINEL}).partition(SENTINEL)
+            text = self.reply({**message, **(thought if self.thinking_prefilled else {})})
         except TemplateError:
             return "", ""
-        after = after.removesuffix(self.end.text)
-        thinks = any(marks.closing in before for marks in THINKING)
-        return ("", "") if thinks else (before.strip(), after.strip())
+        text = text.removesuffix(self.ends[kind].text)
+        before, found, after = self.template.format.parse(text).content.partition(SENTINEL)
+        for marks in THINKING:
+            if marks.closing in before:
+                before = before.partition(marks.closing)[2] if marks.as_field else ""
+        return (before.strip(), after.strip()) if found else ("", "")
 
     def check_reply(self, message: Message) -> None:
         """Raise MessageLost if the template leaves out the text of this reply, as some do for the text beside a call.
@@ -287,7 +328,7 @@ class TurnTexts:
         raise problems[0]
 
     def _after(self, stand_in: Message, normal: Sequence[Message]) -> str:
-        text = self.template.raw_text([QUESTION, stand_in, *normal], True)
+        text = self.template.raw_text([QUESTION, self.template.normal(stand_in), *normal], True)
         end = self.ends["call" if stand_in.get("tool_calls") else "content"]
         # The first sentinel is the placeholder's, whatever a tool may have printed.
         _, found, tail = text.partition(SENTINEL)
@@ -314,7 +355,8 @@ class TurnTexts:
             function = {"name": name, "arguments": {"value": SENTINEL}}
             calls.append({"id": call_id, "type": "function", "function": function})
         numbers = dict.fromkeys((min(1, len(calls)), len(calls)))
-        return [*({"role": "assistant", "content": "", "tool_calls": calls[:n]} for n in numbers if n), text]
+        turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": calls[:n]} for n in numbers if n]
+        return [*turns, text]
 
 
 class Frame(NamedTuple):

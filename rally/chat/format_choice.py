@@ -49,10 +49,13 @@ class FormatFit(NamedTuple):
 
 class FormatChoice(NamedTuple):
     """The formats that read what the template renders, the most specific first, and the rendering of a call. It is
-    empty if the template omits calls."""
+    empty if the template omits calls; `described` are then the formats whose marks it contains. `refusal` is why the
+    template renders no call."""
 
     fits: tuple[FormatFit, ...]
     rendered: str
+    described: tuple[ToolFormat, ...] = ()
+    refusal: str = ""
 
     def reading(self, tool_format: ToolFormat) -> Reading | None:
         return next((fit.reading for fit in self.fits if fit.format.name == tool_format.name), None)
@@ -60,6 +63,8 @@ class FormatChoice(NamedTuple):
     def problem(self, tool_format: ToolFormat, key: str) -> str:
         """Why calls cannot be read with this format, as a sentence that names the one that fits; empty if they can, or
         if the template shows no calls. `key` is the configuration key of the format."""
+        if self.refusal:
+            return f"{self.refusal}; use another template (custom_chat_template)"
         if not self.rendered or self.reading(tool_format) is not None:
             return ""
         shown = f"it writes {self.rendered.strip()[:200]!r}"
@@ -85,19 +90,24 @@ def choose_format(template: Template, also: ToolFormat | None = None) -> FormatC
     choice = _chosen[key]
     if also is not None and all(also is not one for one in FORMATS.values()):
         own = _choice(Template(template.tokenizer, [TOOL], template.source, template.kwargs), source, [also])
-        return FormatChoice((*choice.fits, *own.fits), choice.rendered or own.rendered)
+        return choice._replace(fits=(*choice.fits, *own.fits), rendered=choice.rendered or own.rendered)
     return choice
 
 
 def _choice(template: Template, source: str, formats: Any) -> FormatChoice:
     texts: dict[tuple[str, str], str] = {}
+    refusals: list[str] = []
     found: list[tuple[tuple[int, ...], FormatFit]] = []
     for place, one in enumerate(formats):
         for arguments, readings in ((UNUSUAL, READINGS[:2]), (FLAT, READINGS[:2]), (WORDS, READINGS[2:])):
             call_id = one.call_id(TOOL_NAME, 0)
             key = (call_id, json.dumps(arguments))
             if key not in texts:
-                texts[key] = rendered_call(template, TOOL_NAME, arguments, call_id)
+                try:
+                    texts[key] = rendered_call(template, arguments, call_id)
+                except TemplateError as refusal:
+                    texts[key] = ""
+                    refusals.append(str(refusal))
             text = texts[key]
             reading = _read(one, text, arguments, readings) if TOOL_NAME in text else None
             if reading is not None:
@@ -105,13 +115,19 @@ def _choice(template: Template, source: str, formats: Any) -> FormatChoice:
                     reading = "as text"  # lists or objects are not read
                 written = one.render([ToolCall(name=TOOL_NAME, arguments=arguments, id=call_id)])
                 likeness = 0 if written in text else 1 if _squeezed(written) in _squeezed(text) else 2
-                marks = 1 if not one.marks else 0 if all(mark.strip() in source for mark in one.marks) else 2
+                marks = 1 if not one.marks else 0 if _all_marks(one, source) else 2
                 plain = one.name == "plain"
                 found.append(((READINGS.index(reading), plain, likeness, marks, place), FormatFit(one, reading)))
                 break
     found.sort(key=lambda pair: pair[0])
     shown = next((text for text in texts.values() if TOOL_NAME in text), "")
-    return FormatChoice(tuple(fit for _, fit in found), shown)
+    described = () if shown else tuple(one for one in formats if one.marks and _all_marks(one, source))
+    refusal = refusals[0] if refusals and not shown else ""
+    return FormatChoice(tuple(fit for _, fit in found), shown, described, refusal)
+
+
+def _all_marks(one: ToolFormat, source: str) -> bool:
+    return all(mark.strip() in source for mark in one.marks)
 
 
 def _read(one: ToolFormat, text: str, arguments: dict[str, Any], readings: Sequence[Reading]) -> Reading | None:
@@ -125,15 +141,12 @@ def _read(one: ToolFormat, text: str, arguments: dict[str, Any], readings: Seque
     return readings[-1] if converted == arguments else None
 
 
-def rendered_call(template: Template, name: str, arguments: dict[str, Any], call_id: str) -> str:
-    """The text that the template adds for a turn with this call; empty if it refuses it."""
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    try:
-        befores = [template.raw_text([QUESTION], prompted) for prompted in (True, False)]
-        message: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        whole = template.raw_text([QUESTION, message], False)
-    except TemplateError:
-        return ""
+def rendered_call(template: Template, arguments: dict[str, Any], call_id: str) -> str:
+    """The text that the template adds for a turn with this call. Raises TemplateError."""
+    call = {"id": call_id, "type": "function", "function": {"name": TOOL_NAME, "arguments": arguments}}
+    befores = [template.raw_text([QUESTION], prompted) for prompted in (True, False)]
+    message: Message = template.normal({"role": "assistant", "content": "", "tool_calls": [call]})
+    whole = template.raw_text([QUESTION, message], False)
     before = befores[0] if whole.startswith(befores[0]) else os.path.commonprefix([befores[1], whole])
     return whole[len(before) :]
 

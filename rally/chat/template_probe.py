@@ -122,7 +122,9 @@ def probe(turns: TurnTexts) -> TemplateReport:
     """Render each case as a whole and turn by turn, and compare."""
     differences, kept, exact = [], True, True
     for case, messages in CASES.items():
-        expected, got, last_delta = _both(turns, messages)
+        if "thinking" in case and turns.thinking_closed:
+            continue
+        expected, got, last_delta = as_sampled(turns, messages)
         if got != expected:
             differences.append(TemplateDifference(case, expected, got))
         if "thinking" in case:
@@ -174,14 +176,10 @@ class _Sampled(NamedTuple):
     last_delta: str
 
 
-def _both(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
-    """The rendering of a conversation, and the conversation as it grows turn by turn. If the generation prompt opens a
-    thinking block, replies without thinking get one, since the policy cannot leave it out."""
+def as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
+    """The rendering of a conversation, and the conversation as it grows turn by turn."""
     problem: TemplateError | None = None
-    forms = [messages]
-    if turns.thinking_prefilled:
-        forms += [[_thoughtful(m, in_content) for m in messages] for in_content in (True, False)]
-    for form in forms:
+    for form in forms(turns, messages):
         try:
             return _as_sampled(turns, form)
         except TemplateError as error:
@@ -189,8 +187,17 @@ def _both(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
     return _Sampled("", f"(refused: {problem})", "")
 
 
+def forms(turns: TurnTexts, messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """The conversation, with ids that the template accepts. If the generation prompt opens a thinking block, also with
+    thinking in every reply, as text and as a field, since the policy cannot leave it out."""
+    messages = turns.template.with_ids(messages)
+    if not turns.thinking_prefilled:
+        return [messages]
+    return [messages, *([_thoughtful(m, in_content) for m in messages] for in_content in (True, False))]
+
+
 def _thoughtful(message: Message, in_content: bool) -> Message:
-    if message["role"] != "assistant" or THOUGHT in message["content"] and in_content:
+    if message["role"] != "assistant" or (in_content and THOUGHT in message["content"]):
         return message
     if in_content:
         return {**message, "content": _THINKING + message["content"]}
@@ -199,19 +206,27 @@ def _thoughtful(message: Message, in_content: bool) -> Message:
 
 
 def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
-    messages = turns.template.with_ids(messages)
-    expected, text, delta = turns.prompt(messages), turns.prompt(messages[:1]), ""
+    expected, text, delta, at = turns.prompt(messages), turns.prompt(messages[:1]), "", 1
     for is_reply, group in groupby(messages[1:], key=lambda m: m["role"] == "assistant"):
         members = list(group)
         if is_reply:
-            text += "".join(turns.reply(m) for m in members)
-            continue
-        closing, delta = turns.delta(members)
-        if not closing:  # the turn ended with the first token of the delta
-            first = next((end.text for end in turns.ends.values() if text.endswith(end.text)), "")
-            delta = delta.removeprefix(first)
-        text += delta
+            text += _reply(turns, members[0], messages[:at])
+        else:
+            closing, delta = turns.delta(members)
+            if not closing:  # the turn ended with the first token of the delta
+                first = next((end.text for end in turns.ends.values() if text.endswith(end.text)), "")
+                delta = delta.removeprefix(first)
+            text += delta
+        at += len(members)
     return _Sampled(expected, text, delta)
+
+
+def _reply(turns: TurnTexts, message: Message, before: Sequence[Message]) -> str:
+    """The reply in its place, where a template may number calls; alone, if the template renders it otherwise there."""
+    try:
+        return turns.reply(message, before)
+    except TemplateError:
+        return turns.reply(message)
 
 
 def compare(expected: str, got: str, mode: SanityMode) -> str | None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from rally.chat.formats import ToolFormat
 from rally.chat.render_limits import check_rendering
 from rally.images.loading import is_image
-from rally.types import Message, RallyError
+from rally.types import Message, RallyError, ToolCall
 
 
 class TemplateError(RallyError):
@@ -157,6 +158,7 @@ class Template:
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.placeholder = placeholder  # of images, for a vision model
         self.format = ToolFormat()  # its ids are those that templates of its family accept; `ChatCodec` sets it
+        self.writes_calls = False  # the template omits calls, so that the format writes them into the content
         self.escaper = Escaper(tokenizer, placeholder)
         self._complete: set[Hashable] = set()  # shapes of conversations of which the template prints every message
         source = str(self.source or tokenizer.chat_template)
@@ -244,10 +246,34 @@ class Template:
         result = {key: value for key, value in message.items() if value is not None}
         result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
-        result = {**result, "tool_calls": calls} if calls else result
+        if calls and self.writes_calls and isinstance(result["content"], str):
+            written = self.format.render([_tool_call(call) for call in calls])
+            result["content"] = f"{result['content']}\n{written}" if result["content"].strip() else written
+        elif calls:
+            result = {**result, "tool_calls": [self._as_taken(call) for call in calls]}
         if self.placeholder is None:
             return result
         return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
+
+    def _as_taken(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with its arguments as an object or, for templates that ask for it, as JSON text."""
+        function = call["function"]
+        if not self._takes_json_text or isinstance(function["arguments"], str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    @cached_property
+    def _takes_json_text(self) -> bool:
+        """Whether the template fails on arguments that are an object, and takes them as JSON text."""
+        results = []
+        for arguments in ({"query": "x"}, '{"query": "x"}'):
+            call = {**_CALL, "id": self.format.call_id("lookup", 0), "function": {"name": "lookup", "arguments": arguments}}
+            try:
+                self.raw_text([QUESTION, {**_ASKS, "tool_calls": [call]}], False)
+                results.append(True)
+            except TemplateError:
+                results.append(False)
+        return results == [False, True]
 
     def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with call ids that templates of this family accept. Mistral's are 9 letters and digits; Kimi's
@@ -322,3 +348,10 @@ def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
     named = {"name": function.get("name", ""), "arguments": arguments}
     return {"id": call.get("id") or "call_0", "type": "function", "function": named}
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    """A normalized call for a format to write."""
+    function = call["function"]
+    arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
+    return ToolCall(name=str(function["name"]), arguments=arguments, id=str(call["id"]))

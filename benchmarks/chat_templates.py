@@ -79,7 +79,9 @@ def tokenizers(folder: Path) -> list[tuple[str, PreTrainedTokenizerBase]]:
     for file in sorted([*folder.glob("*.jinja"), *folder.glob("*.jinja2")]):
         source = file.read_text(encoding="utf-8")
         eos, *more = next((stops for mark, stops in STOPS if mark in source), ("</s>",))
-        inside.append((f"{folder.name}/{file.name.rpartition('.jinja')[0]}", template_tokenizer(source, eos, stops=more)))
+        inside.append(
+            (f"{folder.name}/{file.name.rpartition('.jinja')[0]}", template_tokenizer(source, eos, stops=more))
+        )
     return inside
 
 
@@ -147,7 +149,8 @@ def _rerendered(codec: ChatCodec, messages: Sequence[Message]) -> str:
         for message in messages:
             if message["role"] == "assistant":
                 parsed = codec.parse(codec.encode_assistant(message))
-                calls = [{**call, "id": one.id} for call, one in zip(message.get("tool_calls", ()), parsed.tool_calls)]
+                pairs = zip(message.get("tool_calls", ()), parsed.tool_calls, strict=False)
+                calls = [{**call, "id": one.id} for call, one in pairs]
                 meant.append({**message, "tool_calls": list(calls)} if calls else message)
                 again.append(codec.message(parsed))
                 continue

@@ -53,8 +53,8 @@ class ChatCodec:
     The format `auto` is the one that reads calls as the template renders them. If the template omits calls, it is the
     one whose marks the template mentions, else hermes. A format that is named or mentioned then writes the calls into
     the content of replies.
-    `stop_ids` are the end-of-text ids of the model's generation config. The tokenizer's own and the template's ends of
-    turns are added.
+    `stop_ids` are the end-of-text ids of the model's generation config; those of ordinary tokens are ignored. The
+    tokenizer's own and the template's ends of turns are added.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class ChatCodec:
         known = not self.chosen or self.format in choice.described
         self._template.writes_calls = known and not (choice.rendered or choice.refusal)
         self._max_cached = max_cached
-        eos, self._model_stops = tokenizer.eos_token_id, tuple(stop_ids)
-        stops = tuple(dict.fromkeys(i for i in (eos, *stop_ids) if i is not None))
+        # A generation config that was made with a random model may have ids of ordinary tokens.
+        added = tokenizer.added_tokens_decoder
+        self._model_stops = tuple(i for i in stop_ids if i in added)
+        stops = tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *self._model_stops) if i is not None))
         self._turns = TurnTexts(self._template, stops)
         self._by_tools: dict[str, ChatCodec] = {_key(self._template.tools): self}
         self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
@@ -251,11 +253,20 @@ class ChatCodec:
                     text = rest.strip().removeprefix(self._turns.opening.strip())
                 break
         for marks in (marks for marks in THINKING if not marks.as_field):
-            if self._turns.opening.rstrip().endswith(marks.opening) and marks.closing in text and marks.opening not in text:
+            if (
+                self._turns.opening.rstrip().endswith(marks.opening)
+                and marks.closing in text
+                and marks.opening not in text
+            ):
                 text = f"{marks.opening}\n{text}"  # the generation prompt opened it
         before, after = self._turns.frames[kind]
         inner = text.strip()
-        if (before or after) and inner.startswith(before) and inner.endswith(after) and len(inner) >= len(before + after):
+        if (
+            (before or after)
+            and inner.startswith(before)
+            and inner.endswith(after)
+            and len(inner) >= len(before + after)
+        ):
             text = inner[len(before) : len(inner) - len(after)]
         return {"content": text, **thought}
 

@@ -1,20 +1,20 @@
 """Computes the text between two sampled turns, exactly as the chat template renders it.
 
 The text after a turn is found by rendering a placeholder turn followed by the new messages and taking what comes after
-its end-of-turn token. Which token that is follows from the template and from the stop tokens of the model. If the template copies message text unchanged, that rendering is cached as a frame, and the
-contents of later messages of the same shape are inserted into it.
+its end-of-turn token. Which token that is follows from the template and from the stop tokens of the model. If the
+template copies message text unchanged, that rendering is cached as a frame, and the contents of later messages of the
+same shape are inserted into it.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, lost_message
+from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, common_prefix, lost_message
 from rally.types import Message
 
 # Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
@@ -123,7 +123,7 @@ class TurnTexts:
             return None
         last_tail = last.partition(SENTINEL)[2].removeprefix(syntax)
         later_tail = last_tail if later is None else later.partition(SENTINEL)[2].removeprefix(syntax)
-        shared = self._specials(os.path.commonprefix([last_tail, later_tail]))
+        shared = self._specials(common_prefix(last_tail, later_tail))
         if shared:
             token_id = next((i for i in shared if i in self.stops), shared[0])
             text = self._token(token_id)
@@ -146,7 +146,7 @@ class TurnTexts:
         """What the syntax of a call puts after its last argument; None if the format does not read it."""
         place = text.find(SENTINEL)
         try:
-            asked = self._asked if text.startswith(self._asked) else os.path.commonprefix([self._asked_only, text])
+            asked = self._asked if text.startswith(self._asked) else common_prefix(self._asked_only, text)
             before = len(asked)
             found = self.template.format.find(text[before:], {})
         except NotImplementedError:
@@ -172,7 +172,7 @@ class TurnTexts:
     def opening(self) -> str:
         """The generation prompt, which the template puts before an assistant turn."""
         before, after = self.template.text([QUESTION], False), self._asked
-        shared = os.path.commonprefix([before, after])
+        shared = common_prefix(before, after)
         # A template may end every conversation with the end-of-text token.
         if before[len(shared) :].strip() not in ("", str(self.template.tokenizer.eos_token)):
             raise TemplateError(
@@ -213,7 +213,7 @@ class TurnTexts:
 
     def _after_closed_thinking(self, start: str, whole: str) -> str | None:
         """The reply if the generation prompt has an empty thinking block that a finished turn lacks; else None."""
-        shared = os.path.commonprefix([start, whole])
+        shared = common_prefix(start, whole)
         tag = shared.rfind("<")
         shared = shared[:tag] if tag > shared.rfind(">") else shared
         rest, body = start[len(shared) :], whole[len(shared) :]
@@ -334,7 +334,7 @@ class TurnTexts:
         _, found, tail = text.partition(SENTINEL)
         if found and not end.later and not stand_in.get("tool_calls"):
             return tail  # the next message begins with the stop token
-        before, closed, delta = tail.partition(end.later or end.text)
+        _, closed, delta = tail.partition(end.later or end.text)
         if found and closed:
             return delta if end.later else closed + delta
         roles = ", ".join(str(m["role"]) for m in normal)

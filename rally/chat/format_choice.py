@@ -7,12 +7,11 @@ taken: the one that writes the call as the template does, or else the one whose 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from rally.chat.formats import FORMATS, ToolFormat, convert
-from rally.chat.templates import QUESTION, Template, TemplateError
+from rally.chat.templates import QUESTION, Template, TemplateError, common_prefix
 from rally.types import Message, ToolCall
 
 Reading = Literal["exact", "as text", "plain words"]
@@ -70,7 +69,9 @@ class FormatChoice(NamedTuple):
         shown = f"it writes {self.rendered.strip()[:200]!r}"
         if self.fits:
             fitting = self.fits[0].format.name
-            return f"{key}={tool_format.name} does not read calls as the chat template renders them; set it to {fitting}"
+            return (
+                f"{key}={tool_format.name} does not parse calls as the chat template renders them; set it to {fitting}"
+            )
         return (
             f"no tool-call format reads calls as the chat template renders them ({shown}); use another template "
             f"(custom_chat_template), or write a format for it and name it in {key} (docs/chat.md)"
@@ -83,7 +84,7 @@ _chosen: dict[str, FormatChoice] = {}
 def choose_format(template: Template, also: ToolFormat | None = None) -> FormatChoice:
     """The formats that fit the template. `also` is a format that is not registered. Cached by template."""
     source = str(template.source or template.tokenizer.chat_template)
-    key = json.dumps([source, template.kwargs, template.tokenizer.bos_token], default=repr)
+    key = json.dumps([source, template.kwargs, template.tokenizer.bos_token, list(FORMATS)], default=repr)
     if key not in _chosen:
         probe = Template(template.tokenizer, [TOOL], template.source, template.kwargs)
         _chosen[key] = _choice(probe, source, FORMATS.values())
@@ -105,9 +106,9 @@ def _choice(template: Template, source: str, formats: Any) -> FormatChoice:
             if key not in texts:
                 try:
                     texts[key] = rendered_call(template, arguments, call_id)
-                except TemplateError as refusal:
+                except TemplateError as problem:
                     texts[key] = ""
-                    refusals.append(str(refusal))
+                    refusals.append(str(problem))
             text = texts[key]
             reading = _read(one, text, arguments, readings) if TOOL_NAME in text else None
             if reading is not None:
@@ -147,7 +148,7 @@ def rendered_call(template: Template, arguments: dict[str, Any], call_id: str) -
     befores = [template.raw_text([QUESTION], prompted) for prompted in (True, False)]
     message: Message = template.normal({"role": "assistant", "content": "", "tool_calls": [call]})
     whole = template.raw_text([QUESTION, message], False)
-    before = befores[0] if whole.startswith(befores[0]) else os.path.commonprefix([befores[1], whole])
+    before = befores[0] if whole.startswith(befores[0]) else common_prefix(befores[1], whole)
     return whole[len(before) :]
 
 

@@ -138,6 +138,11 @@ def _marked(message: Message, mark: str) -> Message:
     return {**message, "content": [{**part, "text": mark} if part.get("text") else part for part in content]}
 
 
+def common_prefix(a: str, b: str) -> str:
+    """The text with which both begin."""
+    return a[: next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
 class Template:
     """The chat template of a tokenizer with one tool list."""
 
@@ -267,7 +272,11 @@ class Template:
         """Whether the template fails on arguments that are an object, and takes them as JSON text."""
         results = []
         for arguments in ({"query": "x"}, '{"query": "x"}'):
-            call = {**_CALL, "id": self.format.call_id("lookup", 0), "function": {"name": "lookup", "arguments": arguments}}
+            call = {
+                **_CALL,
+                "id": self.format.call_id("lookup", 0),
+                "function": {"name": "lookup", "arguments": arguments},
+            }
             try:
                 self.raw_text([QUESTION, {**_ASKS, "tool_calls": [call]}], False)
                 results.append(True)

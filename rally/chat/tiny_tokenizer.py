@@ -96,7 +96,9 @@ _SPECIAL = re.compile(
 )
 
 
-def template_tokenizer(template: str, eos: str, bos: str = "<BOS>", stops: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def template_tokenizer(
+    template: str, eos: str, bos: str = "<BOS>", stops: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes whose special tokens are those in the template, `eos`, `bos` and `stops`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = list(dict.fromkeys((PAD, bos, eos, *stops, *_SPECIAL.findall(template))))

@@ -169,7 +169,7 @@ ALIASES = {
     **dict.fromkeys(("qwen", "qwen2_5", "qwen3", "granite4", "ernie45", "ernie", "reka"), "hermes"),
     **dict.fromkeys(("qwen3_xml", "qwen3_5", "mimo", "step3p5", "nemotron3"), "qwen3_coder"),
     **dict.fromkeys(("glm46", "poolside_v1"), "glm45"),
-    **dict.fromkeys(("openai", "gpt_oss"), "harmony"),
+    **dict.fromkeys(("openai", "gpt_oss", "gpt-oss"), "harmony"),
     **dict.fromkeys(("cohere", "cohere_command4"), "cohere_command3"),
     "jamba": "hunyuan_a13b",
     "ling3": "glm47",
@@ -195,15 +195,25 @@ def register_format(name: str) -> Callable[[Format], Format]:
     return add
 
 
-def get_format(name: str, path: str | None = None) -> ToolFormat:
-    """The format called `name`: a built-in one, one that the Python file or module at `path` registers, or a class by
-    its dotted path. Raises RallyError with the known names."""
-    if path:
-        look_in(Path.cwd())
-        try:
-            import_path(path, "tool_format")
-        except ImportFailed as failed:
-            raise RallyError(f"the tool-call formats at {path} cannot be imported ({failed}); correct it") from failed
+def load_formats(path: str) -> None:
+    """Import a Python file, or a module by `pkg://` and its dotted name, that registers formats."""
+    look_in(Path.cwd())
+    before = dict(FORMATS)
+    try:
+        import_path(path, "tool_format")
+    except ImportFailed as failed:
+        raise RallyError(f"the tool-call formats at {path} cannot be imported ({failed}); correct it") from failed
+    if before == FORMATS and path not in _loaded:
+        raise RallyError(f'{path} registers no tool-call format; decorate a class in it with @register_format("name")')
+    _loaded.add(path)
+
+
+_loaded: set[str] = set()
+
+
+def get_format(name: str) -> ToolFormat:
+    """The format called `name`: a built-in or registered one, or a class by its dotted path. Raises RallyError with the
+    known names."""
     tool_format = FORMATS.get(ALIASES.get(name, name))
     if tool_format is None and "." in name:
         tool_format = _imported(name)

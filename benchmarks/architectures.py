@@ -302,7 +302,7 @@ def trained(model: PreTrainedModel, untouched: PreTrainedModel, checkpointing: b
         attention.install(model)
         decide_rope(model, MAX_LENGTH)
         policy = Policy(model, OptimizerSettings(), 1, gradient_checkpointing=checkpointing)
-        rows = compared_rows([words(1, 70), words(2, 70)])
+        rows = compared_rows([words(1, 70), words(2, 70)], MAX_LENGTH)
         check_training(policy, rows, MAX_LENGTH, lambda warning: None)
     except RallyError as refusal:
         return Verdict("refused", str(refusal))
@@ -359,14 +359,15 @@ def with_adapters(model: PreTrainedModel, untouched: PreTrainedModel) -> Verdict
         attention.install(model)
         decide_rope(model, MAX_LENGTH)
         policy = Policy(model, OptimizerSettings(), 1)
-        check_training(policy, compared_rows([words(1, 70), words(2, 70)]), MAX_LENGTH, lambda warning: None)
+        rows = compared_rows([words(1, 70), words(2, 70)], MAX_LENGTH)
+        check_training(policy, rows, MAX_LENGTH, lambda warning: None)
         untouched.load_state_dict(merged_weights(model), strict=False)
     except RallyError as refusal:
         return Verdict("refused", str(refusal))
     except Exception as problem:  # noqa: BLE001 what is counted here
         return Verdict("TRACEBACK", f"{type(problem).__name__}: {problem}")
     decide_rope(untouched, MAX_LENGTH)
-    rows = compared_rows([words(3, 90), words(4, 90)])
+    rows = compared_rows([words(3, 90), words(4, 90)], MAX_LENGTH)
     with torch.no_grad():
         ours_M = token_logprobs(model, pack(rows, policy.device)).logp_M
         theirs_M = plain_logprobs(untouched, rows).logp_M

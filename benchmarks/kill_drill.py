@@ -121,6 +121,9 @@ def in_child(work: Callable[[], object], log: Path) -> multiprocessing.process.B
         with log.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        # As from a terminal: a shell starts its background jobs with SIGINT ignored, and nohup with SIGHUP.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         work()
 
     child = FORK.Process(target=body)

@@ -35,7 +35,7 @@ def main() -> None:
     engine = EmbeddedEngine(model, EngineSettings(max_model_len=options.max_model_len, max_num_seqs=64))
     for attempt in ("first", "second"):
         began = time.perf_counter()
-        forward = check_training(policy, compared_rows(texts), options.max_model_len, print)
+        forward = check_training(policy, compared_rows(texts, options.max_model_len), options.max_model_len, print)
         middle = time.perf_counter()
         rollout = asyncio.run(check_rollout(engine, model, texts, SamplingParams(temperature=1.0, max_tokens=16)))
         end = time.perf_counter()

@@ -32,7 +32,7 @@ def import_module(name: str) -> ModuleType:
     offer_verl_names()
     try:
         return importlib.import_module(name)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit, GeneratorExit) as error:  # user code may raise anything
         raise ImportFailed(reason_of(error)) from error
 
 
@@ -49,7 +49,7 @@ def import_file(path: Path, kind: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and typing look up the module there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit, GeneratorExit) as error:  # user code may raise anything
         del sys.modules[name]
         raise ImportFailed(reason_of(error)) from error
     return module
@@ -61,7 +61,7 @@ def look_in(folder: Path) -> None:
         sys.path.append(str(folder.resolve()))
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

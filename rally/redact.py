@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
+from urllib.parse import quote
 
 HIDDEN = "***"
 SHORTEST = 6
@@ -26,17 +27,33 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset([
     "secret", "secrets", "password", "passwords", "passwd", "passwds", "passphrase", "passphrases", "pwd", "pat",
     "pats", "apikey", "apikeys", "authorization", "credential", "credentials", "cookie", "cookies", "jwt", "bearer",
-    "dsn", "auth",
+    "dsn", "auth", "creds", "cred", "pw", "passcode", "passcodes", "psk", "pswd", "sshpass", "rootpw", "userpw",
+    "sessionid", "mnemonic",
+])  # fmt: skip
+_SECRET_PAIRS = frozenset([
+    ("connection", "string"), ("seed", "phrase"), ("auth", "header"), ("authorization", "header"), ("private", "pem"),
 ])  # fmt: skip
 _SECRET_ENDINGS = ("password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey")
-_KINDS_OF_KEY = frozenset([
+_VENDORS = frozenset([
+    "anthropic", "aws", "azure", "bing", "brave", "cohere", "deepseek", "discord", "exa", "fireworks", "gcp", "gemini",
+    "github", "gitlab", "google", "groq", "hf", "huggingface", "jina", "mistral", "neptune", "nvidia", "openai",
+    "openrouter", "perplexity", "pinecone", "replicate", "sendgrid", "sentry", "serpapi", "serper", "slack", "stripe",
+    "tavily", "telegram", "together", "twilio", "wandb", "wolfram",
+])  # fmt: skip
+_QUALIFIERS = _VENDORS | frozenset([
+    "prod", "production", "dev", "development", "staging", "stage", "test", "testing", "live", "old", "backup", "value",
+    "val", "base", "raw", "primary", "secondary", "ro", "rw", "readonly", "readwrite", "main", "b64", "hex", "v",
+])  # fmt: skip
+"""A name may end in such a word after the word for a secret: API_KEY_OPENAI, db_password_prod."""
+_KINDS_OF_KEY = _VENDORS | frozenset([
     "api", "access", "secret", "private", "auth", "encryption", "signing", "master", "account", "client", "deploy",
-    "license", "service", "shared", "ssh", "storage", "subscription", "webhook",
+    "license", "service", "shared", "ssh", "storage", "subscription", "webhook", "session", "hmac", "decryption",
+    "crypto", "admin", "bot", "app", "fernet",
 ])  # fmt: skip
 """A `key` after one of these words is a secret; prompt_key names a column, primary_key a row."""
 _KINDS_OF_PASS = frozenset([
     "admin", "db", "database", "ftp", "http", "mail", "mysql", "postgres", "proxy", "redis", "root", "smtp", "ssh",
-    "user",
+    "user", "bind", "ldap", "login", "sudo", "keystore", "truststore", "vault",
 ])  # fmt: skip
 _VOCABULARY = frozenset([
     "pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "vision", "end", "start", "stop",
@@ -67,6 +84,17 @@ _SHAPES = {
     "npm_": r"npm_[A-Za-z0-9]{36}\b",
     "pypi-": r"pypi-[\w-]{40,}",
     "SG.": r"SG\.[\w-]{16,}\.[\w-]{16,}",
+    **{f"{kind}_live_": rf"{kind}_live_[A-Za-z0-9]{{16,}}" for kind in ("sk", "rk")},
+    "sk_test_": r"sk_test_[A-Za-z0-9]{16,}",
+    "gsk_": r"gsk_[A-Za-z0-9]{40,}",
+    "nvapi-": r"nvapi-[\w-]{40,}",
+    "pplx-": r"pplx-[A-Za-z0-9]{32,}",
+    "xai-": r"xai-[A-Za-z0-9]{40,}",
+    "shpat_": r"shpat_[a-f0-9]{32}\b",
+    "dop_v1_": r"dop_v1_[a-f0-9]{64}\b",
+    "AccountKey=": r"AccountKey=[A-Za-z0-9+/]{40,}={0,2}",
+    "hooks.slack.com/": r"hooks\.slack\.com/services/[\w/]{20,}",
+    "/api/webhooks/": r"discord(?:app)?\.com/api/webhooks/\d+/[\w-]{20,}",
     "eyJ": r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+",
 }
 """Forms of well-known tokens, by a text that each of them contains."""
@@ -82,17 +110,19 @@ def says_secret(name: str) -> bool:
     if _BARE_KEY.search(name):
         return True
     words = [word.lower() for word in _WORD.findall(name)]
-    while words and words[-1].isdecimal():
+    while len(words) > 1 and (words[-1].isdecimal() or words[-1] in _QUALIFIERS):
         words.pop()
     if not words or name in _PATHS:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS):
+    if last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS) or (before, last) in _SECRET_PAIRS:
         return True
     if last in ("key", "keys"):
         return before in _KINDS_OF_KEY
     if last == "pass":
         return before in _KINDS_OF_PASS
+    if last == "tokens":
+        return before in _KINDS_OF_KEY or before in ("bearer", "refresh")
     return last.endswith("token") and (before if last == "token" else last.removesuffix("token")) not in _VOCABULARY
 
 
@@ -181,20 +211,25 @@ def _learn_arguments(items: Sequence[Any]) -> None:
 
 
 def learn_environment(names: Iterable[str] | None = None) -> None:
-    """Register the values of these environment variables; without `names`, of all with the name of a secret."""
+    """Register the values of these environment variables; without `names`, of all with the name of a secret, and the
+    credentials in the addresses of all others, such as DATABASE_URL."""
     for name in filter(says_secret, os.environ) if names is None else names:
         _learn(os.environ.get(name, ""), f"${{oc.env:{name}}}")
+    for value in os.environ.values() if names is None else ():
+        for credentials in _IN_ADDRESS.finditer(value):
+            _learn(credentials[0], _HIDDEN_CREDENTIALS)
+            _learn(credentials[1], HIDDEN)
 
 
 def _learn(value: str, shown: str) -> None:
     if len(value) < SHORTEST or os.path.exists(value) or value == HIDDEN:
         return
-    for spelling in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
-        _known.setdefault(spelling, shown)
-    # Longest first: if one secret begins another, the rest of the longer one must not remain.
-    ordered = sorted(_known.items(), key=lambda item: -len(item[0]))
-    _known.clear()
-    _known.update(ordered)
+    global _known
+    quoted = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], quote(value, safe=""))
+    known = dict.fromkeys((value, *quoted), shown) | _known
+    # Longest first: if one secret begins another, the rest of the longer one must not remain. A new dictionary, because
+    # other threads may be reading the old one.
+    _known = dict(sorted(known.items(), key=lambda item: -len(item[0])))
 
 
 def _unless_named(credentials: re.Match[str]) -> str:

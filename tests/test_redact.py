@@ -2,6 +2,8 @@
 
 import io
 import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -158,12 +160,16 @@ SECRET_NAMES = [
     "DB_PASS", "smtpPassword", "refresh_token", "id_token", "authToken", "githubtoken", "SLACK_BOT_TOKEN",
     "AWS_SECRET_ACCESS_KEY", "awsSecretAccessKey", "x-api-key", "Proxy-Authorization", "Set-Cookie",
     "sessionCookie", "privateKey", "private_key_1", "PASSWORD2", "userPassword", "JWT_SECRET", "SENTRY_DSN",
-    "signing_key", "api_keys", "basicAuth",
+    "signing_key", "api_keys", "basicAuth", "API_KEY_OPENAI", "SECRET_KEY_BASE", "DB_PASSWORD_PROD", "TOKEN_GITHUB",
+    "ACCESS_TOKENS", "googleCreds", "DB_PW", "passcode", "WIFI_PSK", "sessionKey", "openai_key", "serper_key",
+    "AZURE_STORAGE_CONNECTION_STRING", "connectionString", "secretValue", "OAUTH_CLIENT_SECRET_V2", "LDAP_BIND_PW",
 ]  # fmt: skip
 OTHER_NAMES = [
     "max_tokens", "tokenizer", "pad_token", "eos_token", "image_token", "token_level_rewards",
     "password_field_count", "token_env", "token_id", "secret_name", "auth_token_env", "author", "compass", "bypass",
-    "pass_rate", "pattern", "PATH", "PWD", "OLDPWD", "sort_key", "public_key", "reward_fn_key",
+    "stop_tokens", "new_tokens", "token_value_head", "password_file", "token_path", "cache_key", "string", "base",
+    "value", "test", "live", "session_id", "pass_rate", "pattern", "PATH", "PWD", "OLDPWD", "sort_key", "public_key",
+    "reward_fn_key",
 ]  # fmt: skip
 
 
@@ -200,6 +206,10 @@ SHAPES = (
     "AIza" + "a1B2c" * 7,
     "hf_" + "aBcD" * 9,
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N",
+    "sk_live_" + "a1B2" * 6,
+    "gsk_" + "a1B2" * 13,
+    "AccountKey=" + "a1B2" * 21 + "==",
+    "hooks.slack.com/services/T0001/B0001/" + "a1B2" * 6,
     "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nabc=\n-----END RSA PRIVATE KEY-----",
     "-----BEGIN OPENSSH PRIVATE KEY-----\\nb3Bl\\n-----END OPENSSH PRIVATE KEY-----",
 )
@@ -232,3 +242,41 @@ def test_real_texts_are_left_alone(shared: Path) -> None:
     for file in files:
         text = file.read_text(encoding="utf-8")
         assert redact(text) == text, file
+
+
+def test_credentials_in_an_address_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgres://ada:sw0rdfish!@db.local/x")
+    monkeypatch.setenv("SOME_TOKEN", "a/b c+d=e")
+    learn_environment()
+    assert redact("psql postgres://ada:sw0rdfish!@db.local/x, PGPASSWORD=sw0rdfish!") == (
+        "psql postgres://***@db.local/x, PGPASSWORD=***"
+    )
+    assert redact("GET /?t=a%2Fb%20c%2Bd%3De") == "GET /?t=${oc.env:SOME_TOKEN}", "also as part of a URL"
+
+
+def test_secrets_may_be_learnt_while_other_threads_redact() -> None:
+    """A thread never sees a part of the known secrets."""
+    learn_tree({"token": "the-first-secret"})
+    stop, seen = threading.Event(), set[str]()
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                seen.add(redact("the-first-secret"))
+            except RuntimeError as problem:
+                seen.add(str(problem))
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(200):
+            learn_tree({"token": f"another-secret-{number}"})
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert seen == {"***"}

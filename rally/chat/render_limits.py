@@ -11,9 +11,11 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rally.types import RallyError
@@ -34,14 +36,16 @@ def check_rendering(render: Callable[[], int]) -> None:
     if not hasattr(os, "fork"):
         return
     read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _interrupts_noted() as noted:
         # Python warns of forks with threads, whose locks stay locked. The fork only renders, and it is killed.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid == 0:
-        _render_and_exit(render, write_end)
+        if pid == 0:
+            _render_and_exit(render, write_end)
     os.close(write_end)
     try:
+        if noted:
+            signal.raise_signal(signal.SIGINT)
         result = _first_byte(read_end)
     finally:
         os.close(read_end)
@@ -59,11 +63,28 @@ def check_rendering(render: Callable[[], int]) -> None:
         )
 
 
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Note Ctrl-C during the block instead of raising. After a fork Python calls hooks of other modules and drops what
+    is raised in them, and a fork of a large process takes long."""
+    noted: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted
+        return
+    signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _first_byte(read_end: int) -> bytes | None:
     """What the fork reports; None if it does not end, or is killed for its time."""
-    deadline = time.monotonic() + SECONDS
+    deadline, readable = time.monotonic() + SECONDS, select.poll()  # select() takes no descriptor above 1023
+    readable.register(read_end, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if select.select([read_end], [], [], left)[0]:
+        if readable.poll(1000 * left):
             return os.read(read_end, 1) or _TOO_LARGE  # it died: the kernel ended it
     return None
 

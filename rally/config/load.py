@@ -19,8 +19,9 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_depth, first_line, merge, read_document
+from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
+from rally.util.checksums import UNREADABLE
 
 C = TypeVar("C", bound=Root)
 
@@ -109,12 +110,12 @@ def _override(text: str) -> Tree:
         raise ConfigError(f"the override {shown(text)!r} is not of the form key=value, such as trainer.total_epochs=2.")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.strip()}"]))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError):
+    except (yaml.YAMLError, OmegaConfBaseException, *UNREADABLE):
         raise ConfigError(
             f"the value of the override {shown(text)!r} cannot be read; quote it and close every ${{."
         ) from None
     assert isinstance(parsed, dict)
-    check_depth(parsed, f"the override {shown(text)}", DEEPEST - key.count("."))
+    check_values(parsed, f"the override {shown(text)}", DEEPEST - key.count("."))
     return {key: parsed["value"]}
 
 

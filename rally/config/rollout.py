@@ -63,8 +63,11 @@ class MultiTurnConfig(Section):
     limit."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The side of a long tool response that is removed: left keeps the end, right keeps the beginning."""
-    format: str = "hermes"
-    """How the model writes tool calls: hermes (also qwen, qwen2_5, qwen3), qwen3_coder, llama3_json or plain."""
+    format: str = "auto"
+    """How the model writes tool calls: auto (what the chat template shows), hermes, qwen3_coder, llama3_json, mistral
+    or another name in docs/chat.md, a name that format_path registers, or the dotted path of a class."""
+    format_path: PathText | None = None
+    """A Python file, or pkg:// and a module, that registers tool-call formats with @register_format. null is none."""
     use_inference_chat_template: bool = False
     """The same as history: rerender."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
@@ -275,7 +278,7 @@ class RolloutConfig(LogProbKeys):
     stop_on_tool_success: bool = False
     """End an episode after a turn whose tool calls all succeeded."""
     stop_strings: Texts = ()
-    """Texts that end a turn when they are generated. Embedded engine only."""
+    """Texts that end a turn when they are generated, after the token that completes one."""
     timeout_per_turn: Positive | None = None
     """Seconds for one turn. A turn that takes longer ends its episode as deadline. null is no limit."""
     episode_timeout: Positive | None = None

@@ -19,11 +19,14 @@ from pydantic import Field, ValidationError
 
 from rally.config.base import Section
 from rally.config.errors import ConfigError, sentence
+from rally.util.checksums import UNREADABLE
 
 Tree = dict[str, Any]
 HERE = "${here}"
 DEEPEST = 50
 """Levels of a configuration. OmegaConf fails at about a hundred."""
+LONGEST_BITS = 8192
+"""Of a whole number. Python does not print one of more than 4300 digits."""
 
 
 class Notes(Section):
@@ -104,7 +107,7 @@ def _chain(path: Path) -> list[Tree]:
         seen.append(following.resolve())
         tree = _read(following)
         base = tree.pop("base", None)
-        if not isinstance(base, str | None):
+        if not isinstance(base, str | None) or "\0" in (base or ""):
             raise ConfigError(f"{following}: base is {base!r}; set it to the name of a YAML file, such as train.yaml.")
         chain.insert(0, tree)
         following = following.parent / base if base else None
@@ -129,24 +132,26 @@ def _read(path: Path) -> Tree:
     except UnicodeDecodeError:
         advice = "pass rows as data.train_files=... and a model by its path key"
         raise ConfigError(f"{path} is not UTF-8 text, as a YAML file must be; {advice}.") from None
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
-    check_depth(tree, str(path))
+    except (yaml.YAMLError, *UNREADABLE) as error:  # the last for values that their tags do not fit
+        raise ConfigError(f"{path} cannot be read as a YAML file: {first_line(error)}.") from None
+    check_values(tree, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping such as `data: ...`, not a list or a single value.")
     return {str(key): _with_here(value, str(path.parent)) for key, value in tree.items()}
 
 
-def check_depth(value: Any, where: str, levels: int = DEEPEST) -> None:
-    """ConfigError for a value that is nested so deeply that libraries fail on it."""
+def check_values(value: Any, where: str, levels: int = DEEPEST) -> None:
+    """ConfigError for a value that is nested so deeply, or a number that is so long, that libraries fail on it."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_BITS:
+        raise ConfigError(f"{where} has a number of more than {LONGEST_BITS} bits; write a smaller one.")
     if not isinstance(value, (dict, list)):
         return
     if not levels:
         raise ConfigError(_too_deep(where))
     for inner in value.values() if isinstance(value, dict) else value:
-        check_depth(inner, where, levels - 1)
+        check_values(inner, where, levels - 1)
 
 
 def _too_deep(where: str) -> str:

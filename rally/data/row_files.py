@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from rally.types import RallyError
 from rally.util.atomic_files import atomic_file
-from rally.util.checksums import UNREADABLE
+from rally.util.checksums import UNREADABLE, reason
 
 Row = dict[str, Any]
 Files = str | Path | Sequence[str | Path]
@@ -93,11 +93,19 @@ class ParquetRows:
         names = self.table.schema.names
         marked = {field.name for field in self.table.schema if JSON_MARK.items() <= (field.metadata or {}).items()}
         for batch in self.table.to_batches(max_chunksize=_BATCH):
-            for cells in zip(*map(_cells, batch.columns), strict=True):
+            for cells in zip(*map(_readable_cells, names, batch.columns), strict=True):
                 row = {name: cell for name, cell in zip(names, cells, strict=True) if cell is not None}
                 for name in marked & row.keys():
                     row[name] = _parsed(row[name], f"the column {name}")
                 yield row
+
+
+def _readable_cells(name: str, array: pa.Array) -> list[Any]:
+    try:
+        return _cells(array)
+    except (pa.ArrowException, *UNREADABLE) as error:
+        kind = f"of the type {array.type}"
+        raise DataError(f"the column {name} {kind} cannot be read ({reason(error)}); write plain values") from error
 
 
 def _cells(array: pa.Array) -> list[Any]:
@@ -150,7 +158,7 @@ class JsonRows:
 def _parsed(text: bytes | str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: this is not valid JSON ({error}); write the file again") from error
 
 

@@ -111,10 +111,16 @@ def _reward_model(row: Row) -> dict[str, Any]:
     return reward_model
 
 
+_SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+
 def _tools_kwargs(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
     field = "extra_info.tools_kwargs"
     return {
-        name: check_mapping(kwargs, f"{field}.{name}")
+        name: {
+            section: check_mapping(value, f"{field}.{name}.{section}") if section in _SECTIONS else value
+            for section, value in check_mapping(kwargs, f"{field}.{name}").items()
+        }
         for name, kwargs in check_mapping(extra.get("tools_kwargs"), field).items()
     }
 

@@ -46,19 +46,21 @@ def _read(path: Path) -> Any:
 def _interaction(entry: Any, folder: Path, where: str) -> BaseInteraction:
     if not isinstance(entry, Mapping):
         raise InteractionError(f"{where}: an entry must be a mapping with class_name, or the name of a built-in one")
-    unknown = sorted(set(entry) - ENTRY_KEYS)
+    unknown = sorted(map(str, set(entry) - ENTRY_KEYS))
     if unknown:
         raise InteractionError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
         raise InteractionError(f"{where}: config must be a mapping, not {type(config).__name__}")
+    if not isinstance(entry.get("name") or "", str):
+        raise InteractionError(f"{where}: name must be a text, not {entry['name']!r}")
     cls = _class(entry, folder, where)
     name = entry.get("name") or cls.__name__.removesuffix("Interaction").lower()
     try:
         interaction = cls({**config, "name": name})
     except RallyError as error:
         raise InteractionError(f"{where}: {error}") from None
-    except Exception as error:  # a user's constructor may fail in any way
+    except (Exception, SystemExit, GeneratorExit) as error:  # a user's constructor may fail in any way
         raise InteractionError(f"{where}: the constructor failed: {type(error).__name__}: {error}") from error
     interaction.name = name  # a constructor need not call super().__init__
     return interaction

@@ -62,7 +62,7 @@ class Interactions:
         known = ", ".join(self.names) or "none"
         if name is None:
             raise InteractionError(f"row {task.id} has interaction_kwargs without a name; write one of: {known}")
-        if name not in self._users:
+        if not isinstance(name, str) or name not in self._users:
             raise InteractionError(
                 f"row {task.id} names the interaction {name!r}, but the interactions are: {known}; add it to the file "
                 "in actor_rollout_ref.rollout.multi_turn.interaction_config_path"

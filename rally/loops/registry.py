@@ -11,7 +11,7 @@ import yaml
 
 from rally.importing import INSTALLED, ImportFailed, import_module, look_in, of_installed_verl
 from rally.loops.base import AgentLoopBase, LoopError
-from rally.util.checksums import reason
+from rally.util.checksums import UNREADABLE, reason
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
@@ -76,7 +76,7 @@ def load_loop_config(path: str | Path) -> dict[str, LoopSpec]:
     """The entries of `agent.agent_loop_config_path`: a YAML list of {name, _target_, ...options}."""
     try:
         entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as broken:
+    except (yaml.YAMLError, *UNREADABLE) as broken:
         raise LoopError(f"the agent loop file {path} cannot be read ({reason(broken)}); correct it") from broken
     shape = f"{path} must be a list of entries with name and _target_"
     if not isinstance(entries, list):

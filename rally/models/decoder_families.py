@@ -90,11 +90,7 @@ def unsupported_attention(model: PreTrainedModel, max_length: int) -> str | None
     return None
 
 
-UNSUPPORTED_KINDS = (
-    "chunked_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-)
+UNSUPPORTED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")

@@ -49,6 +49,7 @@ class _Recorder:
         self.states: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self.layers: list[KVLayer] = []
         self.groups: set[int] = set()
+        self.chunks: set[int] = set()
         self._keys: list[Tensor] = []  # kept, so that no later tensor gets the same address
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
@@ -58,6 +59,7 @@ class _Recorder:
         self.layers.append(KVLayer(k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2], inside, source))
         self._keys.append(k_TKD)
         self.groups.add(q_THD.shape[1] // k_TKD.shape[1])
+        self.chunks |= set() if scores.chunk is None else {scores.chunk}
         return q_THD.new_zeros((*q_THD.shape[:2], v_TKD.shape[2]))
 
     def initial_states(self, name: str) -> None:
@@ -73,6 +75,7 @@ class CachedParts(NamedTuple):
 
     layers: tuple[KVLayer, ...]
     group: int
+    chunk: int | None  # the smallest size of the chunks that tokens attend within
     states: dict[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -88,4 +91,6 @@ def cached_parts(model: PreTrainedModel, axes: int = 1) -> CachedParts:
         packed_hidden(model, torch.zeros_like(at), at if axes == 1 else at.expand(axes, 2), recorder)
     finally:
         model.train(training)
-    return CachedParts(tuple(recorder.layers), max(recorder.groups, default=1), recorder.states)
+    return CachedParts(
+        tuple(recorder.layers), max(recorder.groups, default=1), min(recorder.chunks, default=None), recorder.states
+    )

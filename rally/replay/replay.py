@@ -209,6 +209,8 @@ def find_episode(folder: RunFolder, episode_id: str) -> Recorded:
     episodes = folder.read_episodes(step, validate=parsed["kind"] == "v")
     for episode in episodes:
         if episode.id == episode_id:
+            if not all(isinstance(message.get("role"), str) for message in episode.task.prompt):
+                raise ReplayError(f"a message of the prompt of {episode_id} has no role, so the record is damaged")
             return Recorded(episode, episodes)
     known = f"its first is {episodes[0].id}" if episodes else "its file is empty"
     raise ReplayError(f"step {step} of {folder.path} has no episode {episode_id}; {known}")

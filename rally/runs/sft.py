@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
+from rally.chat.formats import load_formats
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
@@ -22,7 +23,7 @@ from rally.models.lora import unadapted_experts
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
-from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
+from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_at, trained_model
 from rally.runs.build.run_inputs import RunError, RunOutcome, check_images, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
@@ -38,7 +39,7 @@ from rally.train.interrupt_signals import Interrupt, resume_command, stopped
 from rally.train.micro_batches import UNBOUND
 from rally.train.packing import Row
 from rally.train.policy import Policy, due, step_seed
-from rally.train.startup_check import check_training, compared_rows
+from rally.train.startup_check import NO_TEXT, check_training, compared_rows
 from rally.types import RallyError
 
 
@@ -111,10 +112,12 @@ def _sft(
     if problem := reloading_problem(tokenizer, policy.model.config):
         console.warn_once("tokenizer", problem)
     texts = [row.ids for row in itertools.islice((row for row in train.rows if not row.images), 2)]
-    if config.trainer.startup_check and (compared := compared_rows(texts)):
+    if config.trainer.startup_check:
         warn = functools.partial(console.warn_once, "startup")
-        found = check_training(policy, compared, config.data.max_length, warn)
-        console.note(f"start-up check: {found}")
+        if compared := compared_rows(texts, config.data.max_length):
+            console.note(f"start-up check: {check_training(policy, compared, config.data.max_length, warn)}")
+        else:
+            warn(NO_TEXT)
     warn_of_untrained_tokens(str(config.model_path), tokenizer, written, "model.spelled_tokens", console.warn_once)
     folder.save_config(config.to_yaml())
     folder.save_versions()
@@ -187,9 +190,12 @@ def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
 
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
     own = {} if thinking is None else {"enable_thinking": thinking}
+    if config.data.tool_format_path:
+        load_formats(config.data.tool_format_path)
     return ChatCodec(
         tokenizer,
         config.data.tool_format,
+        stop_ids=stop_ids_at(str(config.model_path)),
         template_kwargs={**config.data.apply_chat_template_kwargs, **own},
         patches=patches_at(config.model, str(config.model_path), {}),
     )
@@ -224,6 +230,9 @@ def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable
 
     def codec_for(one: Conversation) -> ChatCodec:
         codec = codecs(one.enable_thinking)
+        calls = any(message.get("tool_calls") for message in one.messages)
+        if calls and (problem := codec.format_problem("data.tool_format")):
+            raise SftError(problem)
         return codec.with_tools(one.tools) if one.tools else codec
 
     return codec_for

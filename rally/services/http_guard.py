@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MEBIBYTE = 1 << 20
 BODIES = 16  # full-size bodies that are held at once
 SPARE_FILES = 128  # file descriptors for everything but connections
+CHUNK_BYTES = 8  # for the sizes of chunks, by byte of a body
 READS = ("GET", "HEAD", "OPTIONS")
 CLOSE = {"Connection": "close"}
 
@@ -184,7 +185,8 @@ def _bounded_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
 
     class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _timer: asyncio.TimerHandle | None = None
-        _received = 0  # bytes of an unfinished head
+        _received = 0  # bytes since the last complete head that belong to no body: a head, chunk sizes, trailers
+        _body = 0  # bytes of the body since then
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -193,18 +195,25 @@ def _bounded_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
             else:
                 self._expect_head()
 
+        def on_body(self, body: bytes) -> None:  # of httptools; h11 bounds everything but bodies itself
+            if not self.cycle.response_complete:
+                self._body += len(body)
+            super().on_body(body)
+
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            before = self.cycle
+            before, body = self.cycle, self._body
             super().data_received(data)
-            if self.cycle is not before or (self.cycle is not None and not self.cycle.response_complete):
-                self._received = 0
-                self._stop_timer()
-                return
-            self._received += len(data)
-            if self._received > limits.max_head:
+            running = self.cycle is not None and not self.cycle.response_complete
+            if self.cycle is not before or (running and not hasattr(self, "on_message_complete")):
+                self._received = self._body = 0
+            else:
+                self._received += len(data) - (self._body - body)
+            if self._received > limits.max_head + CHUNK_BYTES * self._body:
                 self._turn_away(b"431 Request Header Fields Too Large")
+            elif running or self.cycle is not before:
+                self._stop_timer()
             else:
                 self._expect_head()
 
@@ -224,7 +233,9 @@ def _bounded_protocol(limits: HttpLimits) -> type[asyncio.Protocol]:
         def _turn_away(self, status: bytes) -> None:
             self._stop_timer()
             if not self.transport.is_closing():
-                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+                if self.cycle is None or self.cycle.response_complete:  # else this would become part of an answer
+                    head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+                    self.transport.write(head)
                 self.transport.close()
 
     return BoundedProtocol

@@ -25,14 +25,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from rally.tools.base import BaseTool
 from rally.tools.results import ToolReturn, read_answer, read_reward
 from rally.tools.schema import ToolConfigError, from_pydantic
-from rally.types import RallyError
+from rally.types import OnOutage, RallyError
 
 MAX_CACHED_CHARS = 1_000_000  # longer answers are not cached, to bound the memory of a run
 
@@ -264,6 +264,9 @@ class ToolCaller:
 
     def __init__(self, tool: BaseTool[Any]) -> None:
         self.tool = tool
+        if tool.on_outage not in (None, *get_args(OnOutage)):
+            known = ", ".join(get_args(OnOutage))
+            raise ToolConfigError(f"on_outage of tool {tool.name!r} must be one of {known}, not {tool.on_outage!r}")
         self._create = Keywords.of(tool.create)
         self._execute = Keywords.of(tool.execute)
         self._calc_reward = Keywords.of(tool.calc_reward)

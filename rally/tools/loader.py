@@ -41,12 +41,13 @@ from rally.tools.process_tool import load_in_process
 from rally.tools.process_worker import ToolSource
 from rally.tools.schema import ToolConfigError
 from rally.types import OnOutage, RallyError
+from rally.util.checksums import UNREADABLE, reason
 
 
 def import_class(dotted: str, folders: Iterable[Path], where: str) -> Any:
     """Import `package.module.Name` from the import path or from below one of `folders`."""
     module_name, _, name = dotted.rpartition(".")
-    if not module_name:
+    if not module_name or not all(dotted.split(".")):
         raise ToolConfigError(f"{where}: class_name {dotted!r} must be written as package.module.Class")
     module = _import_module(module_name, folders, where)
     try:
@@ -158,7 +159,7 @@ def _load_isolated(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
 
 def _process_memory(entry: Mapping[str, Any], where: str) -> int | None:
     process = entry.get("process")
-    if isinstance(process, Mapping) and set(process) == {"memory_mb"} and isinstance(process["memory_mb"], int):
+    if isinstance(process, Mapping) and set(process) == {"memory_mb"} and type(process["memory_mb"]) is int:
         if process["memory_mb"] > 0:
             return process["memory_mb"]
     elif process is None or isinstance(process, bool):
@@ -198,11 +199,10 @@ def read_yaml(path: Path, kind: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ToolConfigError(f"{path}{line}: this is not valid YAML ({error.problem})") from None
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ToolConfigError(f"{kind} {path} cannot be read ({reason})") from None
     except RecursionError:
         raise ToolConfigError(f"{kind} {path} is nested too deeply; write it with fewer levels") from None
+    except (yaml.YAMLError, OmegaConfBaseException, *UNREADABLE) as error:  # the last for values of a wrong tag
+        raise ToolConfigError(f"{kind} {path} cannot be read ({reason(error)})") from None
 
 
 def _tools(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
@@ -224,7 +224,7 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
         entry = {"name": entry}
     if not isinstance(entry, Mapping):
         raise ToolConfigError(f"{where}: an entry must be a mapping with class_name or name")
-    unknown = sorted(set(entry) - ENTRY_KEYS)
+    unknown = sorted(map(str, set(entry) - ENTRY_KEYS))
     if unknown:
         raise ToolConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(ENTRY_KEYS))}")
     config = entry.get("config") or {}
@@ -233,9 +233,18 @@ def _tool(entry: Any, folder: Path, where: str) -> BaseTool[Any]:
     if config.get("type", "native") != "native":
         raise ToolConfigError(f"{where}: config.type must be native, not {config['type']!r}")
     if "class_name" in entry:
-        return _construct(_by_class_name(entry, folder, where), config, entry.get("tool_schema"), where)
+        target = _by_class_name(entry, folder, where)
+        _check_config(target, config, where)
+        return _construct(target, config, entry.get("tool_schema"), where)
     built_in = _built_in(entry, where)
+    _check_config(built_in, config, where)
     return _construct(built_in, config, _schema_override(built_in, entry), where)
+
+
+def _check_config(target: Any, config: Mapping[str, Any], where: str) -> None:
+    unused = next((key for key in config if key != "type"), None)
+    if target in (Calculator, Gsm8kTool, Geo3kTool) and unused is not None:
+        raise ToolConfigError(f"{where}: this tool has no settings, so config has no key {unused!r}; remove it")
 
 
 def _placed(entries: Sequence[Any], where: str) -> list[tuple[Any, str]]:
@@ -262,7 +271,7 @@ def _limited(tool: BaseTool[Any], entry: Any, where: str) -> BaseTool[Any]:
 
 def _built_in(entry: Mapping[str, Any], where: str) -> type[BaseTool[Any]]:
     name = entry.get("name")
-    if name not in BUILT_IN:
+    if not isinstance(name, str) or name not in BUILT_IN:
         known = ", ".join(BUILT_IN)
         raise ToolConfigError(f"{where}: {name!r} is not a built-in tool ({known}); for your own, write class_name")
     return BUILT_IN[name]
@@ -300,7 +309,7 @@ def _construct(target: Any, config: Mapping[str, Any], schema: Mapping[str, Any]
         return PlainTool(target, config, schema)
     except RallyError as error:
         raise ToolConfigError(f"{where}: {error}") from None
-    except Exception as error:  # a user's constructor may fail in any way
+    except (Exception, SystemExit, GeneratorExit) as error:  # a user's constructor may fail in any way
         raise ToolConfigError(f"{where}: the constructor failed: {type(error).__name__}: {error}") from error
 
 

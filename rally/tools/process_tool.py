@@ -40,6 +40,7 @@ LOAD_SECONDS = 120.0  # a user's module may import something large
 ACKNOWLEDGE_SECONDS = CANCEL_SECONDS + 2.0  # for an event loop that is not blocked to answer a cancellation
 RETIRED_SECONDS = 60.0  # for other calls and episodes of a process in which a call goes on after its deadline
 WATCH_SECONDS = 0.5
+EXIT_SECONDS = 2.0  # for a process that has closed its pipe to exit by itself, so that its exit code is known
 FAILED_START_SECONDS = 5.0  # without another attempt
 
 # The worker gets this process's sys.path. A PYTHONPATH would also be inherited by the tool's own subprocesses.
@@ -168,11 +169,16 @@ class _Process:
                 try:
                     answer = json.loads(line)
                     future = hello if "id" not in answer else self._pending.pop(answer["id"], None)
+                    if not isinstance(answer, dict) or (future is hello and hello.done()):
+                        raise ValueError
                 except (ValueError, TypeError, RecursionError):
                     self.kill("wrote an answer that cannot be read")
                     break
                 if future is not None:
                     future.set_result(answer)
+        deadline = time.monotonic() + EXIT_SECONDS  # its end of the pipe closes before it has exited
+        while not self._has_exited() and not self._reason and time.monotonic() < deadline:
+            time.sleep(0.002)
         kill_group(self._process.pid)
         self._process.wait()
         with self._lock:

@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 from rally.images.loading import ImageError, read_image
 from rally.tools.base import BaseTool
 from rally.tools.invoke import CallEnd, ToolCaller, ToolTimeout, is_outage, on_abandoned, outcome_of
-from rally.tools.results import ToolReturn
+from rally.tools.results import ToolReturn, clean
 from rally.tools.schema import BadArguments, ToolConfigError
 from rally.tools.session import describe
 from rally.types import RallyError
@@ -62,10 +62,11 @@ def main() -> None:
         return
     try:
         callers = {tool.name: ToolCaller(tool) for tool in source.load()}
-    except RallyError as error:
-        _write(answers, {"error": str(error)})
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        problem = str(error) if isinstance(error, RallyError) else f"{source.where}: {describe(error)}"
+        _write(answers, _line({"error": clean(problem)}))
         return
-    _write(answers, {"tools": [_description(caller) for caller in callers.values()]})
+    _write(answers, _line({"tools": [_description(caller) for caller in callers.values()]}))
     asyncio.run(_serve(callers, requests, answers))
 
 
@@ -117,7 +118,7 @@ class _Worker:
         ended = await outcome_of(self._call(self._callers[tool], method, arguments))
         if number in self._running:  # else it was cancelled, and answered
             del self._running[number]
-            _write(self._answers, {"id": number, **_encoded(ended)})
+            _write(self._answers, _answer(number, ended))
 
     async def _call(self, caller: ToolCaller, method: str, arguments: tuple[Any, ...]) -> Any:
         if method in ("prepare", "close"):
@@ -132,7 +133,16 @@ class _Worker:
         done, _ = await asyncio.wait({task}, timeout=CANCEL_SECONDS)
         abandoned = not done or number in self._abandoned
         self._abandoned.discard(number)
-        _write(self._answers, {"id": number, "cancelled": True, "abandoned": abandoned})
+        _write(self._answers, _line({"id": number, "cancelled": True, "abandoned": abandoned}))
+
+
+def _answer(number: int, ended: CallEnd) -> bytes:
+    """The answer to a request as a line of JSON. A value that has no such form is an error of its call."""
+    try:
+        return _line({"id": number, **_encoded(ended)})
+    except BaseException as problem:  # noqa: BLE001 - the methods of a user's object may raise anything
+        reason = clean(f"it returned a value that cannot be sent to the run ({describe(problem)})")
+        return _line({"id": number, "error": reason, "kind": "error"})
 
 
 def _encoded(ended: CallEnd) -> dict[str, Any]:
@@ -170,7 +180,7 @@ def _description(caller: ToolCaller) -> dict[str, Any]:
         "destructive": tool.destructive,
         "on_outage": tool.on_outage,
         "timeout_counts": tool.timeout_counts,
-        "process": tool.process,
+        "process": tool.process and tool.shared_limiter is None,  # other tools of the run share that object
     }
 
 
@@ -195,9 +205,25 @@ def _prefer_for_oom_kill() -> None:
 _writing = threading.Lock()
 
 
-def _write(answers: BinaryIO, answer: Mapping[str, Any]) -> None:
-    line = json.dumps(to_jsonable_python(answer, fallback=str, bytes_mode="base64")).encode("ascii") + b"\n"
+def _write(answers: BinaryIO, line: bytes) -> None:
     with _writing:
         left = memoryview(line)
         while left:  # a pipe may take only part of a long line
             left = left[os.write(answers.fileno(), left) :]
+
+
+def _line(answer: Mapping[str, Any]) -> bytes:
+    try:
+        plain = to_jsonable_python(answer, fallback=str, bytes_mode="base64")
+    except UnicodeEncodeError:
+        plain = to_jsonable_python(_cleaned(answer), fallback=str, bytes_mode="base64")
+    return json.dumps(plain).encode("ascii") + b"\n"
+
+
+def _cleaned(value: Any) -> Any:
+    """The value without lone surrogates in its texts."""
+    if isinstance(value, Mapping):
+        return {clean(key) if isinstance(key, str) else key: _cleaned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(item) for item in value]
+    return clean(value) if isinstance(value, str) else value

@@ -43,6 +43,14 @@ def openai_schema(schema: Any, where: str) -> Schema:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
         raise ToolConfigError(f"{where}: parameters of tool {name!r} must be a JSON schema of type object")
+    if not isinstance(function.get("description") or "", str):
+        raise ToolConfigError(f"{where}: the description of tool {name!r} must be a text")
+    for parameter, schema in (parameters.get("properties") or {}).items():
+        if not isinstance(schema, (Mapping, bool)):
+            raise ToolConfigError(f"{where}: the parameter {parameter} of tool {name!r} must be a JSON schema")
+    required = parameters.get("required") or []
+    if not isinstance(required, (list, tuple)) or not all(isinstance(one, str) for one in required):
+        raise ToolConfigError(f"{where}: required of tool {name!r} must be a list of names of parameters")
     described = {**function, "description": function.get("description") or "", "parameters": dict(parameters)}
     return {"type": "function", **outer, "function": described}
 

@@ -36,7 +36,7 @@ from rally.train.policy import Policy
 from rally.train.rank_messages import CompareForwards, ComputePlain
 from rally.types import RallyError, SamplingParams, Segment
 
-LONGEST = 192  # tokens of a compared row
+SHORTEST, LONGEST = 64, 192  # tokens of a compared text
 NEW_TOKENS = 12  # of a sampled turn
 SMALL_PARAMETER = 2**16  # elements of a parameter whose gradient is compared
 CERTAIN, FLATTER = -0.05, 8.0  # a log-probability that says little, and the factor of a temperature that says more
@@ -60,6 +60,7 @@ OTHER_FORWARDS: tuple[tuple[str | None, TrainingForward, str], ...] = (
     ("eager", "unpacked", ALONE),
 )
 """Attention implementation, training forward, and what the user reads; in the order in which they are tried."""
+NO_TEXT = "the data has no text of two tokens or more, so the training forward was not compared with the model's own"
 
 
 class StartupCheckError(RallyError):
@@ -101,17 +102,25 @@ class Difference:
         return f"{self.forward} differs by at most {self.largest:.1e} (mean {self.mean:.1e}) over {self.tokens} tokens"
 
 
-def compared_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
+def compared_rows(texts: Sequence[Sequence[int]], max_length: int) -> list[Row]:
     """Rows over real text for the training forward: two texts, and two rows that leave the first one halfway and later.
-    Every token but the first is compared."""
-    usable = [list(text[:LONGEST]) for text in texts if len(text) > 1]
+    Every token but the first is compared. Short texts are lengthened, so that they leave a short window; no row has
+    more than `max_length` tokens."""
+    usable = [_lengthened(text, min(SHORTEST, max_length)) for text in texts if len(text) > 1]
     if not usable:
         return []
     first, second = usable[0], usable[1] if len(usable) > 1 else usable[0][::-1]
     half, late, tail = len(first) // 2, 3 * len(first) // 4, -(-len(second) // 2)
     histories = (first, first[:half] + second[-tail:], first[:late] + second[-tail:], second)
-    rows = [_row(ids, number) for number, ids in enumerate(histories) if len(ids) > 1]
+    rows = [_row(ids[:max_length], number) for number, ids in enumerate(histories) if len(ids[:max_length]) > 1]
     return next(iter(micro_batches(rows, UNBOUND)))
+
+
+def _lengthened(text: Sequence[int], least: int) -> list[int]:
+    """The text, and if it is short also backwards and again: a mere repetition would be predicted with certainty."""
+    ids = list(text[:LONGEST])
+    both = [*ids, *ids[::-1]]
+    return ids if len(ids) >= least else (both * -(-least // len(both)))[:least]
 
 
 def _row(ids: Sequence[int], number: int) -> Row:

@@ -1,12 +1,14 @@
 """A chat template that does not end, or writes without end, is one sentence at the start."""
 
+import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
 from rally.chat import ChatCodec, render_limits, templates, tiny_tokenizer
-from rally.chat.render_limits import TemplateTooCostly
+from rally.chat.render_limits import TemplateTooCostly, check_rendering
 from rally.chat.templates import TemplateError
 
 GOOD = str(tiny_tokenizer().chat_template)
@@ -70,3 +72,17 @@ def test_the_trial_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     ChatCodec(tiny_tokenizer())
     assert time.monotonic() - started < render_limits.SECONDS / 2
+
+
+def test_ctrl_c_during_the_fork_is_not_lost() -> None:
+    """Python drops what is raised in the hooks of a fork, and that is where it handles a signal that came meanwhile."""
+    pressed: list[int] = []
+    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT) if pressed else None)
+    pressed.append(1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check_rendering(lambda: 1)
+    finally:
+        pressed.clear()
+    check_rendering(lambda: 1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

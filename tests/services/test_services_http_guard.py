@@ -209,6 +209,44 @@ def test_slow_heads_and_bodies_end(port: int) -> None:
     alive(port)
 
 
+@pytest.mark.drill("security", "Endless trailers, or a second head beside a request", "The connection is closed")
+@pytest.mark.parametrize("piece", [b"X: " + b"y" * 4000 + b"\r\n", b"y" * 4096], ids=["many headers", "one header"])
+@pytest.mark.parametrize("kind", ["trailers", "second head", "chunk extension"])
+def test_what_belongs_to_no_body_is_bounded_while_a_request_runs(piece: bytes, kind: str) -> None:
+    release = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        while (await receive()).get("more_body"):
+            pass
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    chunked = request(b"", JSON, "Transfer-Encoding: chunked") + b"1\r\n5\r\n"
+    first = {
+        "trailers": chunked + b"0\r\nT: ",
+        "chunk extension": chunked + b"1;a=",
+        "second head": request().replace(b"close", b"keep-alive") + b"POST / HTTP/1.1\r\nT: ",
+    }[kind]
+    limits = HttpLimits(max_body=100_000, max_head=8192, body_seconds=60.0)
+    with serving(app, limits) as own, socket.create_connection(("127.0.0.1", own), timeout=30) as link:
+        try:
+            with pytest.raises(ConnectionError):
+                link.sendall(first)
+                for _ in range(5000):  # 20 MB
+                    link.sendall(piece)
+        finally:
+            release.set()
+
+
+def test_small_chunks_are_no_attack(port: int) -> None:
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 20_000) + b"0\r\n\r\n"
+    assert status(raw(port, request(b"", JSON, "Transfer-Encoding: chunked") + body)) == 200
+
+
 def test_garbage_and_pipelined_garbage_end_the_connection(port: int) -> None:
     keep = request().replace(b"Connection: close", b"Connection: keep-alive")
     for bad in (

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import mcp_server as drill
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from PIL import Image as PILImage
 
 from rally.tools import ToolBox, ToolConfigError, ToolLimits, load_tools
 from rally.tools.mcp import client as line_module
+from rally.tools.mcp.connection import McpConnection
 from rally.tools.mcp.tools import read_content
 from rally.types import Task, ToolCall, ToolResult, ToolStatus
 
@@ -532,6 +534,22 @@ async def test_a_server_that_hangs_is_killed_and_started_again(
     assert (later[-1].response.text or "").partition(":")[0] != (first.response.text or "").partition(":")[0]
     await episode.close()
     wait_for(lambda: not (children() & stuck), "the server that hangs was not killed")
+
+
+async def test_a_session_whose_stream_is_closed_does_not_answer() -> None:
+    """The check after a late call must not end with an exception, or the dead session would be kept."""
+
+    class Broken:
+        session = property(lambda self: self)
+
+        async def list_tools(self) -> None:
+            raise anyio.ClosedResourceError
+
+    connection = McpConnection.__new__(McpConnection)
+    connection._client = asyncio.get_running_loop().create_future()
+    connection._client.set_result(Broken())  # type: ignore[arg-type]
+    assert not await connection.answers(5.0)
+    assert connection._reason == "ClosedResourceError"
 
 
 async def test_a_slow_call_does_not_restart_a_server_that_answers(opened: Open) -> None:

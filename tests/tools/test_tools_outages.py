@@ -255,3 +255,10 @@ async def test_hints_are_not_cut_by_the_limit_of_tool_responses(limit: int) -> N
     late = ToolBox([Odd(seconds=30.0)], ToolLimits(max_response_chars=limit, timeout=0.05)).open(TASK, "e2")
     (timeout,) = await late.run([ToolCall(name="odd")])
     assert timeout.response.text == "Error: odd did not answer within 0.05 seconds."
+
+
+def test_an_unknown_value_in_the_class_of_a_tool_is_a_sentence() -> None:
+    kind = type("Odd", (BaseTool,), {"on_outage": "ignore"})
+    tool = kind({}, {"name": "odd", "description": "Odd.", "parameters": {"type": "object", "properties": {}}})
+    with pytest.raises(ToolConfigError, match="on_outage of tool 'odd' must be one of mask, drop_group, count, not"):
+        ToolBox([tool])

@@ -45,6 +45,25 @@ def fault(kind: str) -> str:
     return f"fine {kind} {os.getpid()}"
 
 @function_tool
+def report(kind: str) -> str:
+    '''Returns odd metrics.'''
+    loop, deep = {}, []
+    loop["again"] = loop
+    for _ in range(100_000): deep = [deep]
+    odd = type("Odd", (), {"__str__": lambda self: 1 / 0, "__repr__": lambda self: 1 / 0})()
+    metrics = {"loop": loop, "deep": deep, "odd": odd, "digits": 10**5000, "surrogate": {"\\udc00": ["a\\ud800"]}}
+    if kind == "raise": raise ValueError("a\\ud800b")
+    return "fine", 0.0, {"it": metrics[kind]}
+
+@function_tool
+def intrude() -> str:
+    '''Writes to whatever file is open.'''
+    for number in range(3, 20):
+        try: os.write(number, b'{"tools": []}\\n')
+        except OSError: pass
+    return "done"
+
+@function_tool
 async def block(seconds: float) -> str:
     '''Blocks its event loop.'''
     time.sleep(seconds)
@@ -183,11 +202,35 @@ def test_an_interrupt_from_the_keyboard_still_ends_the_run() -> None:
         asyncio.run(ask(ToolBox([press]), "press"))
 
 
+@pytest.mark.drill(
+    "reliability", "A tool returns a value that cannot be sent to the run", "Its call is an error at once, no other is"
+)
+async def test_a_return_value_that_cannot_be_sent_costs_no_other_call(boxes: list[ToolBox]) -> None:
+    box = functions(boxes)
+    other = asyncio.create_task(ask(box, "wait", seconds=1.5))
+    for kind in ("loop", "deep", "odd", "digits"):
+        result = await ask(box, "report", kind=kind)
+        assert (result.status, result.outage) == (ToolStatus.ERROR, False), kind
+        assert "Error: it returned a value that cannot be sent to the run (" in (result.response.text or "")
+    surrogate = await ask(box, "report", kind="surrogate")
+    assert (surrogate.ok, surrogate.metrics) == (True, {"it": {"?": ["a?"]}})
+    assert (await ask(box, "report", kind="raise")).response.text == "Error: ValueError: a?b"
+    assert (await other).ok, "its process was not killed"
+
+
+async def test_a_tool_that_writes_into_the_protocol_costs_its_process(boxes: list[ToolBox]) -> None:
+    box = functions(boxes)
+    result = await ask(box, "intrude")
+    assert result.response.text == "Error: the process of the tool wrote an answer that cannot be read"
+    assert (await ask(box, "wait", seconds=0)).ok
+
+
 @pytest.mark.drill("reliability", "A tool blocks its event loop for ever", "Its process is killed at the deadline")
 async def test_a_tool_that_blocks_or_ignores_its_deadline_is_killed(
     boxes: list[ToolBox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETIRED_SECONDS", 2.0)
+    monkeypatch.setattr(module, "ACKNOWLEDGE_SECONDS", 1.5)
     box = functions(boxes, timeout=1.0)
     long = functions(boxes, timeout=60.0)
     for tool, arguments in (("block", {"seconds": 1000}), ("fault", {"kind": "hang"}), ("stubborn", {})):
@@ -286,6 +329,18 @@ def test_tools_may_stay_in_the_run(boxes: list[ToolBox], tmp_path: Path) -> None
     entry = {"class_name": "functions.fault", "process": False}
     for tool in load_tools({"tools": [entry, {"name": "calculator"}]}, processes=True):
         assert not isinstance(tool, module.ProcessTool)
+
+
+def test_a_tool_with_a_shared_limiter_stays_in_the_run(boxes: list[ToolBox], tmp_path: Path) -> None:
+    (tmp_path / f"sharing_{tmp_path.name}.py").write_text(
+        f"from counting_{tmp_path.name} import Counter\n"
+        "from rally.util.rate_limit import RateLimiter\n"
+        "class Sharing(Counter):\n"
+        "    shared_limiter = RateLimiter(max_concurrency=1)\n"
+    )
+    entry = {"class_name": f"sharing_{tmp_path.name}.Sharing", "tool_schema": SCHEMA}
+    (tool,) = load_tools({"tools": [entry]}, processes=True)
+    assert not isinstance(tool, module.ProcessTool) and tool.shared_limiter is not None
 
 
 def test_nothing_is_left_when_the_tools_are_closed(boxes: list[ToolBox]) -> None:

@@ -94,11 +94,25 @@ def test_windows_are_compared_though_the_rows_are_shorter(monkeypatch: pytest.Mo
         lambda self, t, length, scores, like: mask(self, t, length, scores._replace(window=None), like),
     )
     notes: list[str] = []
-    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)]), 400, notes.append)
+    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)], 400), 400, notes.append)
     assert "sliding_window shortened to 16" in notes[0] and "one at a time" in notes[0]
     notes.clear()
-    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)]), 100, notes.append)
+    check_training(policy_of(small_model("mistral")), compared_rows([words(1, 70)], 100), 100, notes.append)
     assert not notes, "no row of that run leaves the window"
+
+
+def test_short_prompts_are_lengthened_and_long_ones_stay_within_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = compared_rows([words(1, 120), words(2, 110)], 128)
+    assert sorted(len(row.ids) for row in long) == [110, 115, 120, 128]
+    assert compared_rows([[5], []], 400) == []
+    mask = PackedAttention._mask
+    monkeypatch.setattr(
+        PackedAttention, "_mask", lambda self, t, length, window, like: mask(self, t, length, None, like)
+    )
+    notes: list[str] = []
+    rows = compared_rows([words(1, 5), words(2, 7)], 400)
+    check_training(policy_of(small_model("mistral")), rows, 400, notes.append)
+    assert "sliding_window shortened to 16" in notes[0], "five tokens would not leave the window"
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +124,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PackedAttention, "attend", doubled)
     notes: list[str] = []
-    check_training(policy_of(small_model("llama")), compared_rows([words(1, 70)]), MAX_LENGTH, notes.append)
+    check_training(policy_of(small_model("llama")), compared_rows([words(1, 70)], MAX_LENGTH), MAX_LENGTH, notes.append)
     assert "the gradient of LlamaForCausalLM is not computed correctly" in notes[0]
 
 

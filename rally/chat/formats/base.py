@@ -1,14 +1,13 @@
 """Defines `ToolFormat` and what the tool-call formats share.
 
-A format is one function that finds the calls in a text. Shared are: reading a JSON object as a call, assigning bare
+A format finds the calls in a text and writes calls as text. Shared are: reading a JSON object as a call, assigning bare
 text to a tool's only parameter, and converting text to a typed value. A malformed call is kept, with a reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rally.chat.formats.tolerant_json import read_whole
@@ -33,24 +32,46 @@ class FormatResult(NamedTuple):
     calls: tuple[ToolCall, ...]
 
 
-@dataclass(frozen=True)
 class ToolFormat:
-    """How one family of models writes tool calls."""
+    """How one family of models writes tool calls. A user's format is a subclass with `find` and `render`.
 
-    name: str
-    find: Callable[[str, Schemas], list[FoundCall]]
+    `find` returns every call that a text contains, in order; one that cannot be read is a ToolCall with an error. It
+    may raise nothing. `render` is the inverse: `find(render(calls))` gives the calls again.
+    """
+
+    name: str = ""
+    marks: Sequence[str] = ()
+    """Texts that only this format writes. They decide between formats that read the same call."""
+
+    def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
+        raise NotImplementedError(f"{type(self).__name__} must define find(text, schemas)")
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        raise NotImplementedError(f"{type(self).__name__} must define render(calls)")
+
+    def call_id(self, name: str, number: int) -> str:
+        """The id of the call `number` of a conversation, counted from 0, if the model wrote none."""
+        return f"call_{number}"
+
+    def accepts_id(self, call_id: str) -> bool:
+        """Whether chat templates of this family accept the id. Other ids are replaced before rendering."""
+        return True
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), start: int = 0) -> FormatResult:
         """Parse the text. Calls are searched from `start` on, which skips a thinking block."""
         found = self.find(text[start:], schemas_of(tools))
         if start:
             found = [FoundCall(f.start + start, f.end + start, f.call) for f in found]
-        calls = tuple(_numbered(f.call, i, f.call.raw or text[f.start : f.end]) for i, f in enumerate(found))
-        return FormatResult(outside(text, found), calls)
-
-
-def _numbered(call: ToolCall, number: int, raw: str) -> ToolCall:
-    return ToolCall(name=call.name, arguments=call.arguments, id=f"call_{number}", raw=raw, error=call.error)
+        calls: list[ToolCall] = []
+        for number, one in enumerate(found):
+            written = one.call.id
+            own = bool(written) and self.accepts_id(written) and all(call.id != written for call in calls)
+            call_id = written if own else self.call_id(one.call.name, number)
+            raw = one.call.raw or text[one.start : one.end]
+            calls.append(
+                ToolCall(name=one.call.name, arguments=one.call.arguments, id=call_id, raw=raw, error=one.call.error)
+            )
+        return FormatResult(outside(text, found), tuple(calls))
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -69,34 +90,45 @@ def outside(text: str, found: Sequence[FoundCall]) -> str:
     return "\n".join(piece for piece in pieces if piece)
 
 
-def malformed(reason: str, raw: str, shape: str) -> ToolCall:
-    """A malformed call. Its error tells the model the reason and the correct form."""
-    name = re.search(r"""["'](?:name|function)["']\s*:\s*["']([^"'\n]+)["']|<function=([^>\n]+)>""", raw)
-    guess = (name.group(1) or name.group(2)).strip() if name else ""
-    return ToolCall(name=guess, raw=raw, error=f"Failed to decode tool call: {reason}. Write it as {shape}")
+def malformed(reason: str, raw: str, shape: str, name: str = "") -> ToolCall:
+    """A malformed call. Its error tells the model the reason and the correct form. `name` is the tool, if it is known;
+    otherwise it is guessed."""
+    written = re.search(r"""["'](?:name|function|tool_name)["']\s*:\s*["']([^"'\n]+)["']|<function=([^>\n]+)>""", raw)
+    guess = (written.group(1) or written.group(2)).strip() if written else ""
+    return ToolCall(name=name or guess, raw=raw, error=f"Failed to decode tool call: {reason}. Write it as {shape}")
 
 
-def call_of(value: Any, schemas: Schemas, raw: str = "") -> ToolCall:
+class CallKeys(NamedTuple):
+    """The keys of a call in JSON, as written. Others are accepted too."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    id: str = ""
+
+
+def call_of(value: Any, schemas: Schemas, raw: str = "", keys: CallKeys = CallKeys()) -> ToolCall:  # noqa: B008
     """The call in a JSON value. Raises ValueError if it is none."""
     if not isinstance(value, dict):
-        raise ValueError(f'it must be a JSON object with "name" and "arguments", not {_kind(value)}')
+        raise ValueError(f'it must be a JSON object with "{keys.name}" and "{keys.arguments}", not {_kind(value)}')
     if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name", value.get("function"))
+        value = {**value["function"], **({keys.id: value[keys.id]} if keys.id in value else {})}
+    name = value.get(keys.name, value.get("name", value.get("function")))
     if not isinstance(name, str) or not name.strip():
-        raise ValueError('the object has no "name" that says which tool to call')
-    name = name.strip()
-    return ToolCall(name=name, arguments=_arguments(value, schemas.get(name, {})), raw=raw)
+        raise ValueError(f'the object has no "{keys.name}" that says which tool to call')
+    name, call_id = name.strip(), value.get(keys.id) if keys.id else None
+    arguments = _arguments(value, schemas.get(name, {}), keys)
+    return ToolCall(name=name, arguments=arguments, raw=raw, id=str(call_id) if isinstance(call_id, str | int) else "")
 
 
-def _arguments(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    for key in ("arguments", "parameters"):
+def _arguments(value: Mapping[str, Any], schema: Mapping[str, Any], keys: CallKeys) -> dict[str, Any]:
+    for key in (keys.arguments, "arguments", "parameters"):
         if key in value:
-            return _argument_object(value[key], schema)
-    return {k: v for k, v in value.items() if k not in ("name", "function", "id", "type")}
+            return argument_object(value[key], schema)
+    return {k: v for k, v in value.items() if k not in (keys.name, keys.id, "name", "function", "id", "type")}
 
 
-def _argument_object(value: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+def argument_object(value: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in a JSON value, which may be encoded twice. Raises ValueError."""
     if isinstance(value, str):
         value = _decoded(value, schema)
     if value is None:

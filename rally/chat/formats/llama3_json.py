@@ -6,7 +6,9 @@ valid JSON is a malformed call.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, call_of, malformed
@@ -15,7 +17,7 @@ from rally.types import ToolCall
 
 SHAPE = '{"name": "tool name", "parameters": {"parameter": "value"}}'
 PYTHON_TAG = "<|python_tag|>"
-_START = re.compile(rf"{re.escape(PYTHON_TAG)}\s*(?:```(?:json)?\s*)?\[?|\{{")
+_START = re.compile(rf"{re.escape(PYTHON_TAG)}\s*(?:```(?:json)?\s*)?\[?|\{{(?=\s*[\"'\w}}])")
 _AFTER = re.compile(r"\s*\]?\s*(?:```)?\s*[;,]?")
 _LIKE_A_CALL = re.compile(r"""\s*\{\s*(["']?)(?:name|function)\1\s*:""")
 _NEXT = re.compile(rf"[;\n][ \t]*(?=\{{)|{re.escape(PYTHON_TAG)}")
@@ -77,4 +79,15 @@ def _with_opening(text: str, low: int, start: int) -> int:
     return low + len(before) if text[low + len(before) : start].strip() else start
 
 
-LLAMA3_JSON = ToolFormat("llama3_json", find_llama3)
+class BareJson(ToolFormat):
+    """See above. `listed`: several calls are written as one list (xLAM)."""
+
+    def __init__(self, name: str, arguments: str = "parameters", listed: bool = False) -> None:
+        self.name, self._arguments, self._listed = name, arguments, listed
+
+    def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
+        return find_llama3(text, schemas)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        objects = [json.dumps({"name": c.name, self._arguments: c.arguments}, ensure_ascii=False) for c in calls]
+        return f"[{', '.join(objects)}]" if self._listed else "; ".join(objects)

@@ -6,8 +6,9 @@ line; otherwise it is malformed.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, convert, malformed, only_parameter
@@ -56,11 +57,12 @@ def _call_at(text: str, match: re.Match[str], schemas: Schemas) -> FoundCall:
 
 def _split(text: str, start: int) -> Split:
     parts: list[str] = []
-    begin, waiting, quote = start, [")"], ""
+    begin, waiting, quote, escaped = start, [")"], "", False
     for at in range(start, len(text)):
         char = text[at]
         if quote:
-            quote = "" if char == quote and text[at - 1] != "\\" else quote
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and not escaped
         elif char in "'\"" and not text[at - 1].isalnum():  # an apostrophe, as in "it's", opens no string
             quote = char
         elif char == "\n":
@@ -83,7 +85,7 @@ def _arguments(whole: str, parts: list[str], schema: Mapping[str, Any]) -> dict[
         parts = []
     elif not _KEYWORD.match(parts[0]) and len(properties) <= 1:
         parts = [whole]  # the only parameter may hold commas itself: calculator(1,234 + 5)
-    names = _positional_names(schema)
+    names = positional_names(schema)
     arguments: dict[str, Any] = {}
     for i, part in enumerate(parts):
         keyword = _KEYWORD.match(part)
@@ -97,7 +99,8 @@ def _arguments(whole: str, parts: list[str], schema: Mapping[str, Any]) -> dict[
     return arguments
 
 
-def _positional_names(schema: Mapping[str, Any]) -> list[str]:
+def positional_names(schema: Mapping[str, Any]) -> list[str]:
+    """The parameters in the order in which arguments without names are assigned."""
     first = only_parameter(schema)
     others = [name for name in schema.get("properties") or {} if name != first]
     return others if first is None else [first, *others]
@@ -114,4 +117,14 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     return convert(text, schema)
 
 
-PLAIN = ToolFormat("plain", find_plain)
+class PlainCalls(ToolFormat):
+    """See above. A value is written as a Python string or as JSON."""
+
+    name = "plain"
+
+    def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
+        return find_plain(text, schemas)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        written = (", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in c.arguments.items()) for c in calls)
+        return "\n".join(f"{call.name}({arguments})" for call, arguments in zip(calls, written, strict=True))

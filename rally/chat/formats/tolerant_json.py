@@ -31,13 +31,13 @@ def read_json(text: str, start: int = 0) -> Value:
     """The value that begins at `start`, after optional whitespace. Raises ValueError."""
     start = _skip(text, start)
     try:
-        # The fast decoder has no depth limit, so text that may be nested too deeply goes to the slow one.
-        if text.count("{", start) + text.count("[", start) > MAX_DEPTH:
-            raise ValueError
         value, end = _STRICT.raw_decode(text, start)
-    except ValueError:
+        # The fast decoder has no depth limit, so text that may be nested too deeply goes to the slow one.
+        if text.count("{", start, end) + text.count("[", start, end) > MAX_DEPTH:
+            raise ValueError
+    except (ValueError, RecursionError):
         value, end = _Reader(text).value(start, 0)
-    return Value(_without_surrogates(value) if "\\u" in text else value, end)
+    return Value(_without_surrogates(value) if text.find("\\u", start, end) >= 0 else value, end)
 
 
 def read_whole(text: str) -> Any:

@@ -130,14 +130,15 @@ class _Masks:
 
     def __init__(self, starts: Tensor, width: int, length: int) -> None:
         self._sizes = (starts, width, length)
-        self._made: dict[int | None, Tensor] = {}
+        self._made: dict[tuple[int | None, int | None], Tensor] = {}
 
-    def get(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        if window not in self._made:
-            seen = visible(*self._sizes, window)
+    def get(self, scores: Scores, dtype: torch.dtype) -> Tensor:
+        kind = (scores.window, scores.chunk)
+        if kind not in self._made:
+            seen = visible(*self._sizes, *kind)
             empty = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self._made[window] = empty.masked_fill(~seen, -torch.inf)
-        return self._made[window]
+            self._made[kind] = empty.masked_fill(~seen, -torch.inf)
+        return self._made[kind]
 
 
 class _Strided:
@@ -160,7 +161,7 @@ class _Strided:
         _, h, d = q_THD.shape
         q = q_THD.new_zeros((self.n, 1, h, d))
         q[self.rows, 0] = q_THD[self.tokens]
-        mask = self.masks.get(scores.window, q.dtype)
+        mask = self.masks.get(scores, q.dtype)
         out = grouped_attention(q, self._view(keys), self._view(values), scores, mask, causal=False)
         out_THD[self.tokens] = out[self.rows, 0]
 
@@ -198,7 +199,7 @@ class _Gathered:
         k = self._history(keys)
         v = self._history(values) if values.is_contiguous() else k[..., : values.shape[2]]  # a part of the keys
         q = q_THD[self.tokens].view(self.n, self.width, *q_THD.shape[1:])
-        out = grouped_attention(q, k, v, scores, self.masks.get(scores.window, q.dtype), causal=False)
+        out = grouped_attention(q, k, v, scores, self.masks.get(scores, q.dtype), causal=False)
         out_THD.index_copy_(0, self.targets, out.reshape(-1, *out_THD.shape[1:])[self.kept])
 
     def _history(self, tensor: Tensor) -> Tensor:
@@ -229,16 +230,16 @@ class _PerSequence:
         for offset, tokens, start, where in self.rows:
             span = slice(offset, offset + tokens)
             q = q_THD[span].unsqueeze(0)
-            mask, causal = self._mask(tokens, start, scores.window, q.device)
+            mask, causal = self._mask(tokens, start, scores, q.device)
             k, v = keys[where].unsqueeze(0), values[where].unsqueeze(0)
             out_THD[span] = grouped_attention(q, k, v, scores, mask, causal)[0]
 
     @staticmethod
-    def _mask(tokens: int, start: int, window: int | None, device: torch.device) -> tuple[Tensor | None, bool]:
+    def _mask(tokens: int, start: int, scores: Scores, device: torch.device) -> tuple[Tensor | None, bool]:
         length = start + tokens
-        sliding = window is not None and window < length
+        sliding = any(size is not None and size < length for size in (scores.window, scores.chunk))
         if tokens == 1 and not sliding:
             return None, False
         if start == 0 and not sliding:
             return None, True
-        return visible(torch.tensor([start], device=device), tokens, length, window), False
+        return visible(torch.tensor([start], device=device), tokens, length, scores.window, scores.chunk), False

@@ -74,6 +74,12 @@ class EngineCore:
             _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
             raise
         _check_supported(model, None if parts.layers or parts.states else "its own attention function")
+        if paged and parts.chunk is not None and parts.chunk < self.settings.max_model_len:
+            names = self.settings.option_names
+            raise EngineError(
+                f"{type(model).__name__} attends within chunks of {parts.chunk} tokens, which the paged kernels do not "
+                f"support; {names.torch_attention} runs it in plain torch, or lower {names.lengths}"
+            )
         self.memory_plan = None if num_pages else plan_memory(model, self.settings, parts)
         pages = num_pages if self.memory_plan is None else self.memory_plan.pages
         assert pages is not None

@@ -25,7 +25,7 @@ from rally.runs.build.update_settings import trainer_settings_of, update_setting
 from rally.track import RunConsole, RunFolder
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
-from rally.train.startup_check import check_critic, check_training, compared_rows
+from rally.train.startup_check import NO_TEXT, check_critic, check_training, compared_rows
 from rally.train.trainer import Trainer
 
 
@@ -56,7 +56,9 @@ def trainer_of(
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
     texts = startup_texts(inputs.codec, train_tasks) if config.trainer.startup_check else ()
-    compared = compared_rows(texts) if steps else []
+    compared = compared_rows(texts, config.max_model_len) if steps else []
+    if texts and steps and not compared:
+        console.warn_once("startup", NO_TEXT)
     if compared:
         found = check_training(policy, compared, config.max_model_len, partial(console.warn_once, "startup"))
         console.note(f"start-up check: {found}")

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rally.redact import learn_environment, learn_tree, says_secret
 from rally.tools.schema import ToolConfigError, from_pydantic
+from rally.util.checksums import UNREADABLE, reason
 
 CLASS_NAMES = {"verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool"}
 """The class names that an MCP entry may have. Rally's own tools are used for all of them."""
@@ -91,14 +92,14 @@ class _ServerEntry(BaseModel):
 def is_mcp(entry: Mapping[str, Any]) -> bool:
     config = entry.get("config")
     kinds = (entry.get("type"), config.get("type") if isinstance(config, Mapping) else None)
-    return "mcp" in kinds or "mcp" in entry or entry.get("class_name") in CLASS_NAMES
+    return "mcp" in kinds or "mcp" in entry or str(entry.get("class_name")) in CLASS_NAMES
 
 
 APART = ("class_name", "config", "limits", "mcp", "on_outage", "timeout_counts")  # read by the loader, or below
 
 
 def read_settings(entry: Mapping[str, Any]) -> McpSettings:
-    if entry.get("class_name", next(iter(CLASS_NAMES))) not in CLASS_NAMES:
+    if str(entry.get("class_name", next(iter(CLASS_NAMES)))) not in CLASS_NAMES:
         raise ToolConfigError("an entry of type mcp takes no class_name; the server's tools are used as they are")
     merged: dict[str, Any] = {}
     top = {key: value for key, value in entry.items() if key not in APART}
@@ -106,7 +107,7 @@ def read_settings(entry: Mapping[str, Any]) -> McpSettings:
         if not isinstance(part, Mapping):
             raise ToolConfigError("config and mcp of an MCP entry must be mappings")
         settings = {key: value for key, value in part.items() if key != "type"}
-        if twice := sorted(set(settings) & set(merged)):
+        if twice := sorted(map(str, set(settings) & set(merged))):
             raise ToolConfigError(f"{twice[0]!r} is written twice; write it once")
         merged |= settings
     try:
@@ -123,8 +124,8 @@ def read_servers(settings: McpSettings, folder: Path) -> list[Server]:
         raise ToolConfigError(f"mcp_servers_config_path {written} does not exist, neither here nor below {folder}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ToolConfigError(f"{path} is not valid JSON ({error})") from None
+    except UNREADABLE as error:
+        raise ToolConfigError(f"{path} is not valid JSON ({reason(error)})") from None
     servers = content.get("mcpServers") if isinstance(content, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
         raise ToolConfigError(f'{path} must have servers under the key "mcpServers"')

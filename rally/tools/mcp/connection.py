@@ -169,6 +169,9 @@ class McpConnection:
             if error.code in (NOT_SENT, CUT_OFF, SESSION_UNKNOWN, types.CONNECTION_CLOSED):
                 self._reason = error.message
                 return False
+        except Exception as error:  # noqa: BLE001 - a stream of the SDK that is closed raises its own types
+            self._reason = str(error) or type(error).__name__
+            return False
         return True
 
     def retire(self) -> None:

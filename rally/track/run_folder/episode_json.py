@@ -167,14 +167,30 @@ def _episode_to_json(episode: Episode, task: Json) -> Json:
 
 
 def episode_from_json(value: Json) -> Episode:
-    """The inverse of `episode_to_json`."""
+    """The inverse of `episode_to_json`. What the readers raise for other JSON is in `UNREADABLE`."""
     built = {
         "task": _task_from_json(value["task"]),
         "stop_reason": StopReason(value["stop_reason"]),
         "segments": tuple(_segment_from_json(s) for s in value["segments"]),
         "turns": tuple(_turn_from_json(t) for t in value["turns"]),
     }
-    return Episode(**_restored(value, built))
+    episode = Episode(**_restored(value, built))
+    _check_mappings(episode, ("timings", "reward_info", "extra"))
+    return episode
+
+
+def _check_mappings(item: Any, names: Sequence[str]) -> None:
+    """TypeError if one of these fields is no mapping. An opaque value is one that could not be written as one."""
+    for name in names:
+        if not isinstance(getattr(item, name), (dict, Opaque)):
+            raise TypeError(f"{name} is not a mapping")
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Token ids, or a mask of them."""
+    if not isinstance(value, (list, tuple)) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+        raise TypeError("token ids are not a list of whole numbers")
+    return tuple(value)
 
 
 def _fields(item: Any, **written: Any) -> Json:
@@ -196,7 +212,12 @@ def _task_to_json(task: Task) -> Json:
 
 
 def _task_from_json(value: Json) -> Task:
-    return Task(**_restored(value, {"prompt": tuple(restore(m) for m in value["prompt"])}))
+    prompt = tuple(restore(m) for m in value["prompt"])
+    if not all(isinstance(message, dict) for message in prompt):
+        raise TypeError("the prompt is not a list of messages")
+    task = Task(**_restored(value, {"prompt": prompt}))
+    _check_mappings(task, ("tools_kwargs", "interaction_kwargs", "extra_info", "row"))
+    return task
 
 
 def _segment_to_json(segment: Segment) -> Json:
@@ -229,9 +250,9 @@ def _numbers(values: Sequence[float]) -> Sequence[Any]:
 
 def _segment_from_json(value: Json) -> Segment:
     return Segment(
-        prompt_ids=tuple(value["prompt_ids"]),
-        response_ids=tuple(value["response_ids"]),
-        response_mask=tuple(value["response_mask"]),
+        prompt_ids=_ids(value["prompt_ids"]),
+        response_ids=_ids(value["response_ids"]),
+        response_mask=_ids(value["response_mask"]),
         response_logprobs=tuple(v if isinstance(v, float) else restore(v) for v in value["response_logprobs"]),
         spans=tuple(WeightSpan(*s) for s in value["spans"]),
         images=tuple(ImageSpan(at, rows, columns, restore(i)) for at, rows, columns, i in value.get("images", ())),
@@ -252,7 +273,10 @@ def _turn_from_json(value: Json) -> Turn:
         "tool_calls": tuple(ToolCall(**_restored(c)) for c in value["tool_calls"]),
         "tool_results": tuple(_result_from_json(r) for r in value["tool_results"]),
     }
-    return Turn(**_restored(value, built))
+    turn = Turn(**_restored(value, built))
+    if not isinstance(turn.role, str) or not isinstance(turn.text, str):
+        raise TypeError("a turn has no role or no text")
+    return turn
 
 
 def _result_to_json(result: ToolResult) -> Json:

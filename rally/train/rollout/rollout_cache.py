@@ -43,7 +43,7 @@ class CachedRolloutRunner(Runner):
         if known is not None and (known.task.prompt, known.seed) == (job.task.prompt, job.seed):
             return replace(known, task=job.task, extra={**known.extra, "rollout_skipped": True})
         episode = await super().episode(job, sampling, ends_at)
-        if episode.error is None:
+        if episode.error is None and "tool_outage" not in episode.extra:  # the tool may work again in the next run
             cached[job.episode_id] = episode
             ImageFolder(self.dump).save([episode])
             with self._file(job.step).open("ab") as file:

@@ -83,6 +83,23 @@ def test_damaged_episodes_of_the_cache_are_sampled_again(
     )
 
 
+def test_an_episode_whose_tool_was_down_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be kept out of the loss of every later run."""
+    job = Job(task=TASK, episode_id="e", group="g", seed=3, step=1)
+    down = replace(
+        episode("e", "g", None, Segment(prompt_ids=(5,))),
+        extra={"tool_outage": {"on_outage": "mask", "calls": {}, "first": "x"}},
+    )
+
+    async def sample(*_: object) -> Episode:
+        return down
+
+    monkeypatch.setattr(Runner, "episode", sample)
+    runner = CachedRolloutRunner(engine=None, codec=None, toolbox=None, dump=tmp_path)  # type: ignore[arg-type]
+    assert asyncio.run(runner.episode(job, SamplingParams(), None)) is down
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
 def test_what_another_model_or_other_prompts_sampled_is_not_taken(home: Path, tmp_path: Path) -> None:
     places = {
         rollout_cache_dir(run_config(home, tmp_path, f"{R}.skip_rollout=true", word))

@@ -54,5 +54,6 @@ def test_packed_training_is_exact_on_a_gpu(name: str, dtype: torch.dtype) -> Non
     model = copy.deepcopy(small_model(name)).to("cuda", dtype)
     attention.install(model)
     policy = Policy(model, OptimizerSettings(), 1, gradient_checkpointing=True)
-    check_training(policy, compared_rows([words(1, 150), words(2, 150)]), MAX_LENGTH, lambda warning: None)
+    rows = compared_rows([words(1, 150), words(2, 150)], MAX_LENGTH)
+    check_training(policy, rows, MAX_LENGTH, lambda warning: None)
     assert training_forward(model) == "packed"

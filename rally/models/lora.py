@@ -27,7 +27,7 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from rally.models.sharding import model_state, ranks_of
-from rally.models.vision import tower_of
+from rally.models.vision import image_parts_of
 from rally.types import RallyError
 
 NAME = "default"  # PEFT's name for the only adapter of a module
@@ -124,7 +124,6 @@ class _Adapted(Function):
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
-TOWER = r"(.*\.)?visual\..*"
 
 
 class LoraError(RallyError):
@@ -341,11 +340,13 @@ def _new_config(settings: LoraSettings) -> Any:
 
 def _of_language(model: PreTrainedModel, settings: LoraSettings) -> LoraSettings:
     """By default, exclude the vision tower; explicit targets may include it."""
-    if settings.targets != LoraSettings.targets or tower_of(model) is None:
+    parts = image_parts_of(model)
+    if settings.targets != LoraSettings.targets or not parts:
         return settings
+    tower = rf"({'|'.join(map(re.escape, parts))})(\..*)?"
     excluded = _names(settings.excluded)
     own = excluded if isinstance(excluded, str) else rf"(.*\.)?({'|'.join(map(re.escape, excluded))})"
-    return replace(settings, excluded=(f"{TOWER}|{own}" if settings.excluded else TOWER,))
+    return replace(settings, excluded=(f"{tower}|{own}" if settings.excluded else tower,))
 
 
 def _read_config(folder: str, settings: LoraSettings) -> Any:

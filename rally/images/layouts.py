@@ -36,8 +36,11 @@ class Layout(Protocol):
     """A family of vision models. `token` is the text of a feature token, which is also what chat templates print once
     for an image. `axes` is 3 if the positions of an image are a grid (M-RoPE), and 1 if its tokens are counted."""
 
-    token: str
-    axes: int
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def axes(self) -> int: ...
 
     def patched(self, processor: Any, picture: Any) -> Patched:
         """One image, through the model's image processor."""

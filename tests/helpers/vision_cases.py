@@ -217,7 +217,10 @@ def full_logits(model: PreTrainedModel, ids: Sequence[int], images: Sequence[Ima
             shown = dict(patches.processor(images=pictures, return_tensors="pt"), mm_token_type_ids=kinds)
     given = torch.tensor([list(ids)])
     given[(given == patches.token) & (kinds == 0)] = make_tokenizer().unk_token_id
-    shown = {name: value.to(model.device) for name, value in shown.items()}
+    shown = {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in shown.items()
+    }
     return model(input_ids=given.to(model.device), use_cache=False, **shown).logits[0].float()
 
 

@@ -30,7 +30,10 @@ from typing import Any, Literal
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded import EngineSettings
@@ -38,6 +41,7 @@ from rally.models import attention
 from rally.models.load import turn_off_dropout
 from rally.models.lora import LoraSettings, add_adapters, merged_weights
 from rally.models.rope import decide_rope
+from rally.models.vision_loading import auto_class, freeze_unused
 from rally.train.forward.fused_layers import training_forward
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.packing import Row, micro_batches, pack
@@ -120,14 +124,24 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SUBMODELS = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_global_layers", "conf_num_hidden_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads", "conf_num_attention_heads"), 2),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), 32),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
     "image_size": 28,
     "out_hidden_size": 64,
 }
 ABSENT = object()
 TWO_KINDS = ["sliding_attention", "full_attention"]
 SCALED = {"logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 PARTICULAR: dict[str, dict[str, Any]] = {
+    **{
+        key: {"rope_parameters": THREE_AXES}
+        for key in (
+            *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "cosmos3_edge", "paddleocr_vl"),
+            *("glm4v", "glm46v", "glm_ocr", "glmga"),
+        )
+    },
+    "glm4v_moe": {"rope_parameters": {**THREE_AXES, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granite_swa", "granitemoe_swa"), SCALED),
     **{key: {"layer_types": ABSENT} for key in ("falcon_h1", "falcon_mamba", "mamba")},
     **{key: {"rotary_dim": 8} for key in ("gptj", "codegen")},
@@ -205,22 +219,28 @@ class NotBuilt(Exception):
     """This architecture cannot be built small."""
 
 
+VISION = "+vision"
+"""At the end of a name: the whole vision-language model, used for text."""
+
+
 def architectures() -> list[str]:
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+    whole = (f"{name}{VISION}" for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS, *whole]
 
 
 def small_model(name: str) -> PreTrainedModel:
     """A small random float32 model; NotBuilt if transformers cannot build it so."""
-    kind, more = VARIANTS.get(name, (name, {}))
+    kind, more = VARIANTS.get(name, (name.removesuffix(VISION), {}))
     try:
         config = _small_config(kind, more)
+        auto = auto_class(config) if name.endswith(VISION) else AutoModelForCausalLM
         with torch.device("meta"):
-            sketch = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            sketch = auto.from_config(config, dtype=torch.float32)
         if sum(x.numel() for x in (*sketch.parameters(), *sketch.buffers())) > MOST_PARAMETERS:
             raise NotBuilt("its configuration stays large")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            model = auto.from_config(config, dtype=torch.float32).eval()
             _spread_out(model)
         with torch.no_grad():
             logits = model(input_ids=torch.randint(3, VOCABULARY, (1, 24)), use_cache=False).logits
@@ -299,6 +319,7 @@ def trained(model: PreTrainedModel, untouched: PreTrainedModel, checkpointing: b
     """The start-up check of training, SFT and runs over servers, and what the training forward computes afterwards."""
     try:
         turn_off_dropout(model)
+        freeze_unused(model)
         attention.install(model)
         decide_rope(model, MAX_LENGTH)
         policy = Policy(model, OptimizerSettings(), 1, gradient_checkpointing=checkpointing)

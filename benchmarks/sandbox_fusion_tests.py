@@ -1,8 +1,8 @@
 """Runs SandboxFusion's own tests against the sandbox server, from a checkout of SandboxFusion.
 
-The tests reach their server through fastapi's TestClient. Here that is the published client (`sandbox_fusion.run_code`),
-which talks to `rally serve sandbox`, so no code of SandboxFusion but the tests and the client runs. `external_access` needs the internet
-from inside the sandbox, which Rally never gives: it counts as expected to fail.
+The tests reach their server through fastapi's TestClient. Here that is the published client (`run_code` of the package
+sandbox-fusion), which talks to `rally serve sandbox`: no code of SandboxFusion but the tests and the client runs.
+`external_access` needs the internet from inside the sandbox, which Rally never gives: it counts as expected to fail.
 
     git clone https://github.com/bytedance/SandboxFusion
     pip install sandbox-fusion

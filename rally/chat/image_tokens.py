@@ -1,6 +1,6 @@
 """Expands the image placeholders of a chat template to the tokens that each image takes, and records their spans.
 
-A template prints one placeholder token for each image. Each is repeated as often as its image has tokens, in order. A
+A template prints one placeholder token for each image. Each is replaced by the tokens of its image, in order. A
 template that prints more or fewer placeholders than there are images is an error.
 """
 
@@ -15,6 +15,11 @@ from rally.chat.templates import TemplateError
 from rally.images.loading import has_images, image_parts
 from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message
+
+TEXT_ONLY = (
+    "but this is a text model, or a vision model that is used for text here; use a vision model whose images are "
+    "supported, on one GPU, with rollout.name=embedded"
+)
 
 
 class EncodedMessages(NamedTuple):
@@ -40,18 +45,19 @@ class ImageTokens:
             self.token = str(known)
 
     def expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> EncodedMessages:
-        """The `ids` of a rendering of `messages`, with the placeholder of each image repeated to its token count."""
+        """The `ids` of a rendering of `messages`, with the placeholder of each image replaced by its tokens."""
         images = self._images(messages)
         if not images:
             return EncodedMessages(ids)
         places = [i for i, token in enumerate(ids) if token == self.pad]
         self._check(len(places), len(images))
+        assert self.patches is not None
         wide: list[int] = []
         spans, done = [], 0
         for place, image in zip(places, images, strict=True):
             wide += ids[done:place]
             spans.append(self._span(len(wide), image))
-            wide += [self.pad] * (spans[-1].end - spans[-1].start)
+            wide += self.patches.tokens(image)
             done = place + 1
         return EncodedMessages((*wide, *ids[done:]), tuple(spans))
 
@@ -59,17 +65,23 @@ class ImageTokens:
         """The spans of the images in a whole history, in order. Sampled placeholder tokens (mask 1) are not images."""
         if self.patches is None:
             if images:
-                raise TemplateError("the history contains images, but this is a text model; use a vision model")
+                raise TemplateError(f"the history contains images, {TEXT_ONLY}")
             return ()
-        observed = (i for i, sampled in enumerate(mask) if not sampled)
-        places = [i for i in observed if ids[i] == self.pad]
-        spans, done = [], 0
+        places = [i for i, sampled in enumerate(mask) if not sampled and ids[i] == self.pad]
+        spans: list[ImageSpan] = []
+        done = 0  # placeholders that belong to the images so far
         for image in images:
-            spans.append(self._span(places[done] if done < len(places) else len(ids), image))
-            done += spans[-1].end - spans[-1].start
-        if places != [i for span in spans for i in range(span.start, span.end)]:
+            tokens = self.patches.tokens(image)
+            first = places[done] if done < len(places) else len(ids)
+            span = self._span(first - tokens.index(self.pad), image)
+            if tuple(ids[max(span.start, 0) : span.end]) != tokens or any(mask[span.start : span.end]):
+                break
+            spans.append(span)
+            done += tokens.count(self.pad)
+        if len(spans) < len(images) or done != len(places):
+            needed = sum(self.patches.tokens(image).count(self.pad) for image in images)
             raise TemplateError(
-                f"the history has {len(places)} placeholder tokens, but its {len(images)} images take {done}, each "
+                f"the history has {len(places)} placeholder tokens, but its {len(images)} images take {needed}, each "
                 "contiguous; pass the images in order, and encode them with this codec"
             )
         return tuple(spans)
@@ -79,17 +91,17 @@ class ImageTokens:
         images = self._images(messages)
         if not images or self.token is None:
             return text
-        token = self.token
-        first, *rest = text.split(token)
+        assert self.patches is not None
+        first, *rest = text.split(self.token)
         self._check(len(rest), len(images))
-        counts = (span.end for span in (self._span(0, image) for image in images))
-        return first + "".join(token * count + piece for count, piece in zip(counts, rest, strict=True))
+        shown = (self.patches.text(image) for image in images)
+        return first + "".join(one + piece for one, piece in zip(shown, rest, strict=True))
 
     def _images(self, messages: Sequence[Message]) -> list[Image]:
         if not any(isinstance(message.get("content"), list) for message in messages):
             return []  # text alone
         if self.patches is None and has_images(messages):
-            raise TemplateError("the messages contain images, but this is a text model; use a vision model")
+            raise TemplateError(f"the messages contain images, {TEXT_ONLY}")
         return image_parts(messages)
 
     def _check(self, placeholders: int, images: int) -> None:

@@ -136,8 +136,9 @@ def small_version_of(model_config: PreTrainedConfig, *, trust: bool = False) -> 
         derived = isinstance(getattr(type(text), name, None), property)
         if getattr(text, name, None) is not None and not derived:
             setattr(text, name, value)
-    if hasattr(config, "vision_config"):
-        config.vision_config.depth = 1  # only text is compared
+    for name in ("depth", "num_hidden_layers"):
+        if isinstance(getattr(getattr(config, "vision_config", None), name, None), int):
+            setattr(config.vision_config, name, 1)  # only text is compared
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust)

@@ -1,8 +1,8 @@
 """Converts images to patches with the model's image processor, and caches them.
 
-The chat codec (token counts), the engine and the trainer all use this module, so they cannot disagree. Patches are
-cached by content, least recently used first out, up to a bound of memory. Token counts are cached longer, so that
-counting does not need the patches again.
+The chat codec (tokens of an image), the engine and the trainer all use this module, so they cannot disagree. Patches
+are cached by content, least recently used first out, up to a bound of memory. Shapes are cached longer, so that
+counting tokens does not need the patches again.
 """
 
 from __future__ import annotations
@@ -10,42 +10,45 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from rally.images.layouts import Layout, Patched
 from rally.images.loading import MAX_CACHED, ImageError, decoded
 from rally.types import Image
 
 KEPT_BYTES = 1 << 30
-
-
-class Patched(NamedTuple):
-    """The patches of an image: `pixels` [patches, values], its tokens as `rows` x `columns`, and its patches as `grid`
-    (1, high, wide)."""
-
-    pixels: npt.NDArray[np.float32]
-    grid: tuple[int, int, int]
-    rows: int
-    columns: int
+KEPT_SHAPES = 1024  # whose tokens are kept
 
 
 class GridSize(NamedTuple):
-    """The size of an image in tokens."""
+    """The size of an image in tokens. Where positions are not a grid it is one row."""
 
     rows: int
     columns: int
 
 
 class Patches:
-    """An image processor like Qwen-VL's, the id of its image placeholder token, and a cache."""
+    """An image processor, the layout of its family, and a cache. `encode` tokenizes text without adding tokens."""
 
-    def __init__(self, processor: Any, token: int, kept_bytes: int = KEPT_BYTES) -> None:
-        self.processor, self.token = processor, token
+    def __init__(
+        self,
+        processor: Any,
+        layout: Layout,
+        encode: Callable[[str], Sequence[int]],
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.processor, self.layout, self._encode = processor, layout, encode
+        found = list(encode(layout.token))
+        if len(found) != 1:
+            raise ImageError(
+                f"the tokenizer has no token {layout.token!r}, the image placeholder; use the model's own tokenizer"
+            )
+        self.token: int = found[0]
+        """The id of a feature token."""
         self._kept: OrderedDict[str, Patched] = OrderedDict()
-        self._sizes: dict[str, GridSize] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._tokens: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._bytes, self._most = 0, kept_bytes
         self._lock = threading.Lock()  # the engine's thread uses the cache too
         self._making = threading.Lock()  # the episodes of a group need an image at the same time; one of them makes it
@@ -67,22 +70,36 @@ class Patches:
             return patched
 
     def size(self, image: Image) -> GridSize:
-        known = self._sizes.get(image.hash)
-        if known is None:
-            made = self.of(image)
-            known = GridSize(made.rows, made.columns)
-        return known
+        shape = self._shape(image)
+        return GridSize(*shape) if self.layout.axes > 1 else GridSize(1, len(self.tokens(image)))
+
+    def tokens(self, image: Image) -> tuple[int, ...]:
+        """The ids of all tokens of an image: feature tokens, and ordinary ones in between."""
+        shape = self._shape(image)
+        if shape not in self._tokens:
+            if len(self._tokens) >= KEPT_SHAPES:
+                self._tokens.clear()
+            self._tokens[shape] = tuple(self._encode(self.layout.text(shape)))
+        return self._tokens[shape]
+
+    def text(self, image: Image) -> str:
+        """The tokens of an image as text."""
+        return self.layout.text(self._shape(image))
 
     @property
     def most(self) -> int:
         """The number of patches of the largest image. Larger images are scaled down."""
-        return int(self.processor.size["longest_edge"]) // int(self.processor.patch_size) ** 2
+        return self.layout.most(self.processor)
 
     async def prepare(self, images: Sequence[Image]) -> None:
         """Make missing patches in a thread, without blocking the event loop."""
         missing = [image for image in images if self._cached(image) is None]
         if missing:
             await asyncio.to_thread(lambda: [self.of(image) for image in missing])
+
+    def _shape(self, image: Image) -> tuple[int, ...]:
+        known = self._shapes.get(image.hash)
+        return self.of(image).shape if known is None else known
 
     def _cached(self, image: Image) -> Patched | None:
         with self._lock:
@@ -92,24 +109,19 @@ class Patches:
 
     def _keep(self, image: Image, made: Patched) -> None:
         with self._lock:
-            if len(self._sizes) >= MAX_CACHED:
-                self._sizes.clear()
-            self._sizes[image.hash] = GridSize(made.rows, made.columns)
+            if len(self._shapes) >= MAX_CACHED:
+                self._shapes.clear()
+            self._shapes[image.hash] = made.shape
             self._kept[image.hash] = made
-            self._bytes += made.pixels.nbytes
+            self._bytes += made.bytes
             while self._bytes > self._most and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+                self._bytes -= self._kept.popitem(last=False)[1].bytes
 
     def _make(self, image: Image) -> Patched:
         try:
-            made = self.processor(images=[decoded(image)], return_tensors="np")
+            return self.layout.patched(self.processor, decoded(image))
         except (TypeError, ValueError) as problem:  # such as an image two hundred times as wide as high
             if isinstance(problem, ImageError):
                 raise
             size = f"{image.width} x {image.height} pixels"
             raise ImageError(f"the image processor rejects an image of {size} ({problem}); use another") from problem
-        frames, high, wide = (int(n) for n in made["image_grid_thw"][0])
-        assert frames == 1, "an image is one frame"
-        merge = int(self.processor.merge_size)
-        pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-        return Patched(pixels, (frames, high, wide), high // merge, wide // merge)

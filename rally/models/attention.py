@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rally.models import routing, state_layers
-from rally.models.vision import SeenImages, packed_seen_hidden
+from rally.models.vision import SeenImages, own_positions, packed_seen_hidden
 
 NAME = "rally"
 
@@ -147,8 +147,18 @@ def _projection_weight(projection: Any, latent: Tensor) -> Tensor:
 
 def body_of(model: PreTrainedModel) -> Any:
     """The model without its output layer."""
+    model = causal_of(model)
     body = model.base_model
     return model.model if body is model and isinstance(getattr(model, "model", None), nn.Module) else body
+
+
+def causal_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module with the output layer: the model, or the causal language model inside of it (Llama 4)."""
+    if model.base_model is not model or isinstance(getattr(model, "model", None), nn.Module):
+        return model
+    inner = model.get_decoder()
+    whole = isinstance(inner, PreTrainedModel) and inner is not model and inner.get_output_embeddings() is not None
+    return inner if whole else model
 
 
 def packed_hidden(
@@ -157,6 +167,7 @@ def packed_hidden(
     """Last hidden states [T, hidden] of packed tokens. For a vision-language model positions are [3, T], and `seen` are
     the image tokens. The 4-D mask keeps transformers from building its own."""
     no_mask = torch.empty((1, 1, 1, 1), device=ids_T.device)
+    positions = own_positions(model, positions)
     if seen is not None:
         return packed_seen_hidden(model, ids_T, positions, context, seen, no_mask)
     output = body_of(model)(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rally.models.attention import body_of
+from rally.models.attention import body_of, causal_of
 
 MAX_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # elements of one chunk: fits into a CPU's cache; keeps a GPU busy
 
@@ -81,6 +81,7 @@ def _probe_scale(model: PreTrainedModel) -> float | None:
 def own_logits(model: PreTrainedModel, hidden_UC: Tensor, layer: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
     """Logits from the class's own forward, with the layers below replaced by given hidden states and the product of
     the output layer by `layer`. It works on a shallow copy, so other threads may use the model."""
+    model = causal_of(model)
     twin = copy.copy(model)
     twin._modules = dict(model._modules)
     head, body = _output_layer(model), body_of(model)

@@ -29,7 +29,7 @@ from transformers import (
 
 from rally.hub import is_name, on_disk_alone, why_unreachable
 from rally.models.lora import is_adapter_folder
-from rally.models.vision_loading import auto_class
+from rally.models.vision_loading import auto_class, keep_processor_files
 from rally.types import RallyError
 from rally.util import checksums
 from rally.util.checksums import weights_damage
@@ -131,6 +131,7 @@ def load_model(
     model = _copied_from_file(model.to(device)).eval()
     assert isinstance(model, PreTrainedModel)
     turn_off_dropout(model)
+    keep_processor_files(model, Path(where))
     return model
 
 

@@ -27,7 +27,7 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from rally.models.sharding import model_state, ranks_of
-from rally.models.vision import tower_of
+from rally.models.vision import image_parts_of
 from rally.types import RallyError
 
 NAME = "default"  # PEFT's name for the only adapter of a module
@@ -124,7 +124,6 @@ class _Adapted(Function):
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.lora_adapter_path"
-TOWER = r"(.*\.)?visual\..*"
 MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models whose out_proj PEFT does not adapt."""
 
@@ -346,7 +345,8 @@ def _linear_layers_only(model: PreTrainedModel, settings: LoraSettings) -> LoraS
     Mamba that PEFT does not adapt. Explicit targets may include them."""
     if settings.targets != LoraSettings.targets:
         return settings
-    patterns = [TOWER] if tower_of(model) is not None else []
+    parts = image_parts_of(model)
+    patterns = [rf"({'|'.join(map(re.escape, parts))})(\..*)?"] if parts else []
     special = (name for name, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear)
     patterns += map(re.escape, special)
     if model.config.get_text_config().model_type in MAMBA:

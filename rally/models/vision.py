@@ -1,7 +1,8 @@
-"""Image inputs of Qwen-VL models: features replace the embeddings of image tokens, at positions with three axes.
+"""Image inputs of vision-language models: features replace the embeddings of image tokens.
 
-The model carries its image preprocessing (`set_patches`), so rollout and training see the same pixels. Only spans say
-where images are; a placeholder token outside of them is an ordinary token.
+What differs between families is their layout (`rally.images.layouts`): the inputs of the tower, the tokens of an image,
+and whether its positions have three axes. The model carries its image preprocessing (`set_patches`), so rollout and
+training see the same pixels. Only spans say where images are; a placeholder token outside of them is an ordinary token.
 
 Shapes: T packed tokens, V of them in images, N patches, C hidden size, L tokens of a history, 3 axes (time, row,
 column).
@@ -9,6 +10,7 @@ column).
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rally.images.layouts import Patched
 from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, RallyError
 
 Ints = npt.NDArray[np.int64]
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FEATURE_CACHE_BYTES = 512 * 2**20  # so that an image whose tokens are split into chunks is encoded once
 
 
@@ -49,21 +51,28 @@ class SeenImages(NamedTuple):
     features: Features
 
 
-def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """The vision tower of the model; None without one, or of an unknown family."""
-    if model.config.model_type not in FAMILIES:
-        return None
-    return cast(nn.Module, cast(Any, model.base_model).visual)
+def image_parts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that only images (or sounds) reach, by name: whatever stands beside the language model. None in a
+    text model."""
+    if model.config.get_text_config() is model.config or getattr(model.config, "is_encoder_decoder", False):
+        return {}
+    whole = model.base_model
+    language = model.get_decoder() if whole is model else whole.get_decoder()  # type: ignore[operator]
+    if language is whole or not any(child is language for child in whole.children()):
+        return {}
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is whole)
+    used = {id(language), id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+    return {f"{prefix}{name}": child for name, child in whole.named_children() if id(child) not in used}
 
 
 def set_patches(model: PreTrainedModel, patches: Patches) -> None:
     """Attach the image preprocessing to a model with a vision tower."""
-    assert tower_of(model) is not None, "the model has no known vision tower"
+    assert image_parts_of(model), "the model has no known vision tower"
     model.rally_patches = patches  # type: ignore[assignment]
 
 
 def patches_of(model: PreTrainedModel) -> Patches | None:
-    """The image preprocessing of the model; None for a text model."""
+    """The image preprocessing of the model; None for a text model, and for a vision model that is used for text."""
     return cast(Patches | None, getattr(model, "rally_patches", None))
 
 
@@ -87,30 +96,70 @@ def check_images(model: PreTrainedModel, images: Sequence[ImageSpan], length: in
         end = span.end
 
 
+def axes_of(model: PreTrainedModel) -> int:
+    """How many axes the positions of packed tokens have: 3 if the model takes images, else 1."""
+    return 1 if patches_of(model) is None else 3
+
+
 def image_features(model: PreTrainedModel, images: Sequence[Image]) -> Features:
-    """The features of images, concatenated, from the model's own vision tower."""
-    patches, base = patches_of(model), cast(Any, model.base_model)
+    """The vectors of all tokens of images, concatenated: features from the model's own vision tower, and embeddings for
+    the ordinary tokens of an image."""
+    patches = patches_of(model)
     if patches is None:
         raise ImageInputError("the prompt contains an image, but the model is text-only; use a vision-language model")
-    patched = [patches.of(image) for image in images]
-    pixels = torch.from_numpy(np.concatenate([one.pixels for one in patched])).to(model.device)
-    grids = torch.tensor([one.grid for one in patched], device=model.device)
-    output = base.get_image_features(pixels, grids, return_dict=True)
+    parts: dict[int, Features] = {}
+    for numbers in _alike([patches.of(image) for image in images]):
+        found = _tower_features(model, [patches.of(images[i]) for i in numbers])
+        counts = [patches.tokens(images[i]).count(patches.token) for i in numbers]
+        if len(found.first_VC) != sum(counts):
+            raise ImageInputError(
+                f"the vision tower gives {len(found.first_VC)} features for {sum(counts)} image tokens; the model's "
+                "configuration and its image processor do not fit each other"
+            )
+        ends = itertools.accumulate(counts)
+        parts |= {i: found.rows(slice(end - n, end)) for i, n, end in zip(numbers, counts, ends, strict=True)}
+    features = joined([parts[i] for i in range(len(images))])
+    tokens_V = torch.tensor([token for image in images for token in patches.tokens(image)], device=model.device)
+    at = (tokens_V == patches.token).nonzero()[:, 0]
+    if len(at) == len(tokens_V):
+        return features
+    assert not features.deep_VC, "in families with deepstack features every image token has one"
+    embedded_VC = cast(nn.Module, model.get_input_embeddings())(tokens_V)
+    return Features(embedded_VC.index_copy(0, at, features.first_VC.to(embedded_VC.dtype)))
+
+
+def _alike(patched: Sequence[Patched]) -> list[list[int]]:
+    """The numbers of images that can be concatenated, so that the tower runs once for them."""
+    groups: dict[object, list[int]] = {}
+    for number, one in enumerate(patched):
+        groups.setdefault(tuple(array.shape[1:] for array in one.inputs.values()), []).append(number)
+    return list(groups.values())
+
+
+def _tower_features(model: PreTrainedModel, patched: Sequence[Patched]) -> Features:
+    inputs = {
+        name: torch.from_numpy(np.concatenate([one.inputs[name] for one in patched])).to(model.device)
+        for name in patched[0].inputs
+    }
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    output = cast(Any, model.base_model).get_image_features(**inputs, return_dict=True)
     deep = getattr(output, "deepstack_features", None) or ()
     return Features(_joined(output.pooler_output), tuple(_joined(one) for one in deep))
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """One tensor for all images: transformers 5.17 returns that, 5.22 returns one for each image."""
-    return features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    """[V, C] for all images. Some classes return one tensor, some one for each image, some one for each tile."""
+    whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    return whole.flatten(0, -2)
 
 
 def packed_seen_hidden(
-    model: PreTrainedModel, ids_T: Tensor, positions_3T: Tensor, context: object, seen: SeenImages, no_mask: Tensor
+    model: PreTrainedModel, ids_T: Tensor, positions: Tensor, context: object, seen: SeenImages, no_mask: Tensor
 ) -> Tensor:
     """Last hidden states [T, C] of packed tokens, some of which are image tokens."""
-    language, (first_VC, deep_VC) = cast(Any, model.base_model).language_model, seen.features
-    embedded_TC = language.embed_tokens(ids_T)
+    language: Any = cast(Any, model.base_model).get_decoder()
+    first_VC, deep_VC = seen.features
+    embedded_TC = language.get_input_embeddings()(ids_T)
     embedded_TC = embedded_TC.index_copy(0, seen.at_V, first_VC.to(embedded_TC.dtype))
     more: dict[str, Any] = {}
     if deep_VC:
@@ -119,13 +168,22 @@ def packed_seen_hidden(
         more = {"visual_pos_masks": shown_T.unsqueeze(0), "deepstack_visual_embeds": list(deep_VC)}
     output = language(
         inputs_embeds=embedded_TC.unsqueeze(0),
-        position_ids=positions_3T.unsqueeze(1),
+        position_ids=positions.unsqueeze(-2),
         attention_mask=no_mask,
         use_cache=False,
         rally=context,
         **more,
     )
     return cast(Tensor, output.last_hidden_state[0])
+
+
+def own_positions(model: PreTrainedModel, positions: Tensor) -> Tensor:
+    """Positions as the model takes them. Where they are not a grid, an image is one row of tokens, and its columns,
+    the last axis, count them like text."""
+    patches = patches_of(model)
+    if positions.dim() == 1 or patches is None or patches.layout.axes > 1:
+        return positions
+    return positions[-1]
 
 
 class Rope(NamedTuple):

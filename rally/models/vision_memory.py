@@ -1,7 +1,8 @@
 """Estimates the memory of image inputs from a model's configuration, without loading weights.
 
 Sizes are elements per patch: multiply by the number of patches and the element size. The sizes of a block are what
-torch keeps of it for the backward pass, counted in the towers of the three families; a forward needs no more.
+torch keeps of it for the backward pass, counted in the towers of three families; a forward needs no more. The towers of
+the other families are assumed to be like the largest of those.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from rally.images.layouts import FAMILIES
 from rally.images.patches import Patches
 from rally.models.vision import FEATURE_CACHE_BYTES
 
 BLOCK_SIZES = {"qwen2_vl": (11, 3), "qwen2_5_vl": (15, 4), "qwen3_vl": (11, 2)}
 """Elements of a block, in multiples of the tower's width (attention and norms) and of its MLP's width."""
+OTHER_BLOCKS = (15, 4)
 MERGER_WIDTHS = 5  # in widths of the tower: normed and joined patches, and the two layers of the merger
 
 
@@ -39,23 +42,33 @@ class VisionShape(NamedTuple):
 
 
 def vision_shape(config: PreTrainedConfig) -> VisionShape | None:
-    """The vision tower's shape; None for a text model."""
-    if config.model_type not in BLOCK_SIZES:
+    """The vision tower's shape; None for a text model, and for one whose images are not supported."""
+    if config.model_type not in FAMILIES:
         return None
     vision: Any = config.vision_config
     width = getattr(vision, "embed_dim", None) or vision.hidden_size  # in Qwen2-VL, hidden_size is the output width
     mlp = getattr(vision, "intermediate_size", None) or width * vision.mlp_ratio
-    of_width, of_mlp = BLOCK_SIZES[config.model_type]
+    of_width, of_mlp = BLOCK_SIZES.get(config.model_type, OTHER_BLOCKS)
     deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    side = max(vision.patch_size) if isinstance(vision.patch_size, (list, tuple)) else vision.patch_size
+    channels = getattr(vision, "in_channels", None) or vision.num_channels
+    pixels = channels * getattr(vision, "temporal_patch_size", 1) * side**2
     return VisionShape(
-        depth=vision.depth,
+        depth=getattr(vision, "depth", None) or vision.num_hidden_layers,
         width=width,
-        block=of_width * width + of_mlp * mlp,
+        block=int(of_width * width + of_mlp * mlp),
         ends=pixels + MERGER_WIDTHS * width * (1 + deep),
-        patches=vision.spatial_merge_size**2,
+        patches=_patches_per_token(config),
         features=config.get_text_config().hidden_size * (1 + deep),
     )
+
+
+def _patches_per_token(config: Any) -> int:
+    merge = getattr(config.vision_config, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None)
+    if merge is None:  # of InternVL, or of Idefics 3 and SmolVLM
+        ratio = getattr(config, "downsample_ratio", None)
+        merge = 1 / ratio if ratio else config.scale_factor
+    return int(merge**2)
 
 
 def vision_bytes(

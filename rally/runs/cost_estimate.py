@@ -20,8 +20,8 @@ from rally.models.decoder_families import FAMILIES, mlp_size, shape_of
 from rally.models.lm_head import MAX_LOGITS
 from rally.models.load import load_model_config
 from rally.models.lora import LoraSettings, lora_rank
-from rally.models.vision import tower_of
-from rally.models.vision_loading import auto_class, freeze_tower
+from rally.models.vision import image_parts_of
+from rally.models.vision_loading import auto_class, freeze_tower, freeze_unused
 from rally.models.vision_memory import vision_shape
 from rally.runs.build.models import lora_of
 from rally.runs.build.update_settings import reward_kl_coef
@@ -93,6 +93,8 @@ def size_from(
         model = auto_class(model_config).from_config(model_config, trust_remote_code=trust)
     if tower_frozen:
         freeze_tower(model)
+    elif vision_shape(model_config) is None:  # a model whose images are not supported is used for text
+        freeze_unused(model)
     size = size_of(model)
     return size if lora is None else size._replace(trained=_adapter_numbers(model, lora))
 
@@ -100,7 +102,7 @@ def size_from(
 def _adapter_numbers(model: PreTrainedModel, lora: LoraSettings) -> int:
     head, rank = model.get_output_embeddings(), lora_rank(lora)
     every = lora.targets == LoraSettings.targets
-    tower = set() if (seeing := tower_of(model)) is None or not every else set(seeing.modules())
+    tower = {module for part in image_parts_of(model).values() for module in part.modules()} if every else set()
     linear = [
         module
         for name, module in model.named_modules()

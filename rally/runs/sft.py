@@ -17,6 +17,7 @@ from rally.chat import ChatCodec
 from rally.chat.formats import load_formats
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
+from rally.images.patches import Patches
 from rally.models import attention
 from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.lora import unadapted_experts
@@ -24,7 +25,7 @@ from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
 from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_at, trained_model
-from rally.runs.build.run_inputs import RunError, RunOutcome, check_images, check_ranks
+from rally.runs.build.run_inputs import RunError, RunOutcome, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import gradient_limits_of, optimizer_settings
@@ -73,7 +74,6 @@ def sft(config: SftConfig, console: RunConsole | None = None, ranks: Ranks = ALO
     console = console or RunConsole()
     config.require_training()
     tokenizer = tokenizer_of(config)
-    check_images(str(config.model_path), patches_at(config.model, str(config.model_path), {}), ranks)
     train = read_rows(config, config.data.train_files, config.data.train_max_samples, tokenizer, console)
     val = read_rows(config, config.data.val_files, config.data.val_max_samples, tokenizer, console)
     with sole_writer(config.run_dir):
@@ -188,6 +188,10 @@ def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
     return tokenizer_at(config.model, str(config.model_path))
 
 
+def _patches_of(config: SftConfig) -> Patches | None:
+    return patches_at(config.model, str(config.model_path), config.trainer)
+
+
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
     own = {} if thinking is None else {"enable_thinking": thinking}
     if config.data.tool_format_path:
@@ -197,7 +201,7 @@ def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bo
         config.data.tool_format,
         stop_ids=stop_ids_at(str(config.model_path)),
         template_kwargs={**config.data.apply_chat_template_kwargs, **own},
-        patches=patches_at(config.model, str(config.model_path), {}),
+        patches=_patches_of(config),
     )
 
 
@@ -267,7 +271,7 @@ def read_rows(
 def sft_policy_of(config: SftConfig, start: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Policy:
     """The policy as configured, or restored from a checkpoint."""
     path = str(start.actor) if start else None
-    model = trained_model(config.model, str(config.model_path), config.trainer, path, ranks=ranks)
+    model = trained_model(config.model, str(config.model_path), config.trainer, path, _patches_of(config), ranks)
     attention.install(model)
     decide_rope(model, config.data.max_length)
     ranks.shard(model)

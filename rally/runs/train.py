@@ -10,7 +10,7 @@ from rally.config import Config
 from rally.models.sharding import ALONE, Ranks
 from rally.runs import build
 from rally.runs.build.rollout import rollout_cache_dir
-from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_images, check_ranks, read_inputs
+from rally.runs.build.run_inputs import RunError, RunInputs, RunOutcome, check_ranks, read_inputs
 from rally.runs.build.trainer import resume_point, rewind
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.evaluate import evaluate_inputs
@@ -46,7 +46,6 @@ def train(config: Config, console: RunConsole | None = None, ranks: Ranks = ALON
     inputs = read_inputs(config, console, train=not config.trainer.val_only)
     if config.trainer.val_only:
         return evaluate_inputs(config, inputs, console)
-    check_images(str(config.model.path), inputs.codec.patches, ranks)
     with sole_writer(config.run_dir):
         return _train(config, inputs, console, ranks)
 

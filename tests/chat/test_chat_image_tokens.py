@@ -1,16 +1,21 @@
 """A conversation with images that grows turn by turn has the ids of the template's own rendering. Every image has as
 many placeholder tokens as the processor says, and none of them was sampled."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_cases import observed, replies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_cases import PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer, picture
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from vision_cases import OTHERS, PAD, TEMPLATE, make_codec, make_image, make_patches, make_tokenizer, picture
 
 from rally.chat import ChatCodec, TemplateError, tiny_tokenizer
-from rally.images.patches import Patches
+from rally.images.loading import decoded
 from rally.types import Segment
 
 CODEC = make_codec()
@@ -67,8 +72,76 @@ def test_an_image_is_as_wide_as_its_processor_says() -> None:
     for image in IMAGES:
         [span] = CODEC.prompt([{"role": "user", "content": [{"type": "image", "image": image}]}]).images
         patched = patches.of(image)
-        assert 4 * (span.end - span.start) == len(patched.pixels) == patched.grid[1] * patched.grid[2]
-        assert (span.rows * 2, span.columns * 2) == patched.grid[1:]
+        [grid] = patched.inputs["image_grid_thw"].tolist()
+        assert 4 * (span.end - span.start) == len(patched.pixels) == grid[1] * grid[2]
+        assert [1, span.rows * 2, span.columns * 2] == grid
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_tokens_of_every_family_are_placed_and_found_again(family: str) -> None:
+    codec = make_codec(family)
+    patches = codec.patches
+    shown = [{"type": "image", "image": image} for image in IMAGES]
+    messages = [
+        {"role": "user", "content": [shown[0], {"type": "text", "text": f"two: {patches.layout.token}"}, *shown[1:3]]},
+        {"role": "assistant", "content": "look again"},
+        {"role": "tool", "content": [shown[3], {"type": "text", "text": "zoomed"}]},
+    ]
+    prompt = codec.prompt(messages[:1])
+    segment = Segment(prompt_ids=prompt.ids, images=prompt.images)
+    segment = segment.append_observed(codec.encode_assistant(messages[1]))
+    segment = segment.append_observed(*codec.delta(messages[2:]))
+    assert (segment.ids, segment.images) == codec.rerender(messages)
+    assert [span.image for span in segment.images] == IMAGES
+    for span in segment.images:
+        assert segment.ids[span.start : span.end] == patches.tokens(span.image)
+        assert patches.text(span.image) == codec.decode(patches.tokens(span.image))
+    inside = {i for span in segment.images for i in range(span.start, span.end)}
+    assert {i for i, token in enumerate(segment.ids) if token == patches.token} <= inside
+    mask = [0] * len(segment.ids)
+    assert codec.locate(segment.ids, IMAGES, mask) == segment.images
+    sampled = [*segment.ids, patches.token]  # a sampled placeholder is no image
+    assert codec.locate(sampled, IMAGES, [*mask, 1]) == segment.images
+    for wrong in (IMAGES[:3], IMAGES[::-1], [*IMAGES, IMAGES[0]]):
+        with pytest.raises(TemplateError, match="encode them with this codec"):
+            codec.locate(segment.ids, wrong, mask)
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "idefics3", "glm4v"])
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: f"{image.width}x{image.height}")
+def test_the_tokens_of_an_image_are_those_of_the_processor_in_transformers(family: str, image: Any) -> None:
+    patches = make_patches(family)
+    processor: Any = SimpleNamespace(
+        image_processor=patches.processor,
+        image_token=patches.layout.token,
+        image_seq_length=4,
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_seq_len=4,
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+        global_image_token="<global-img>",
+    )
+    options: dict[str, dict[str, Any]] = {
+        "internvl": {"crop_to_patches": True},
+        "smolvlm": {"return_row_col_info": True},
+        "idefics3": {"return_row_col_info": True},
+    }
+    made = patches.processor(images=[decoded(image)], return_tensors="np", **options.get(family, {}))
+    assert patches.text(image) == PROCESSORS[family].replace_image_token(processor, made, 0)
+
+
+PROCESSORS: dict[str, Any] = {
+    "internvl": InternVLProcessor,
+    "smolvlm": SmolVLMProcessor,
+    "idefics3": Idefics3Processor,
+    "glm4v": Glm4vProcessor,
+}
+
+
+def test_rows_of_mistral_end_with_their_own_tokens() -> None:
+    row = "[IMG]" * 3  # of 24 x 16 pixels, which are 3 x 2 squares of 2 x 2 patches of 4 pixels
+    assert make_patches("mistral3").text(IMAGES[0]) == f"{row}[IMG_BREAK]{row}[IMG_END]"
 
 
 def test_nobody_can_write_an_image() -> None:
@@ -137,13 +210,11 @@ def test_patches_are_made_once_and_not_kept_for_ever() -> None:
     processor = make_patches().processor
 
     class Counted:
-        merge_size = processor.merge_size
-
         def __call__(self, **given: Any) -> Any:
             made.append(given)
             return processor(**given)
 
-    patches = Patches(Counted(), PAD_ID, kept_bytes=40_000)
+    patches = make_patches(processor=Counted(), kept_bytes=40_000)
     for image in (IMAGES[0], IMAGES[0], IMAGES[1], IMAGES[0], IMAGES[3], IMAGES[0]):
         patches.of(image)
     assert len(made) == 4

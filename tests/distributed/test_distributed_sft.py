@@ -6,14 +6,15 @@ import pytest
 import torch
 from train_cases import EASY, Paper, write_model
 from transformers import AutoModelForCausalLM
+from vision_cases import write_vision_model
 
 from rally.config import ConfigError, SftConfig, load_sft_config
 from rally.data import write_rows
 from rally.distributed import sft
-from rally.models.sharding import ALONE
 from rally.recipes.arithmetic.data import conversations
 from rally.runs import sft as sft_run
-from rally.runs.build.run_inputs import RunError, check_images
+from rally.runs.build.models import patches_at
+from rally.runs.build.run_inputs import RunError
 from rally.track import RunFolder
 
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
@@ -74,12 +75,8 @@ def test_who_starts_no_ranks_says_so(tmp_path: Path) -> None:
         sft_run.sft(config)
 
 
-def test_a_model_that_sees_is_for_one_gpu() -> None:
-    class Two(type(ALONE)):  # type: ignore[misc]
-        world_size = 2
-
-    patches = object()
-    check_images("a/b", patches, ALONE)  # type: ignore[arg-type]
-    check_images("a/b", None, Two())
-    with pytest.raises(RunError, match="a/b takes images, which is supported on one GPU only"):
-        check_images("a/b", patches, Two())  # type: ignore[arg-type]
+def test_on_several_gpus_a_model_that_sees_is_used_for_text(tmp_path: Path) -> None:
+    one = load_sft_config(overrides=[f"model.path={write_vision_model(tmp_path)}"])
+    two = load_sft_config(overrides=[f"model.path={tmp_path}", *TWO])
+    patches = [patches_at(config.model, str(tmp_path), config.trainer) for config in (one, two)]
+    assert patches[0] is not None and patches[1] is None

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import make_model
-from vision_cases import FAMILIES, full_logprobs, make_codec, make_image, make_vision_model
+from vision_cases import FAMILIES, OTHERS, full_logprobs, make_codec, make_image, make_vision_model
 
 from rally.engines import EngineError
 from rally.engines.embedded.core import EngineCore
@@ -59,9 +59,9 @@ def error(model, segment: Segment) -> float:
 
 
 @pytest.mark.parametrize("backend", ["gather", "paged"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHERS)
 def test_logprobs_of_a_multi_turn_episode_are_those_of_the_full_forward(family: str, backend: str) -> None:
-    model, codec = make_vision_model(family), make_codec()
+    model, codec = make_vision_model(family), make_codec(family)
     core = make_core(model, backend, max_num_batched_tokens=7)  # images are split into several chunks
     segment = ask(core, asked(codec, make_image(1), make_image(2, 40, 20)))
     segment = ask(core, answered(codec, segment, make_image(3, 16, 32)))

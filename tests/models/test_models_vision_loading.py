@@ -1,6 +1,7 @@
 """A model that sees is loaded whole, adapted where asked, trains with its tower frozen or not, and is saved so that it
 can see again."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from small_models import make_model
 from train_cases import Paper
 from vision_cases import (
     FAMILIES,
+    OTHERS,
     make_codec,
     make_image,
     make_patches,
@@ -25,7 +27,7 @@ from rally.doctor.doctor import examine
 from rally.models import attention
 from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
-from rally.models.vision import patches_of
+from rally.models.vision import image_features, patches_of
 from rally.models.vision_loading import VisionError, share_patches
 from rally.recipes.geometry import data as geometry
 from rally.runs import build
@@ -82,6 +84,36 @@ def test_a_checkpoint_sees_again(tmp_path: Path, family: str) -> None:
     assert codec.prompt(ASKED).images[0].rows == 3
     for (name, was), now in zip(model.named_parameters(), build.model_of(again).parameters(), strict=True):
         assert torch.equal(was, now), name
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_folder_of_every_family_sees(tmp_path: Path, family: str) -> None:
+    model = build.model_of(config_of(saved(tmp_path / "model", family)))
+    folder = CheckpointStore(tmp_path, warn=print).save(
+        1, Policy(model, OptimizerSettings(), 1), make_tokenizer(family)
+    )
+    config = config_of(folder / "actor")
+    again = build.model_of(config)
+    codec = build.codec_of(config, build.tokenizer_of(config), build.toolbox_of(config))
+    [span] = codec.prompt(ASKED).images
+    assert codec.patches.tokens(span.image) == make_patches(family).tokens(span.image)
+    with torch.no_grad():
+        ours, theirs = (
+            image_features(one, [span.image, make_image(2)]).first_VC for one in (make_vision_model(family), again)
+        )
+    assert torch.equal(ours, theirs) and len(ours) == sum(
+        map(len, map(codec.patches.tokens, (span.image, make_image(2))))
+    )
+    assert float((ours[: len(ours) // 3] - ours[-(len(ours) // 3) :]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(("family", "mark"), [("internvl", "<img>"), ("mistral3", "[IMG_BREAK]")])
+def test_a_tokenizer_without_a_mark_of_the_family_is_refused(tmp_path: Path, family: str, mark: str) -> None:
+    saved(tmp_path, family)
+    for file in tmp_path.glob("*token*.json"):
+        file.write_text(file.read_text().replace(mark, "<other>"))
+    with pytest.raises(VisionError, match=f"need the token {re.escape(mark)}"):
+        build.patches_of(config_of(tmp_path))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

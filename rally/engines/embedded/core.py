@@ -34,7 +34,7 @@ from rally.models.kernels.dispatch import has_triton
 from rally.models.kv_layers import cached_parts
 from rally.models.rope import decide_rope
 from rally.models.routing import routers_of
-from rally.models.vision import ImageIds, ImageInputError, check_images, tower_of
+from rally.models.vision import ImageIds, ImageInputError, axes_of, check_images
 from rally.types import FinishReason, ImageSpan, Routes, SamplingParams
 
 PATIENCE = 2  # steps for which a few new requests wait for others
@@ -69,7 +69,7 @@ class EngineCore:
         attention.install(model)
         decide_rope(model, self.settings.max_model_len)
         try:
-            parts = cached_parts(model, axes=1 if tower_of(model) is None else 3)
+            parts = cached_parts(model, axes=axes_of(model))
         except Exception as problem:  # a forward that cannot be packed fails in its own ways
             _check_supported(model, f"a forward that fails on packed tokens ({type(problem).__name__}: {problem})")
             raise

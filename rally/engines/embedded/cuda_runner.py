@@ -33,7 +33,7 @@ from rally.models.kernels.attention_tiles import SPLIT, extend_tokens, group_par
 from rally.models.kernels.dispatch import Kernels, kernels_for
 from rally.models.lm_head import head_logits
 from rally.models.lora import switches
-from rally.models.vision import SeenImages, tower_of
+from rally.models.vision import SeenImages, patches_of
 
 GRAPH_TOKENS = 2048  # steps of more tokens run without a graph
 GRAPH_CHUNKS = 64  # chunks in a graph that has chunks
@@ -138,7 +138,7 @@ class CudaRunner:
         self.graphs = self.device.type == "cuda" and not eager
         self.kernels = kernels_for(self.device)
         self.fused = self._fused()
-        self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
+        self.image_inputs = ImageInputs(model, slots) if patches_of(model) is not None else None
         self._weights = self._weight_pointers()
         config = model.config.get_text_config()
         self.group = group  # query heads per key/value head, the largest of all layers

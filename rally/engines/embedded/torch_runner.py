@@ -24,7 +24,7 @@ from rally.engines.embedded.state_cache import StateStore, StepStates
 from rally.models.attention import packed_hidden
 from rally.models.lm_head import head_logits
 from rally.models.routing import RouteRecorder, routed
-from rally.models.vision import FeatureCache, Features, SeenImages, joined, tower_of
+from rally.models.vision import FeatureCache, Features, SeenImages, joined, patches_of
 
 
 class ImageInputs:
@@ -146,7 +146,7 @@ class ModelRunner:
         self, model: PreTrainedModel, store: KVStore, slots: Slots, stride: int, states: StateStore | None = None
     ) -> None:
         self.model, self.store, self.slots, self.stride, self.states = model, store, slots, stride, states
-        self.image_inputs = ImageInputs(model, slots) if tower_of(model) is not None else None
+        self.image_inputs = ImageInputs(model, slots) if patches_of(model) is not None else None
 
     def weights_changed(self) -> None:
         if self.image_inputs is not None:

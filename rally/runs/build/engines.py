@@ -48,7 +48,7 @@ from rally.models.lora import has_adapters, merged_weights, plain_twin
 from rally.models.routing import routers_of
 from rally.models.sharding import model_state, ranks_of
 from rally.runs.build.rollout import engine_settings_of, lends_memory, sampling_of
-from rally.runs.build.run_inputs import RunError, RunInputs
+from rally.runs.build.run_inputs import RunInputs
 from rally.train.checkpoint.server_weight_files import WeightWriter
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeLogits, GatherWeights
@@ -330,11 +330,6 @@ def _bucket(config: Config) -> str:
 
 def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngine:
     if config.rollout.name != "embedded":
-        if inputs.codec.patches is not None:
-            raise RunError(
-                f"{config.model.path} takes images, but servers are sent only tokens; set "
-                "actor_rollout_ref.rollout.name=embedded"
-            )
         return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode)
     settings = engine_settings_of(config)
     return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode)

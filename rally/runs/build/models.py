@@ -31,13 +31,12 @@ from rally.models.lora import LoraSettings, add_adapters, check_resumable
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Message, Ranks
 from rally.models.vision import set_patches
-from rally.models.vision_loading import freeze_tower, patches_for
+from rally.models.vision_loading import VisionError, freeze_tower, freeze_unused, patches_for
 
 
 def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> PreTrainedModel:
     """The policy's module: as configured, or from a checkpoint at `path`, which may hold only adapters."""
-    images = config.data.mm_processor_kwargs
-    model = trained_model(config.model, str(config.model.path), config.trainer, path, images, ranks)
+    model = trained_model(config.model, str(config.model.path), config.trainer, path, patches_of(config), ranks)
     decide_rope(model, config.max_model_len)
     if config.actor.freeze_vision_tower:
         freeze_tower(model)
@@ -46,16 +45,29 @@ def model_of(config: Config, path: str | None = None, ranks: Ranks = ALONE) -> P
 
 
 def patches_of(config: Config) -> Patches | None:
-    """The image processor of the policy; None for a text-only model."""
-    model = config.model
-    return patches_at(model, str(model.path), config.data.mm_processor_kwargs)
+    """The image processor of the policy; None for a text-only model, and where a vision model is used for text: servers
+    are sent only tokens."""
+    model, options = config.model, config.data.mm_processor_kwargs
+    if config.rollout.name != "embedded":
+        if options:
+            raise VisionError("data.mm_processor_kwargs is set, but servers are not sent images; leave it out")
+        return None
+    return patches_at(model, str(model.path), config.trainer, options)
 
 
-def patches_at(model: ModelConfig | SftModel, path: str, options: Mapping[str, Any]) -> Patches | None:
+def patches_at(
+    model: ModelConfig | SftModel,
+    path: str,
+    trainer: RunConfig,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Patches | None:
+    """The image processor of the model at `path`; None on several GPUs, where a vision model is used for text."""
     if path.endswith(".gguf"):  # slow to read, and transformers supports no vision model in this format
         return None
+    if trainer.n_gpus_per_node > 1:
+        return None
     stored = load_model_config(path, trust_remote_code=model.trust_remote_code)
-    return patches_for(stored, path, options, model.trust_remote_code)
+    return patches_for(stored, path, options, model.trust_remote_code, model.tokenizer_path)
 
 
 def trained_model(
@@ -63,11 +75,12 @@ def trained_model(
     base: str,
     trainer: RunConfig,
     path: str | None,
-    image_options: Mapping[str, Any] = MappingProxyType({}),
+    patches: Patches | None,
     ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """The module to train: `base`, with adapters if configured, or a checkpoint at `path`. A module that is to be
-    sharded stays in main memory, so that no device has to hold all of it."""
+    """The module to train: `base`, with adapters if configured, or a checkpoint at `path`. Without `patches`, a vision
+    model is used for text, and its tower is not trained. A module that is to be sharded stays in main memory, so that
+    no device has to hold all of it."""
     device = pick_device(trainer.device)
     lora = lora_of(model, trainer.seed)
     if path:
@@ -82,8 +95,10 @@ def trained_model(
         overrides=dict(model.override_config),
         verified=bool(path) and not lora,
     )
-    if patches := patches_at(model, base, image_options):
+    if patches is not None:
         set_patches(module, patches)
+    else:
+        freeze_unused(module)
     if lora:
         add_adapters(module, lora, base, path)
         turn_off_dropout(module)

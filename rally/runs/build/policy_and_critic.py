@@ -10,7 +10,7 @@ from rally.models.load import PATH_KEY, pick_device, pick_dtype
 from rally.models.lora import has_adapters
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks, ranks_of
-from rally.models.vision_loading import share_patches
+from rally.models.vision_loading import freeze_unused, share_patches
 from rally.runs.build.models import model_of, patches_of
 from rally.runs.build.update_settings import (
     gradient_limits_of,
@@ -50,6 +50,8 @@ def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: 
     decide_rope(body, config.max_model_len)
     if patches := patches_of(config):
         share_patches(body, patches, "critic.model.path")
+    else:
+        freeze_unused(body)
     ranks.shard(body)
     learner = Policy(
         body,

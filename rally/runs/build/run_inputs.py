@@ -17,7 +17,6 @@ from rally.chat.formats import load_formats
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet
-from rally.images.patches import Patches
 from rally.interactions import Interactions
 from rally.interactions.loader import load_interactions
 from rally.models.sharding import Ranks
@@ -97,11 +96,6 @@ def check_ranks(trainer: RunConfig, ranks: Ranks) -> None:
             f"trainer.n_gpus_per_node={gpus} needs `rally train`, `rally sft` or rally.distributed, which start the "
             "other processes; leave it out here"
         )
-
-
-def check_images(model: str, patches: Patches | None, ranks: Ranks) -> None:
-    if ranks.world_size > 1 and patches is not None:
-        raise RunError(f"{model} takes images, which is supported on one GPU only; set trainer.n_gpus_per_node=1")
 
 
 def toolbox_of(config: Config) -> ToolBox:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rally.chat.deltas import TurnTexts
-from rally.chat.formats import get_format
+from rally.chat.deltas import THINKING, DeltaText, Kind, TurnTexts
+from rally.chat.format_choice import FormatChoice, choose_format
+from rally.chat.formats import AUTO, ToolFormat, get_format
 from rally.chat.image_tokens import EncodedMessages, ImageTokens
 from rally.chat.template_probe import SanityMode, TemplateReport, compare, probe
 from rally.chat.templates import Escaped, Template, TemplateError, content_of, openai_shape
@@ -47,14 +48,22 @@ class Parsed:
 
 
 class ChatCodec:
-    """One tokenizer, its chat template, a tool list and a tool-call format."""
+    """One tokenizer, its chat template, a tool list and a tool-call format.
+
+    The format `auto` is the one that reads calls as the template renders them. If the template omits calls, it is the
+    one whose marks the template mentions, else hermes. A format that is named or mentioned then writes the calls into
+    the content of replies.
+    `stop_ids` are the end-of-text ids of the model's generation config; those of ordinary tokens are ignored. The
+    tokenizer's own and the template's ends of turns are added.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tool_format: str = "hermes",
+        tool_format: str | ToolFormat = AUTO,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        stop_ids: Sequence[int] = (),
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         patches: Patches | None = None,
@@ -63,16 +72,34 @@ class ChatCodec:
         self.tokenizer = tokenizer
         self.patches = patches  # None for a text model
         self._image_tokens = ImageTokens(tokenizer, patches)
-        self.format = get_format(tool_format)
         self._template = Template(tokenizer, tools, chat_template, template_kwargs or {}, self._image_tokens.token)
+        self.chosen = tool_format == AUTO  # by the template
+        if isinstance(tool_format, ToolFormat):
+            self.format = tool_format
+        elif self.chosen:
+            choice = self._format_choice
+            found = [fit.format for fit in choice.fits] or [*choice.described, get_format("hermes")]
+            self.format = found[0]
+        else:
+            self.format = get_format(tool_format)
+        self._template.format = self.format
+        choice = self._format_choice
+        known = not self.chosen or self.format in choice.described
+        self._template.writes_calls = known and not (choice.rendered or choice.refusal)
         self._max_cached = max_cached
-        self._turns = TurnTexts(self._template)
+        # A generation config that was made with a random model may have ids of ordinary tokens.
+        added = tokenizer.added_tokens_decoder
+        self._model_stops = tuple(i for i in stop_ids if i in added)
+        stops = tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *self._model_stops) if i is not None))
+        self._turns = TurnTexts(self._template, stops)
         self._by_tools: dict[str, ChatCodec] = {_key(self._template.tools): self}
         self._prompt_ids = lru_cache(maxsize=max_cached)(self._encode_prompt_key)
         self._delta_ids = lru_cache(maxsize=max_cached // 4)(self._encode_delta_text)
-        self.end_of_turn: int = self._turns.end.id
-        eos = tokenizer.eos_token_id
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (self.end_of_turn, eos) if i is not None))
+        ends = self._turns.ends
+        self.end_of_turn: int = ends["content"].id
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*(end.id for end in ends.values()), *stops)))
+        later = {self._template.tokens(end.later)[0] for end in ends.values() if end.later}
+        self._closing_ids = {end.id for end in ends.values()} | later
         self._opening_ids = self._template.tokens(self._turns.opening)
 
     @property
@@ -88,14 +115,15 @@ class ChatCodec:
                 del self._by_tools[next(iter(self._by_tools))]
             codec = ChatCodec(
                 self.tokenizer,
-                self.format.name,
+                self.format,
                 tools,
+                stop_ids=self._model_stops,
                 chat_template=self._template.source,
                 template_kwargs=self._template.kwargs,
                 patches=self.patches,
                 max_cached=self._max_cached,
             )
-            codec._by_tools = self._by_tools
+            codec._by_tools, codec.chosen = self._by_tools, self.chosen
             self._by_tools[key] = codec
         return self._by_tools[key]
 
@@ -103,22 +131,37 @@ class ChatCodec:
         """The ids of the first messages, with tool list and generation prompt. Cached by content."""
         return self.prompt(messages).ids
 
-    def encode_delta(self, messages: Sequence[Message], closed: bool = True) -> tuple[int, ...]:
+    def format_problem(self, key: str = "multi_turn.format") -> str:
+        """Why calls cannot be read as the template renders them, in one sentence; empty if they can, or if the template
+        shows no calls."""
+        return self._format_choice.problem(self.format, key)
+
+    @cached_property
+    def _format_choice(self) -> FormatChoice:
+        return choose_format(self._template, getattr(self, "format", None))
+
+    def encode_delta(
+        self, messages: Sequence[Message], closed: bool = True, last_id: int | None = None
+    ) -> tuple[int, ...]:
         """The ids to append after a sampled turn when tool or user messages follow, with generation prompt.
 
-        With `closed` False the turn ended without its end-of-turn token, and the delta begins with that token.
+        `last_id` is the last token of the turn. Whatever it is, it stays and is not doubled. Without it, `closed` says
+        whether the turn ended with its end-of-turn token; if it did not, the delta begins with that token.
         """
-        return self.delta(messages, closed).ids
+        return self.delta(messages, closed, last_id).ids
 
     def prompt(self, messages: Sequence[Message]) -> EncodedMessages:
         """`encode_prompt` with image spans."""
         return self._image_tokens.expand(self._prompt_ids(_key([_without_images(m) for m in messages])), messages)
 
-    def delta(self, messages: Sequence[Message], closed: bool = True) -> EncodedMessages:
+    def delta(self, messages: Sequence[Message], closed: bool = True, last_id: int | None = None) -> EncodedMessages:
         """`encode_delta` with image spans."""
         if any(m["role"] == "assistant" for m in messages):
             raise RallyError("a delta may only have tool and user messages; assistant turns are in the history already")
-        ids = self._delta_ids(self._turns.delta(messages))
+        delta = self._turns.delta(messages)
+        ids = self._delta_ids(delta)
+        if last_id is not None:
+            closed = last_id in self._closing_ids if delta.closing else last_id == ids[0]
         return self._image_tokens.expand(ids[1:] if closed else ids, messages)
 
     def locate(self, ids: Sequence[int], images: Sequence[Image], mask: Sequence[int]) -> tuple[ImageSpan, ...]:
@@ -127,6 +170,7 @@ class ChatCodec:
 
     def encode_assistant(self, message: Message) -> tuple[int, ...]:
         """The ids that the policy would have sampled for this message, with the end-of-turn token."""
+        message = self._template.with_ids([message])[0]
         text, opening = self._turns.reply(message), self._opening_ids
         joined = self._template.tokens(self._turns.opening + text)
         # A leading newline may merge with that of the generation prompt into one token; a sampled one cannot.
@@ -138,12 +182,15 @@ class ChatCodec:
         replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not replies or replies[0] == 0 or replies[-1] != len(messages) - 1:
             raise RallyError("a training conversation must not begin with an assistant message, and must end with one")
+        messages = self._template.with_ids(messages)
         prompt = self.prompt(messages[: replies[0]])
         ids, images = list(prompt.ids), list(prompt.images)
         mask = [0] * len(ids)
         for before, at in zip([None, *replies], replies, strict=False):
             self._turns.check_reply(messages[at])
-            delta = EncodedMessages((), ()) if before is None else self.delta(messages[before + 1 : at])
+            delta = EncodedMessages((), ())
+            if before is not None:
+                delta = self.delta(messages[before + 1 : at], last_id=ids[-1])
             reply = self.encode_assistant(messages[at])
             images += [span.moved(len(ids)) for span in delta.images]
             ids += [*delta.ids, *reply]
@@ -177,7 +224,7 @@ class ChatCodec:
             content=content,
             tool_calls=calls,
             errors=tuple(call.error for call in calls if call.error is not None),
-            closed=stopped and ids[-1] == self.end_of_turn,
+            closed=stopped and ids[-1] in self._closing_ids,
         )
 
     def message(self, parsed: Parsed) -> Message:
@@ -185,12 +232,43 @@ class ChatCodec:
         call stays in the content, so that it remains in the history."""
         good = [call for call in parsed.tool_calls if call.error is None]
         if not good:
-            return {"role": "assistant", "content": parsed.text}
+            return {"role": "assistant", **self._spoken(parsed.text, "content")}
         broken = [call.raw for call in parsed.tool_calls if call.error is not None]
-        content = "\n".join(part for part in [parsed.content, *broken] if part)
+        spoken = self._spoken(parsed.content, "call")
+        content = "\n".join(part for part in [spoken["content"], *broken] if part)
         functions = [{"name": call.name, "arguments": call.arguments} for call in good]
         calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(good, functions, strict=True)]
-        return {"role": "assistant", "content": content, "tool_calls": calls}
+        return {"role": "assistant", **spoken, "content": content, "tool_calls": calls}
+
+    def _spoken(self, text: str, kind: Kind) -> dict[str, str]:
+        """The content of a turn and, for families whose templates take it as a field, its thinking. What the template
+        itself prints around the content, as a channel name, is not part of it."""
+        thought: dict[str, str] = {}
+        for marks in (marks for marks in THINKING if marks.as_field):
+            prefilled = self._turns.opening.rstrip().endswith(marks.opening)
+            if prefilled or text.lstrip().startswith(marks.opening):
+                thinking, closed, rest = text.lstrip().removeprefix(marks.opening).partition(marks.closing)
+                if closed:
+                    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thinking.strip())
+                    text = rest.strip().removeprefix(self._turns.opening.strip())
+                break
+        for marks in (marks for marks in THINKING if not marks.as_field):
+            if (
+                self._turns.opening.rstrip().endswith(marks.opening)
+                and marks.closing in text
+                and marks.opening not in text
+            ):
+                text = f"{marks.opening}\n{text}"  # the generation prompt opened it
+        before, after = self._turns.frames[kind]
+        inner = text.strip()
+        if (
+            (before or after)
+            and inner.startswith(before)
+            and inner.endswith(after)
+            and len(inner) >= len(before + after)
+        ):
+            text = inner[len(before) : len(inner) - len(after)]
+        return {"content": text, **thought}
 
     def escape(self, text: str) -> Escaped:
         """Tool text with its control tokens escaped, and their number."""
@@ -206,15 +284,15 @@ class ChatCodec:
         Texts are compared, not ids: the policy may sample another tokenization of the same text.
         """
         ends_in_reply = messages[-1]["role"] == "assistant"
-        end = self._turns.end.text
+        end = self._turns.end
 
         def without_end(text: str) -> str:
-            return text.rpartition(end)[0] if ends_in_reply else text
+            return text.rpartition(end.text)[0] if ends_in_reply and end.printed else text
 
         rendered = self._template.text(messages, generation_prompt=not ends_in_reply)
         rendered = self._image_tokens.expand_text(rendered, messages)
-        got = self.decode(segment_ids)
-        got = got.removesuffix(end) if ends_in_reply else got
+        stopped = ends_in_reply and bool(segment_ids) and segment_ids[-1] in self._closing_ids
+        got = self.decode(segment_ids[:-1] if stopped else segment_ids)
         expected = without_end(rendered)
         if expected != got:  # encoding and decoding may change a text, as it may have changed the history
             expected = without_end(self.decode(self._template.tokens(rendered)))
@@ -223,19 +301,22 @@ class ChatCodec:
     def _encode_prompt_key(self, key: str) -> tuple[int, ...]:
         return tuple(self._template.tokens(self._turns.prompt(json.loads(key))))
 
-    def _encode_delta_text(self, delta: str) -> tuple[int, ...]:
-        """End-of-turn token and delta. Cached by content, because the tools of a group often return the same text."""
+    def _encode_delta_text(self, delta: DeltaText) -> tuple[int, ...]:
+        """The token that ends the turn, and the delta. Cached by content, because the tools of a group often return the
+        same text."""
         # Encoded after the token that it follows, so that the tokenizer does not treat it as the start of a text.
-        ids = tuple(self._template.tokens(self._turns.end.text + delta))
-        if ids[0] != self.end_of_turn:
-            raise TemplateError(f"the tokenizer does not keep the end-of-turn token {self._turns.end.text} whole")
+        ids = tuple(self._template.tokens(delta.closing + delta.text))
+        if not ids or (delta.closing and self.tokenizer.convert_ids_to_tokens(ids[0]) != delta.closing):
+            raise TemplateError(f"the tokenizer does not keep the end-of-turn token {delta.closing} whole")
         return ids
 
     def _calls_start(self, text: str) -> int:
         """Where calls may begin: calls inside a closed thinking block at the start of a turn are ignored."""
-        if self._turns.opening.rstrip().endswith("<think>") or text.lstrip().startswith("<think>"):
-            end = text.find("</think>")
-            return end + len("</think>") if end >= 0 else 0
+        opening, text_start = self._turns.opening.rstrip(), text.lstrip()
+        for marks in THINKING:
+            if opening.endswith(marks.opening) or text_start.startswith(marks.opening):
+                end = text.find(marks.closing)
+                return end + len(marks.closing) if end >= 0 else 0
         return 0
 
 

@@ -1,18 +1,20 @@
 """Computes the text between two sampled turns, exactly as the chat template renders it.
 
 The text after a turn is found by rendering a placeholder turn followed by the new messages and taking what comes after
-its end-of-turn token. If the template copies message text unchanged, that rendering is cached as a frame, and the
-contents of later messages of the same shape are inserted into it.
+its end-of-turn token. Which token that is follows from the template and from the stop tokens of the model. If the
+template copies message text unchanged, that rendering is cached as a frame, and the contents of later messages of the
+same shape are inserted into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, lost_message
+from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, common_prefix, lost_message
 from rally.types import Message
 
 # Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
@@ -22,42 +24,161 @@ _FRAMED = {"role", "content", "name", "tool_call_id"}
 Shape = tuple[tuple[str, str, str], ...]
 
 
+class ThinkingMarks(NamedTuple):
+    """The marks around the thinking of a turn. `as_field`: templates take it as a field of the message, not as text."""
+
+    opening: str
+    closing: str
+    as_field: bool = True
+
+
+THINKING = (
+    ThinkingMarks("<think>", "</think>", as_field=False),
+    ThinkingMarks("[THINK]", "[/THINK]", as_field=False),
+    ThinkingMarks("<|channel|>analysis<|message|>", "<|end|>"),
+    ThinkingMarks("<|channel>thought", "<channel|>"),
+    ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkingMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ThinkingMarks("<seed:think>", "</seed:think>"),
+    ThinkingMarks("<mm:think>", "</mm:think>"),
+    ThinkingMarks("<think:opensource>", "</think:opensource>"),
+    ThinkingMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThinkingMarks("<|think|>", "<|end|>"),
+)
+
+
+Kind = Literal["content", "call"]
+KINDS: tuple[Kind, ...] = ("content", "call")
+
+
 class EndOfTurn(NamedTuple):
-    """The special token that ends an assistant turn."""
+    """The special token that ends an assistant turn, as the policy samples it.
+
+    `printed`: the template prints it after the last turn. `later` is the token that stands there once messages follow.
+    It is another one in gpt-oss's template, and empty if the following message begins with it, as GLM's do.
+    """
 
     id: int
+    text: str
+    printed: bool
+    later: str
+
+
+class DeltaText(NamedTuple):
+    """The text after a turn, and the token that closes the turn before it. If that is empty, the first token of the
+    text is the stop token of the turn."""
+
+    closing: str
     text: str
 
 
 class TurnTexts:
-    """The parts of a conversation as text: the prompt, a reply, and the delta after a reply."""
+    """The parts of a conversation as text: the prompt, a reply, and the delta after a reply. `stops` are the stop
+    tokens of the model's generation config and tokenizer."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, stops: Sequence[int] = ()) -> None:
         self.template = template
+        self.stops = frozenset(stops)
         self._frames: dict[Shape, tuple[str, ...] | None] = {}
+        self._closings: dict[Shape, str] = {}
 
     @cached_property
+    def ends(self) -> Mapping[Kind, EndOfTurn]:
+        """The end of a turn of text, and of a turn with calls."""
+        reply: Message = {"role": "assistant", "content": SENTINEL}
+        content = self._end(reply, {"role": "user", "content": "next"})
+        if content is None:
+            text = self.template.raw_text([QUESTION, reply], False)
+            if SENTINEL not in text:
+                raise TemplateError("the chat template does not render assistant messages; use another template")
+            raise TemplateError(
+                "the chat template does not end assistant turns with a special token; use one that does"
+            )
+        return {"content": content, "call": self._end_of_calls() or content}
+
+    @property
     def end(self) -> EndOfTurn:
-        text = self.template.raw_text([QUESTION, {"role": "assistant", "content": SENTINEL}], False)
-        _, found, tail = text.rpartition(SENTINEL)
-        if not found:
-            raise TemplateError("the chat template does not render assistant messages; use another template")
+        return self.ends["content"]
+
+    def _end_of_calls(self) -> EndOfTurn | None:
+        call_id = self.template.format.call_id("lookup", 0)
+        function = {"name": "lookup", "arguments": {"value": SENTINEL}}
+        call = {"id": call_id, "type": "function", "function": function}
+        reply = self.template.normal({"role": "assistant", "content": "", "tool_calls": [call]})
+        return self._end(reply, {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": "42"})
+
+    def _end(self, reply: Message, follower: Message) -> EndOfTurn | None:
+        """The end of `reply`: the token that follows it both at the end of a conversation and before `follower`. Of
+        several, one that the model stops at. None if there is none, or if the template leaves the reply out."""
+        try:
+            last = self.template.raw_text([QUESTION, reply], False)
+        except TemplateError:
+            return None
+        try:
+            later: str | None = self.template.raw_text([QUESTION, reply, follower], True)
+        except TemplateError:
+            later = None
+        syntax = self._rest_of_call(last) if follower["role"] == "tool" else ""
+        if syntax is None or SENTINEL not in last:
+            return None
+        last_tail = last.partition(SENTINEL)[2].removeprefix(syntax)
+        later_tail = last_tail if later is None else later.partition(SENTINEL)[2].removeprefix(syntax)
+        shared = self._specials(common_prefix(last_tail, later_tail))
+        if shared:
+            token_id = next((i for i in shared if i in self.stops), shared[0])
+            text = self._token(token_id)
+            return EndOfTurn(token_id, text, True, text)
+        at_end, following = self._specials(last_tail), self._specials(later_tail)
+        begins = following[0] if following and later_tail.lstrip().startswith(self._token(following[0])) else None
+        closer = begins is not None and self._asked_only.rstrip().endswith(self._token(begins))
+        if begins is not None and (begins in self.stops or not (at_end and closer)):
+            return EndOfTurn(begins, self._token(begins), False, "")
+        if at_end:
+            token_id = next((i for i in at_end if i in self.stops), at_end[0])
+            text = self._token(token_id)
+            return EndOfTurn(token_id, text, True, text if begins is None else self._token(begins))
+        inside = self._specials(syntax)  # a turn that ends with the mark that closes its calls
+        if inside and syntax.rstrip().endswith(self._token(inside[-1])):
+            return EndOfTurn(inside[-1], self._token(inside[-1]), True, self._token(inside[-1]))
+        return None
+
+    def _rest_of_call(self, text: str) -> str | None:
+        """What the syntax of a call puts after its last argument; None if the format does not read it."""
+        place = text.find(SENTINEL)
+        try:
+            asked = self._asked if text.startswith(self._asked) else common_prefix(self._asked_only, text)
+            before = len(asked)
+            found = self.template.format.find(text[before:], {})
+        except NotImplementedError:
+            return None
+        ends = [one.end + before for one in found if one.call.error is None and one.end + before > place]
+        return text[place + len(SENTINEL) : ends[0]] if place >= 0 and ends else None
+
+    @cached_property
+    def _asked_only(self) -> str:
+        return self.template.raw_text([QUESTION], False)
+
+    def _specials(self, text: str) -> list[int]:
+        """The special tokens of the text, in order."""
         tokenizer = self.template.tokenizer
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        for token_id in self.template.tokens(tail):
-            if token_id in special or token_id in tokenizer.all_special_ids:
-                return EndOfTurn(token_id, str(tokenizer.convert_ids_to_tokens(token_id)))
-        raise TemplateError("the chat template does not end assistant turns with a special token; use one that does")
+        added = tokenizer.added_tokens_decoder
+        known = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids) | self.stops
+        return [i for i in self.template.tokens(text) if i in known]
+
+    def _token(self, token_id: int) -> str:
+        return str(self.template.tokenizer.convert_ids_to_tokens(token_id))
 
     @cached_property
     def opening(self) -> str:
         """The generation prompt, which the template puts before an assistant turn."""
         before, after = self.template.text([QUESTION], False), self._asked
-        if not after.startswith(before):
+        shared = common_prefix(before, after)
+        # A template may end every conversation with the end-of-text token.
+        if before[len(shared) :].strip() not in ("", str(self.template.tokenizer.eos_token)):
             raise TemplateError(
                 "the chat template's generation prompt changes the text before it; use another template"
             )
-        return after[len(before) :]
+        return after[len(shared) :]
 
     @cached_property
     def _asked(self) -> str:
@@ -66,17 +187,82 @@ class TurnTexts:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self.template.text(messages, True)
 
-    def reply(self, message: Message) -> str:
-        """The turn as the policy would have sampled it, with the end-of-turn token."""
-        start = self._asked
-        whole = self.template.text([QUESTION, message], False)
-        body, end, _ = whole[len(start) :].rpartition(self.end.text)
-        if not whole.startswith(start) or not end:
-            raise TemplateError(
-                f"the chat template's generation prompt is {self.opening!r}, but it renders a finished reply without "
-                "it, so replies cannot be trained on; use a template that keeps it"
-            )
-        return body + end
+    def reply(self, message: Message, before: Sequence[Message] = (QUESTION,)) -> str:
+        """The turn as the policy would have sampled it after `before`, with the end-of-turn token."""
+        start = self._asked if list(before) == [QUESTION] else self.template.text(before, True)
+        whole = self.template.text([*before, message], False)
+        body: str | None = whole[len(start) :]
+        if not whole.startswith(start):
+            body = self._after_closed_thinking(start, whole) if self.thinking_closed else self._after_role(start, whole)
+        kinds: tuple[Kind, ...] = ("call", "content") if message.get("tool_calls") else ("content", "call")
+        if body is not None and not self.ends[kinds[0]].printed:
+            return body + self.ends[kinds[0]].text
+        for kind in kinds:
+            text, found, _ = (body or "").rpartition(self.ends[kind].text)
+            if found:
+                return text + found
+        advice = (
+            "give the replies their thinking (reasoning_content), or turn thinking off in apply_chat_template_kwargs"
+            if self.thinking_prefilled
+            else "use a template that keeps it"
+        )
+        raise TemplateError(
+            f"the chat template's generation prompt is {self.opening!r}, but it renders a finished reply without "
+            f"it, so replies cannot be trained on; {advice}"
+        )
+
+    def _after_closed_thinking(self, start: str, whole: str) -> str | None:
+        """The reply if the generation prompt has an empty thinking block that a finished turn lacks; else None."""
+        shared = common_prefix(start, whole)
+        tag = shared.rfind("<")
+        shared = shared[:tag] if tag > shared.rfind(">") else shared
+        rest, body = start[len(shared) :], whole[len(shared) :]
+        marks = next((marks for marks in THINKING if marks.closing in rest), None)
+        if marks is None:
+            return None
+        empty = re.match(rf"\s*(?:{re.escape(marks.opening)})?\s*{re.escape(marks.closing)}\s*", body)
+        return body[empty.end() :] if empty else body
+
+    def _after_role(self, start: str, whole: str) -> str | None:
+        """The reply if the template changes what stands before the last special token of the generation prompt, or the
+        space after it; else None."""
+        specials = self._specials(start)
+        role = start[start.rfind(self._token(specials[-1])) :].rstrip() if specials else ""
+        place = whole.rfind(role) if role else -1
+        return whole[place + len(role) :].lstrip() if place >= 0 else None
+
+    @cached_property
+    def thinking_closed(self) -> bool:
+        """Whether the generation prompt has a closed thinking block, so that the policy does not think."""
+        return any(self._asked.rstrip().endswith(marks.closing) for marks in THINKING if marks.closing != "<|end|>")
+
+    @cached_property
+    def thinking_prefilled(self) -> bool:
+        """Whether the generation prompt opens a thinking block."""
+        return any(self.opening.rstrip().endswith(marks.opening) for marks in THINKING)
+
+    @cached_property
+    def frames(self) -> Mapping[Kind, tuple[str, str]]:
+        """What the template puts around the content of a turn of text and of a turn with calls, as a channel name."""
+        return {kind: self._frame_of(kind) for kind in KINDS}
+
+    def _frame_of(self, kind: Kind) -> tuple[str, str]:
+        message: Message = {"role": "assistant", "content": SENTINEL}
+        if kind == "call":
+            call_id = self.template.format.call_id("lookup", 0)
+            function = {"name": "lookup", "arguments": {"value": "x"}}
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "a thought")
+        try:
+            text = self.reply({**message, **(thought if self.thinking_prefilled else {})})
+        except TemplateError:
+            return "", ""
+        text = text.removesuffix(self.ends[kind].text)
+        before, found, after = self.template.format.parse(text).content.partition(SENTINEL)
+        for marks in THINKING:
+            if marks.closing in before:
+                before = before.partition(marks.closing)[2] if marks.as_field else ""
+        return (before.strip(), after.strip()) if found else ("", "")
 
     def check_reply(self, message: Message) -> None:
         """Raise MessageLost if the template leaves out the text of this reply, as some do for the text beside a call.
@@ -90,83 +276,94 @@ class TurnTexts:
                 "(custom_chat_template)"
             )
 
-    def delta(self, messages: Sequence[Message]) -> str:
-        """The text after an end-of-turn token when `messages` follow, with the generation prompt."""
-        normal = [self.template.normal(m) for m in messages]
+    def delta(self, messages: Sequence[Message]) -> DeltaText:
+        """The text after a turn when `messages` follow, with the generation prompt."""
+        normal = [self.template.normal(m) for m in self.template.with_ids(messages)]
         shape = _shape(normal)
         if shape is None:
             return self._rendered(normal)
         if shape not in self._frames:
             if len(self._frames) >= MAX_FRAMES:
                 self._frames.clear()
-            self._frames[shape] = self._frame(normal)
+            framed = self._frame(normal)
+            self._frames[shape], self._closings[shape] = framed.pieces, framed.closing
         frame = self._frames[shape]
         if frame is None:
             return self._rendered(normal)
         spliced = [part for m, before in zip(normal, frame, strict=False) for part in (before, m["content"])]
-        return "".join(spliced) + frame[-1]
+        return DeltaText(self._closings[shape], "".join(spliced) + frame[-1])
 
-    def slow_delta(self, messages: Sequence[Message]) -> str:
+    def slow_delta(self, messages: Sequence[Message]) -> DeltaText:
         """The same by a full rendering. `delta` is tested against it."""
-        return self._rendered([self.template.normal(m) for m in messages])
+        return self._rendered([self.template.normal(m) for m in self.template.with_ids(messages)])
 
-    def _frame(self, normal: Sequence[Message]) -> tuple[str, ...] | None:
+    def _frame(self, normal: Sequence[Message]) -> Frame:
         """The text around the contents of the messages; None if the template does not copy contents unchanged."""
         marks = [WITNESS % i for i in range(len(normal))]
         try:
-            rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
+            closing, rest = self._rendered([{**m, "content": mark} for m, mark in zip(normal, marks, strict=True)])
         except MessageLost:  # of the marks; whether the messages themselves are printed is seen when they are rendered
-            return None
+            return Frame(None, "")
         pieces = []
         for mark in marks:
             if rest.count(mark) != 1:
-                return None
+                return Frame(None, "")
             before, _, rest = rest.partition(mark)
             pieces.append(before)
-        return (*pieces, rest)
+        return Frame((*pieces, rest), closing)
 
-    def _rendered(self, normal: Sequence[Message]) -> str:
+    def _rendered(self, normal: Sequence[Message]) -> DeltaText:
         """The delta by a full rendering. It has the text of every message: an answer that the policy does not see
         would be trained on as if it did."""
         problems = []
-        for stand_in in _stand_ins(normal):
+        for stand_in in self._stand_ins(normal):
+            kind: Kind = "call" if stand_in.get("tool_calls") else "content"
             try:
-                return self.template.complete(
+                text = self.template.complete(
                     normal, partial(self._after, stand_in), ("after", len(stand_in.get("tool_calls", ())))
                 )
+                return DeltaText(self.ends[kind].later, text)
             except TemplateError as problem:
                 problems.append(problem)
         raise problems[0]
 
     def _after(self, stand_in: Message, normal: Sequence[Message]) -> str:
-        text = self.template.raw_text([QUESTION, stand_in, *normal], True)
+        text = self.template.raw_text([QUESTION, self.template.normal(stand_in), *normal], True)
+        end = self.ends["call" if stand_in.get("tool_calls") else "content"]
         # The first sentinel is the placeholder's, whatever a tool may have printed.
         _, found, tail = text.partition(SENTINEL)
-        _, end, delta = tail.partition(self.end.text)
-        if found and end:
-            return delta
+        if found and not end.later and not stand_in.get("tool_calls"):
+            return tail  # the next message begins with the stop token
+        _, closed, delta = tail.partition(end.later or end.text)
+        if found and closed:
+            return delta if end.later else closed + delta
         roles = ", ".join(str(m["role"]) for m in normal)
         raise TemplateError(
-            f"the chat template does not end an assistant turn with {self.end.text} when {roles} follows, "
+            f"the chat template does not end an assistant turn with {end.text} when {roles} follows, "
             "so nothing can be appended to it; set multi_turn.history=rerender"
         )
 
+    def _stand_ins(self, normal: Sequence[Message]) -> list[Message]:
+        """The placeholder turns to try. Before tool messages: one call, then a call for each of them, then, for
+        templates without calls, plain text."""
+        text: Message = {"role": "assistant", "content": SENTINEL}
+        answers = list(takewhile(lambda message: message["role"] == "tool", normal))
+        calls = []
+        for number, answer in enumerate(answers):
+            name = answer.get("name", "tool")
+            call_id = answer.get("tool_call_id") or self.template.format.call_id(name, number)
+            function = {"name": name, "arguments": {"value": SENTINEL}}
+            calls.append({"id": call_id, "type": "function", "function": function})
+        numbers = dict.fromkeys((min(1, len(calls)), len(calls)))
+        turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": calls[:n]} for n in numbers if n]
+        return [*turns, text]
 
-def _stand_ins(normal: Sequence[Message]) -> list[Message]:
-    """The placeholder turns to try. Before tool messages: one call, then a call for each of them, then, for templates
-    without calls, plain text."""
-    text: Message = {"role": "assistant", "content": SENTINEL}
-    answers = list(takewhile(lambda message: message["role"] == "tool", normal))
-    calls = [
-        {
-            "id": answer.get("tool_call_id", f"call_{number}"),
-            "type": "function",
-            "function": {"name": answer.get("name", "tool"), "arguments": {"value": SENTINEL}},
-        }
-        for number, answer in enumerate(answers)
-    ]
-    numbers = dict.fromkeys((min(1, len(calls)), len(calls)))
-    return [*({"role": "assistant", "content": "", "tool_calls": calls[:n]} for n in numbers if n), text]
+
+class Frame(NamedTuple):
+    """The text around the contents of messages of one shape, and the token that closes the turn before them."""
+
+    pieces: tuple[str, ...] | None
+    closing: str
 
 
 def _shape(normal: Sequence[Message]) -> Shape | None:

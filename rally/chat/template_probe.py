@@ -24,21 +24,27 @@ _DOUBLED = re.compile(r'\{\{\s*"name"')
 _PIECE = re.compile(r"<[^<>\s]+>|\w+|\W")
 
 
-def _assistant(content: str, call: bool = False) -> Message:
+def _assistant(content: str, call: bool = False, number: int = 0) -> Message:
     function = {"name": _TOOL_NAME, "arguments": {"query": "x"}}
-    calls: dict[str, Any] = {"tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    calls: dict[str, Any] = {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": function}]}
     return {"role": "assistant", "content": content, **(calls if call else {})}
 
 
 _NEXT: Message = {"role": "user", "content": "next question"}
 _TOOL: Message = {"role": "tool", "name": _TOOL_NAME, "tool_call_id": "call_0", "content": "42"}
+_SECOND: Message = {**_TOOL, "tool_call_id": "call_1", "content": "43"}
 _THINKING = f"<think>\n{THOUGHT}\n</think>\n\n"
 
 CASES: dict[str, list[Message]] = {
     "a user turn after an answer": [QUESTION, _assistant("answer"), _NEXT],
     "a tool answer after a call": [QUESTION, _assistant("", call=True), _TOOL],
     "two tool answers after a call": [QUESTION, _assistant("", call=True), _TOOL, _TOOL],
+    "a second call after a tool answer": [
+        *(QUESTION, _assistant("", call=True), _TOOL),
+        *(_assistant("", call=True, number=1), _SECOND),
+    ],
     "a user turn after tool use": [QUESTION, _assistant("", call=True), _TOOL, _assistant("answer"), _NEXT],
+    "a tool answer after text and a call": [QUESTION, _assistant("I look it up.", call=True), _TOOL],
     "a tool answer after thinking": [QUESTION, _assistant(_THINKING, call=True), _TOOL],
     "a user turn after thinking": [QUESTION, _assistant(_THINKING + "answer"), _NEXT],
 }
@@ -46,7 +52,6 @@ CASES: dict[str, list[Message]] = {
 
 _BROKEN = _assistant("a call that could not be parsed")  # it is answered by a tool message with the reason
 _LONG: Message = {**_TOOL, "content": " ".join(f"line {number} of a long answer" for number in range(2000))}
-_SECOND: Message = {**_TOOL, "tool_call_id": "call_1", "content": "43"}
 TOOL_TURNS: tuple[list[Message], ...] = ([_TOOL], [_TOOL, _SECOND], [_LONG])
 USER_TURNS: tuple[list[Message], ...] = ([_NEXT], [{**_NEXT, "content": _LONG["content"]}])
 History = Literal["append", "rerender"]
@@ -117,11 +122,9 @@ def probe(turns: TurnTexts) -> TemplateReport:
     """Render each case as a whole and turn by turn, and compare."""
     differences, kept, exact = [], True, True
     for case, messages in CASES.items():
-        try:
-            expected = turns.prompt(messages)
-            got, last_delta = _as_sampled(turns, messages)
-        except TemplateError as error:
-            expected, got, last_delta = "", f"(refused: {error})", ""
+        if "thinking" in case and turns.thinking_closed:
+            continue
+        expected, got, last_delta = as_sampled(turns, messages)
         if got != expected:
             differences.append(TemplateDifference(case, expected, got))
         if "thinking" in case:
@@ -133,13 +136,20 @@ def probe(turns: TurnTexts) -> TemplateReport:
         thinking_kept=kept,
         tool_delta_exact=exact,
         tools_shown=not turns.template.tools or turns.template.shows_tools,
-        calls_shown=_TOOL_NAME in turns.template.text([QUESTION, _assistant("", call=True)], False),
+        calls_shown=_calls_shown(turns),
         braces_doubled=_DOUBLED.search(turns.prompt([QUESTION])) is not None,
         end_of_turn=turns.end.text,
         differences=tuple(differences),
         tool_refusals={history: _refusal(turns, history, TOOL_TURNS, after_calls=True) for history in _HISTORIES},
         user_refusals={history: _refusal(turns, history, USER_TURNS, after_calls=False) for history in _HISTORIES},
     )
+
+
+def _calls_shown(turns: TurnTexts) -> bool:
+    try:
+        return _TOOL_NAME in turns.template.text([QUESTION, _assistant("", call=True)], False)
+    except TemplateError:
+        return False
 
 
 _HISTORIES: tuple[History, ...] = ("append", "rerender")
@@ -161,18 +171,62 @@ def _refusal(turns: TurnTexts, history: History, cases: Sequence[list[Message]],
 
 
 class _Sampled(NamedTuple):
+    expected: str
     text: str
     last_delta: str
 
 
+def as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
+    """The rendering of a conversation, and the conversation as it grows turn by turn."""
+    problem: TemplateError | None = None
+    for form in forms(turns, messages):
+        try:
+            return _as_sampled(turns, form)
+        except TemplateError as error:
+            problem = problem or error
+    return _Sampled("", f"(refused: {problem})", "")
+
+
+def forms(turns: TurnTexts, messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """The conversation, with ids that the template accepts. If the generation prompt opens a thinking block, also with
+    thinking in every reply, as text and as a field, since the policy cannot leave it out."""
+    messages = turns.template.with_ids(messages)
+    if not turns.thinking_prefilled:
+        return [messages]
+    return [messages, *([_thoughtful(m, in_content) for m in messages] for in_content in (True, False))]
+
+
+def _thoughtful(message: Message, in_content: bool) -> Message:
+    if message["role"] != "assistant" or (in_content and THOUGHT in message["content"]):
+        return message
+    if in_content:
+        return {**message, "content": _THINKING + message["content"]}
+    fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
+    return {**message, "content": message["content"].removeprefix(_THINKING), **fields}
+
+
 def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:
-    """The conversation as it grows turn by turn."""
-    text, delta = turns.prompt(messages[:1]), ""
+    expected, text, delta, at = turns.prompt(messages), turns.prompt(messages[:1]), "", 1
     for is_reply, group in groupby(messages[1:], key=lambda m: m["role"] == "assistant"):
         members = list(group)
-        delta = "" if is_reply else turns.delta(members)
-        text += "".join(turns.reply(m) for m in members) if is_reply else delta
-    return _Sampled(text, delta)
+        if is_reply:
+            text += _reply(turns, members[0], messages[:at])
+        else:
+            closing, delta = turns.delta(members)
+            if not closing:  # the turn ended with the first token of the delta
+                first = next((end.text for end in turns.ends.values() if text.endswith(end.text)), "")
+                delta = delta.removeprefix(first)
+            text += delta
+        at += len(members)
+    return _Sampled(expected, text, delta)
+
+
+def _reply(turns: TurnTexts, message: Message, before: Sequence[Message]) -> str:
+    """The reply in its place, where a template may number calls; alone, if the template renders it otherwise there."""
+    try:
+        return turns.reply(message, before)
+    except TemplateError:
+        return turns.reply(message)
 
 
 def compare(expected: str, got: str, mode: SanityMode) -> str | None:

@@ -18,14 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from rally.chat.formats import ToolFormat
 from rally.chat.render_limits import check_rendering
 from rally.images.loading import is_image
-from rally.types import Message, RallyError
+from rally.types import Message, RallyError, ToolCall
 
 
 class TemplateError(RallyError):
@@ -136,6 +138,11 @@ def _marked(message: Message, mark: str) -> Message:
     return {**message, "content": [{**part, "text": mark} if part.get("text") else part for part in content]}
 
 
+def common_prefix(a: str, b: str) -> str:
+    """The text with which both begin."""
+    return a[: next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
 class Template:
     """The chat template of a tokenizer with one tool list."""
 
@@ -155,6 +162,8 @@ class Template:
         # Templates that print the date read this name. It must not change during a run.
         self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
         self.placeholder = placeholder  # of images, for a vision model
+        self.format = ToolFormat()  # its ids are those that templates of its family accept; `ChatCodec` sets it
+        self.writes_calls = False  # the template omits calls, so that the format writes them into the content
         self.escaper = Escaper(tokenizer, placeholder)
         self._complete: set[Hashable] = set()  # shapes of conversations of which the template prints every message
         source = str(self.source or tokenizer.chat_template)
@@ -187,7 +196,7 @@ class Template:
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Render messages. Raises MessageLost if one is left out."""
-        normal = [self.normal(m) for m in messages]
+        normal = [self.normal(m) for m in self.with_ids(messages)]
         return self.complete(normal, lambda some: self.raw_text(some, generation_prompt), generation_prompt)
 
     def complete(self, normal: Sequence[Message], render: Callable[[Sequence[Message]], str], key: Hashable) -> str:
@@ -242,10 +251,68 @@ class Template:
         result = {key: value for key, value in message.items() if value is not None}
         result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
-        result = {**result, "tool_calls": calls} if calls else result
+        if calls and self.writes_calls and isinstance(result["content"], str):
+            written = self.format.render([_tool_call(call) for call in calls])
+            result["content"] = f"{result['content']}\n{written}" if result["content"].strip() else written
+        elif calls:
+            result = {**result, "tool_calls": [self._as_taken(call) for call in calls]}
         if self.placeholder is None:
             return result
         return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
+
+    def _as_taken(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with its arguments as an object or, for templates that ask for it, as JSON text."""
+        function = call["function"]
+        if not self._takes_json_text or isinstance(function["arguments"], str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    @cached_property
+    def _takes_json_text(self) -> bool:
+        """Whether the template fails on arguments that are an object, and takes them as JSON text."""
+        results = []
+        for arguments in ({"query": "x"}, '{"query": "x"}'):
+            call = {
+                **_CALL,
+                "id": self.format.call_id("lookup", 0),
+                "function": {"name": "lookup", "arguments": arguments},
+            }
+            try:
+                self.raw_text([QUESTION, {**_ASKS, "tool_calls": [call]}], False)
+                results.append(True)
+            except TemplateError:
+                results.append(False)
+        return results == [False, True]
+
+    def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with call ids that templates of this family accept. Mistral's are 9 letters and digits; Kimi's
+        hold the name of the tool and a number that counts the calls of the whole conversation."""
+        if self.format.accepts_id("call_0"):
+            return messages
+        result: list[Message] = []
+        waiting: list[tuple[str, str]] = []  # ids of calls without an answer so far: as sent, and as rendered
+        number = 0
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                waiting, renamed = [], []
+                for call in calls:
+                    given = str(call.get("id") or "")
+                    name = str((call.get("function") or call).get("name", ""))
+                    made = given if self.format.accepts_id(given) else self.format.call_id(name, number)
+                    number += 1
+                    waiting.append((given, made))
+                    renamed.append({**call, "id": made})
+                message = {**message, "tool_calls": renamed}
+            elif message.get("role") == "tool":
+                given = str(message.get("tool_call_id") or "")
+                place = next((at for at, (sent, made) in enumerate(waiting) if given in (sent, made)), 0)
+                made = waiting.pop(place)[1] if waiting else given
+                if not self.format.accepts_id(made):
+                    made = self.format.call_id(str(message.get("name") or "tool"), number)
+                    number += 1
+                message = {**message, "tool_call_id": made}
+            result.append(message)
+        return result
 
     def observed(self, role: str, content: Any) -> Any:
         """The content, with its control tokens escaped if a tool or a user wrote it."""
@@ -290,3 +357,10 @@ def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
     named = {"name": function.get("name", ""), "arguments": arguments}
     return {"id": call.get("id") or "call_0", "type": "function", "function": named}
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    """A normalized call for a format to write."""
+    function = call["function"]
+    arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
+    return ToolCall(name=str(function["name"]), arguments=arguments, id=str(call["id"]))

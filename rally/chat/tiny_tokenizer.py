@@ -3,6 +3,8 @@
 Its tokens are the words of Hermes tool calls and single characters, so numbers are split into digits. Other characters
 become `<unk>`. Its ChatML template has no default system prompt and is append-only. It omits the tool list unless the
 template argument `show_tools` is true.
+
+`template_tokenizer` makes a tokenizer for any chat template, to try the template without the model that it belongs to.
 """
 
 from __future__ import annotations
@@ -82,5 +84,34 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         eos_token=END,
         unk_token=UNKNOWN,
         chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# What chat templates use as special tokens: <|name|>, <｜name｜>, <|name> and <name|>, [NAME], <s>, and some others.
+_SPECIAL = re.compile(
+    r"<[|｜][^<>|｜\s]{1,60}[|｜]>|<\|[a-z_]{2,30}>|<[a-z_]{2,30}\|>|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<[be]os>|<_\w{2,20}>|<sep>"
+    r"|<(?:start|end)_of_turn>|<seed:[be]os>|<SPECIAL_\d+>|<(?:beginning|end)_of_sentence>|</?assistant>|\[e~\[|\]~b\]"
+    r"|<(?:start|end)_function_\w+>|<escape>|<\|\"\|>|<｜hy_\w+:opensource｜>"
+)
+
+
+def template_tokenizer(
+    template: str, eos: str, bos: str = "<BOS>", stops: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes whose special tokens are those in the template, `eos`, `bos` and `stops`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = list(dict.fromkeys((PAD, bos, eos, *stops, *_SPECIAL.findall(template))))
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=PAD,
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )

@@ -132,7 +132,9 @@ def engine(
             show_default=False,
         ),
     ] = None,
-    tool_format: Annotated[str, typer.Option(help="How the model writes tool calls.")] = "hermes",
+    tool_format: Annotated[
+        str, typer.Option(help="How the model writes tool calls; auto is what its chat template shows.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Where the tokenizer is; default MODEL.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
@@ -152,13 +154,14 @@ def engine(
 ) -> None:
     """Sample from a model over HTTP: token ids for other Rally processes, OpenAI's protocol for everybody else."""
     console = quiet_console()
-    from rally.chat import get_format
+    from rally.chat.formats import AUTO, get_format
     from rally.engines import EngineSettings
     from rally.engines.embedded.memory_plan import plan_words
     from rally.models.load import load_model, pick_device
     from rally.services.http_server import check_exposure, check_free, serve
 
-    get_format(tool_format)  # raise for an unknown name before the first request
+    if tool_format != AUTO:
+        get_format(tool_format)  # raise for an unknown name before the first request
     token = check_exposure(host, TOKEN)
     if accept_weights and token is None:
         token = secrets.token_urlsafe(24)
@@ -187,6 +190,11 @@ def engine(
             max_requests=max_requests,
             hidden_tools=hidden_tools,
         )
+        if tool_format != AUTO and served.tokenizer.chat_template:
+            from rally.chat import ChatCodec
+
+            if problem := ChatCodec(served.tokenizer, tool_format).format_problem("--tool-format"):
+                raise RallyError(problem)
         if check and not accept_weights:  # a run compares the weights that it sends itself
             console.note(f"start-up check: {_checked(served, module)}")
         plan = served.engine.core.memory_plan

@@ -63,8 +63,11 @@ class MultiTurnConfig(Section):
     limit."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The side of a long tool response that is removed: left keeps the end, right keeps the beginning."""
-    format: str = "hermes"
-    """How the model writes tool calls: hermes (also qwen, qwen2_5, qwen3), qwen3_coder, llama3_json or plain."""
+    format: str = "auto"
+    """How the model writes tool calls: auto (what the chat template shows), hermes, qwen3_coder, llama3_json, mistral
+    or another name in docs/chat.md, a name that format_path registers, or the dotted path of a class."""
+    format_path: PathText | None = None
+    """A Python file, or pkg:// and a module, that registers tool-call formats with @register_format. null is none."""
     use_inference_chat_template: bool = False
     """The same as history: rerender."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"

@@ -79,8 +79,10 @@ class SftData(Section):
     """The column with the template's enable_thinking for each conversation, which a file may lack. null is
     enable_thinking."""
     multiturn: Multiturn = Multiturn()
-    tool_format: str = "hermes"
+    tool_format: str = "auto"
     """How tool calls are written in assistant turns; the same choices as rollout.multi_turn.format."""
+    tool_format_path: PathText | None = None
+    """A Python file, or pkg:// and a module, that registers tool-call formats. null is none."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments of the chat template, such as {enable_thinking: false}."""
     shuffle: bool = True

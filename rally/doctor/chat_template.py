@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import Any
 
 from rally.chat import ChatCodec
-from rally.chat.formats import FORMATS
 from rally.doctor.check_context import DoctorCase, Finding, ReportText, Status
 from rally.models.untrained_tokens import KEY, advice, untrained_tokens
 from rally.tools import BaseTool
@@ -122,12 +121,12 @@ def _call_is_read(codec: ChatCodec, messages: list[Message]) -> Finding:
     wanted, ids = message["tool_calls"][0]["function"], codec.encode_assistant(message)
     name, text = codec.format.name, codec.decode(ids)
     if _has_call(codec.parse(ids).tool_calls, wanted):
-        return Finding("prompt", "ok", f"multi_turn.format={name} parses calls as the chat template renders them")
-    others = [other for other, one in FORMATS.items() if _has_call(one.parse(text, codec.tools).calls, wanted)]
-    problem = f"multi_turn.format={name} does not parse calls as the chat template renders them"
+        named = f"multi_turn.format=auto is {name}, which" if codec.chosen else f"multi_turn.format={name}"
+        return Finding("prompt", "ok", f"{named} parses calls as the chat template renders them")
     shown = (ReportText("sampled", text),)
-    if others:
-        return Finding("prompt", "error", f"{problem}; set it to {others[0]}", shown)
+    if problem := codec.format_problem():
+        return Finding("prompt", "error", problem, shown)
+    problem = f"multi_turn.format={name} does not parse calls as the chat template renders them"
     return Finding("prompt", "warning", f"{problem}; use a template that supports tools (custom_chat_template)", shown)
 
 

@@ -300,7 +300,8 @@ class Transcript:
             whole, known = codec.rerender(conversation.messages).ids, after.ids
             return whole[len(known) :] if whole[: len(known)] == known else None
         try:
-            return codec.encode_delta(conversation.messages[conversation.answered :], closed=after.closed)
+            following = conversation.messages[conversation.answered :]
+            return codec.encode_delta(following, closed=after.closed, last_id=after.ids[-1])
         except TemplateError:
             return None
 

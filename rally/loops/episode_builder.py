@@ -151,7 +151,9 @@ class EpisodeBuilder:
         if rerender:
             reason = self._observe_rerendered()
         else:
-            reason = self._observe(self.codec.delta(list(messages), closed=closed))
+            sampled = self.segment.response_mask[-1:] == (1,)
+            last_id = self.segment.response_ids[-1] if sampled else None
+            reason = self._observe(self.codec.delta(list(messages), closed=closed, last_id=last_id))
         segment = self.segment
         text = "\n".join(_text(m["content"]) for m in messages)
         rewards = [reward for reward in (score, *(r.reward for r in results)) if reward is not None]

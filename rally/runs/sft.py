@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
+from rally.chat.formats import load_formats
 from rally.config import SftConfig
 from rally.data import Conversation, QuestionAnswer, RowSet, load_conversations, steps_per_epoch, total_steps
 from rally.models import attention
@@ -21,7 +22,7 @@ from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import warn_of_untrained_tokens
-from rally.runs.build.models import RunPlan, patches_at, tokenizer_at, trained_model
+from rally.runs.build.models import RunPlan, patches_at, stop_ids_at, tokenizer_at, trained_model
 from rally.runs.build.run_inputs import RunError, RunOutcome, check_images, check_ranks
 from rally.runs.build.tracking import sinks_of
 from rally.runs.build.trainer import resume_point, rewind
@@ -184,9 +185,12 @@ def tokenizer_of(config: SftConfig) -> PreTrainedTokenizerBase:
 
 def codec_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatCodec:
     own = {} if thinking is None else {"enable_thinking": thinking}
+    if config.data.tool_format_path:
+        load_formats(config.data.tool_format_path)
     return ChatCodec(
         tokenizer,
         config.data.tool_format,
+        stop_ids=stop_ids_at(str(config.model_path)),
         template_kwargs={**config.data.apply_chat_template_kwargs, **own},
         patches=patches_at(config.model, str(config.model_path), {}),
     )
@@ -221,6 +225,9 @@ def codecs_of(config: SftConfig, tokenizer: PreTrainedTokenizerBase) -> Callable
 
     def codec_for(one: Conversation) -> ChatCodec:
         codec = codecs(one.enable_thinking)
+        calls = any(message.get("tool_calls") for message in one.messages)
+        if calls and (problem := codec.format_problem("data.tool_format")):
+            raise SftError(problem)
         return codec.with_tools(one.tools) if one.tools else codec
 
     return codec_for

@@ -42,7 +42,7 @@ class Served:
     engine: EmbeddedEngine
     tokenizer: PreTrainedTokenizerBase
     name: str
-    tool_format: str = "hermes"
+    tool_format: str = "auto"
     eos_ids: tuple[int, ...] = ()
     max_requests: int = 1024  # running and waiting together
     hidden_tools: bool = False  # the model was trained with a chat template that does not show its tools

@@ -65,6 +65,8 @@ class OpenAI:
         self._check(body)
         body.check_messages()
         codec = self._codec(json.dumps(body.offered_tools))
+        if body.offered_tools and (problem := codec.format_problem("--tool-format")):
+            raise Refused(400, problem, param="tools")
         prompt = codec.encode_prompt(body.messages)
         if not self._served.hidden_tools and (missing := left_out(codec, body.messages)):
             problem = (
@@ -142,7 +144,8 @@ class OpenAI:
         return text
 
     def _codec_for(self, tools: str) -> ChatCodec:
-        return ChatCodec(self._served.tokenizer, self._served.tool_format, json.loads(tools))
+        served = self._served
+        return ChatCodec(served.tokenizer, served.tool_format, json.loads(tools), stop_ids=served.eos_ids)
 
 
 def left_out(codec: ChatCodec, messages: Sequence[Message]) -> str | None:

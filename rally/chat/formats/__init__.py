@@ -1,7 +1,7 @@
 """The tool-call formats: how models write calls, by name."""
 
 from rally.chat.formats.base import FormatResult, FoundCall, Schemas, ToolFormat, convert, malformed, schemas_of
-from rally.chat.formats.registry import ALIASES, AUTO, FORMATS, get_format, register_format
+from rally.chat.formats.registry import ALIASES, AUTO, FORMATS, get_format, load_formats, register_format
 
 __all__ = [
     "ALIASES",
@@ -13,6 +13,7 @@ __all__ = [
     "ToolFormat",
     "convert",
     "get_format",
+    "load_formats",
     "malformed",
     "register_format",
     "schemas_of",

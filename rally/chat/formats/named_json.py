@@ -216,7 +216,7 @@ class Harmony(ToolFormat):
         r"(?:<\|start\|>assistant)?[^\S\n]{0,20}(?:<\|channel\|>[^<>\n]{0,100}?)?\bto=functions\."
         r"(?P<name>[^\s<>]{0,200})(?P<rest>(?:(?!<\|message\|>|to=functions\.)[^\n]){0,200})(?P<end><\|message\|>)?"
     )
-    _CLOSE = re.compile(r"\s*(?:<\|call\|>)?")
+    _CLOSE = re.compile(r"\s*<\|call\|>(?=<\|start\|>assistant)")
 
     def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
         found: list[FoundCall] = []
@@ -233,7 +233,7 @@ class Harmony(ToolFormat):
                 if not name:
                     raise ValueError("it does not name a tool")
                 closing = self._CLOSE.match(text, end)
-                at = closing.end() if closing and closing.group().strip() else end
+                at = closing.end() if closing else end
             except ValueError as error:
                 following = re.compile(r"<\|(?:call|start|channel|end)\|>").search(text, at)
                 at = following.start() if following else len(text)

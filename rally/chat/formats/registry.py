@@ -125,6 +125,7 @@ BUILT_IN: tuple[ToolFormat, ...] = (
     JsonCalls("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
     JsonCalls("nemotron", "<TOOLCALL>", "</TOOLCALL>", layout="list"),
     JsonCalls("hunyuan_a13b", "<tool_calls>", "</tool_calls>", layout="list"),
+    JsonCalls("apriel", "<tool_calls>", "</tool_calls>", layout="list", keys=CallKeys(id="id")),
     JsonCalls("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
     JsonCalls("apertus", "<|tools_prefix|>", "<|tools_suffix|>", layout="list", keyed=True),
     JsonCalls("gigachat3", "function call<|role_sep|>\n"),
@@ -168,9 +169,9 @@ ALIASES = {
     **dict.fromkeys(("qwen", "qwen2_5", "qwen3", "granite4", "ernie45", "ernie", "reka"), "hermes"),
     **dict.fromkeys(("qwen3_xml", "qwen3_5", "mimo", "step3p5", "nemotron3"), "qwen3_coder"),
     **dict.fromkeys(("glm46", "poolside_v1"), "glm45"),
-    **dict.fromkeys(("openai", "gpt_oss"), "harmony"),
+    **dict.fromkeys(("openai", "gpt_oss", "gpt-oss"), "harmony"),
     **dict.fromkeys(("cohere", "cohere_command4"), "cohere_command3"),
-    **dict.fromkeys(("jamba", "apriel"), "hunyuan_a13b"),
+    "jamba": "hunyuan_a13b",
     "ling3": "glm47",
     "llama4_json": "llama3_json",
     "minimax": "minimax_m2",
@@ -194,15 +195,25 @@ def register_format(name: str) -> Callable[[Format], Format]:
     return add
 
 
-def get_format(name: str, path: str | None = None) -> ToolFormat:
-    """The format called `name`: a built-in one, one that the Python file or module at `path` registers, or a class by
-    its dotted path. Raises RallyError with the known names."""
-    if path:
-        look_in(Path.cwd())
-        try:
-            import_path(path, "tool_format")
-        except ImportFailed as failed:
-            raise RallyError(f"the tool-call formats at {path} cannot be imported ({failed}); correct it") from failed
+def load_formats(path: str) -> None:
+    """Import a Python file, or a module by `pkg://` and its dotted name, that registers formats."""
+    look_in(Path.cwd())
+    before = dict(FORMATS)
+    try:
+        import_path(path, "tool_format")
+    except ImportFailed as failed:
+        raise RallyError(f"the tool-call formats at {path} cannot be imported ({failed}); correct it") from failed
+    if before == FORMATS and path not in _loaded:
+        raise RallyError(f'{path} registers no tool-call format; decorate a class in it with @register_format("name")')
+    _loaded.add(path)
+
+
+_loaded: set[str] = set()
+
+
+def get_format(name: str) -> ToolFormat:
+    """The format called `name`: a built-in or registered one, or a class by its dotted path. Raises RallyError with the
+    known names."""
     tool_format = FORMATS.get(ALIASES.get(name, name))
     if tool_format is None and "." in name:
         tool_format = _imported(name)

@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config, SftConfig
 from rally.config.model import LoraKeys, ModelConfig
 from rally.config.sft import SftModel
 from rally.config.trainer import RunConfig
+from rally.hub import on_disk_alone
 from rally.images.patches import Patches
 from rally.models.load import (
     PATH_KEY,
@@ -137,6 +138,18 @@ def tokenizer_at(model: ModelConfig | SftModel, path: str) -> PreTrainedTokenize
         spelled=model.spelled_tokens,
         option="model.tokenizer_path" if model.tokenizer_path else PATH_KEY,
     )
+
+
+def stop_ids_at(path: str) -> tuple[int, ...]:
+    """The end-of-text ids of the model's generation config; none if it has no such file."""
+    if path.endswith(".gguf") or (Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file()):
+        return ()
+    try:
+        local = bool(on_disk_alone(path))
+        ends = GenerationConfig.from_pretrained(path, local_files_only=local).eos_token_id
+    except (OSError, ValueError):  # not there, or not readable; the template and the tokenizer have stop tokens too
+        return ()
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec
+from rally.chat.formats import load_formats
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet
@@ -21,7 +22,7 @@ from rally.interactions import Interactions
 from rally.interactions.loader import load_interactions
 from rally.models.sharding import Ranks
 from rally.runs.build.data import tasks_of
-from rally.runs.build.models import patches_of, tokenizer_of
+from rally.runs.build.models import patches_of, stop_ids_at, tokenizer_of
 from rally.runs.row_checks import check_rows, fitting
 from rally.tools import ToolBox
 from rally.tools.base import BaseTool
@@ -63,6 +64,8 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     codec = codec_of(config, tokenizer, toolbox)
     report = codec.probe()
     refusal = report.refusal(config.history, tools=bool(toolbox.names), users=bool(interactions.names))
+    if toolbox.names:
+        refusal = refusal or codec.format_problem()
     if refusal and config.agent_loop_name == "tool_agent":
         raise RunError(refusal)
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
@@ -133,10 +136,14 @@ def interactions_of(config: Config) -> Interactions:
 
 
 def codec_of(config: Config, tokenizer: PreTrainedTokenizerBase, toolbox: ToolBox) -> ChatCodec:
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.format_path:
+        load_formats(multi_turn.format_path)
     return ChatCodec(
         tokenizer,
-        config.rollout.multi_turn.format,
+        multi_turn.format,
         toolbox.schemas(),
+        stop_ids=stop_ids_at(str(config.model.path)),
         template_kwargs=dict(config.data.apply_chat_template_kwargs),
         patches=patches_of(config),
     )

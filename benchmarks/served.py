@@ -120,8 +120,8 @@ def served(spec: Spec, notes: Notes) -> None:
     """All parts over one start of the server."""
     make = build.remote_engine_of
 
-    def measuring(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> Measuring:
-        return Measuring(make(config, model, sampling), functools.partial(measure, spec, notes, model))
+    def measuring(config: Config, model: PreTrainedModel, sampling: SamplingParams, decode: Any = None) -> Measuring:
+        return Measuring(make(config, model, sampling, decode), functools.partial(measure, spec, notes, model))
 
     config = spec.config()
     if "train" not in spec.parts:

@@ -278,7 +278,7 @@ class RolloutConfig(LogProbKeys):
     stop_on_tool_success: bool = False
     """End an episode after a turn whose tool calls all succeeded."""
     stop_strings: Texts = ()
-    """Texts that end a turn when they are generated. Embedded engine only."""
+    """Texts that end a turn when they are generated, after the token that completes one."""
     timeout_per_turn: Positive | None = None
     """Seconds for one turn. A turn that takes longer ends its episode as deadline. null is no limit."""
     episode_timeout: Positive | None = None

@@ -8,7 +8,7 @@ ReplicaBusy, SampleVoid, or a plain EngineError if the request itself is at faul
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -38,6 +38,22 @@ class UtilizationClock:
 
 
 NO_IMAGES = "the prompt contains images, and rollout servers accept only tokens; set rollout.name=embedded"
+
+
+def first_stop(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], start: int, stop: Sequence[str]
+) -> int | None:
+    """How many of the sampled `ids` there are up to the token that completes a stop string, searched from `start` on;
+    None if there is none. Only the tail is decoded at each token, as in the embedded engine."""
+    tail = 4 * max(len(text) for text in stop) + 8
+    text = decode(ids[max(0, start + 1 - tail) :])
+    if not any(one in text for one in stop):
+        return None
+    for end in range(start + 1, len(ids) + 1):
+        text = decode(ids[max(0, end - tail) : end])
+        if any(one in text for one in stop):
+            return end
+    return None
 
 
 class EngineError(RallyError):

@@ -60,7 +60,6 @@ def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
         (("name=vllm", "engine_kwargs.sglang.x=1"), "engine_kwargs.sglang has no effect"),
         (("name=vllm", "engine_kwargs.vllm.port=1"), "engine_kwargs.vllm.port is set by the run itself"),
         (("name=vllm", "engine_kwargs.trtllm.x=1"), "not built yet"),
-        (("name=vllm", "stop_strings=[x]"), "see token ids only"),
         (("name=vllm", "temperature=0.7", "top_p=0.9"), "cannot report the policy's log-probs"),
         (("name=sglang", "deterministic=true"), "deterministic has no effect with"),
         (

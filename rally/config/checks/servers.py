@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from rally.config.base import look_up
 from rally.config.checks.multi_gpu import with_rollout_servers
-from rally.config.errors import shown
 from rally.config.schema import ROLLOUT, Config
 from rally.redact import HIDDEN
 
@@ -95,9 +94,6 @@ def _engine_kwargs(config: Config) -> Iterator[str]:
 
 def _sampling(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.stop_strings:
-        problem = f"{ROLLOUT}.stop_strings={shown(rollout.stop_strings)}"
-        yield f"{problem} is not supported by servers, which see token ids only; leave it out, or use name=embedded."
     filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     if rollout.server_kind == "vllm" and filtered and rollout.temperature not in (0, 1):
         problem = f"{ROLLOUT}.temperature={rollout.temperature} together with top_p, top_k or min_p"

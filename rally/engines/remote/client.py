@@ -25,9 +25,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from rally.engines.base import EngineError, ReplicaBusy, ReplicaGone
+from rally.engines.base import EngineError, ReplicaBusy, ReplicaGone, first_stop
 from rally.engines.remote.server_api import TOKEN_VARIABLE, GenerationRequest, HttpCall, InFlight, ServerApi, Source
-from rally.types import Generation, SamplingParams
+from rally.types import Generation, SamplingParams, WeightSpan
 
 
 class Address(NamedTuple):
@@ -55,6 +55,7 @@ HEALTH_SECONDS = 5.0
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 3.0  # that a connection is kept for reuse; less than the 5 s after which servers close it
 BUSY_TRIES = 5
+STRING_TOKENS = 256  # of one request if stop strings are searched: the most that are sampled in vain
 BUSY_SECONDS = 60.0  # the maximum wait for one Retry-After
 CLIENT_ERRORS = (400, 401, 403, 404, 413, 422)
 
@@ -72,6 +73,8 @@ class ClientSettings:
     start_seconds: float = 300.0
     vocabulary: int | None = None
     max_model_len: int | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids as text, to find stop strings."""
 
 
 class ServerReplica:
@@ -101,6 +104,30 @@ class ServerReplica:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         self._check(prompt_ids, params)
+        if params.stop and not self.api.stops_at_strings:
+            return await self._until_string(tuple(prompt_ids), params)
+        return await self._generate(prompt_ids, params)
+
+    async def _until_string(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Generation:
+        """Sample until the decoded text has a stop string, which servers that only see token ids cannot find. The
+        request is split, so that few tokens are sampled in vain. The tokens after the one that completes the string
+        are dropped, as if they had not been sampled."""
+        decode, start = self.settings.decode, time.perf_counter()
+        assert decode is not None
+        whole: Generation | None = None
+        while whole is None or (whole.finish == "length" and len(whole.ids) < params.max_tokens):
+            known = whole.ids if whole else ()
+            size = min(STRING_TOKENS, params.max_tokens - len(known))
+            # Another seed for each part, or all parts would get the same random numbers.
+            seed = None if params.seed is None else (params.seed + len(known)) % 2**63
+            part = replace(params, stop=(), max_tokens=size, seed=seed)
+            new = await self._generate(prompt_ids + known, part)
+            joined = new if whole is None else _joined(whole, new)
+            end = first_stop(decode, joined.ids, len(known), params.stop)
+            whole = joined if end is None else _cut(joined, end)
+        return replace(whole, seconds=time.perf_counter() - start)
+
+    async def _generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         before = self.version
         if before is None or not self.serving:
             raise ReplicaGone(f"{self.name} does not have the current weights")
@@ -123,8 +150,10 @@ class ServerReplica:
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Reject invalid requests here: a token outside the vocabulary crashes vLLM's engine."""
         vocabulary, window = self.settings.vocabulary, self.settings.max_model_len
-        if params.stop:
-            raise EngineError("rollout servers work on token ids and cannot stop at strings; use stop ids")
+        if params.stop and self.settings.decode is None and not self.api.stops_at_strings:
+            raise EngineError(
+                "stop strings need a tokenizer; give the client one (ClientSettings.decode) or use stop_ids"
+            )
         if not prompt_ids:
             raise EngineError("an empty prompt cannot be continued; give at least one token")
         if min(prompt_ids) < 0 or (vocabulary is not None and max(prompt_ids) >= vocabulary):
@@ -259,6 +288,39 @@ class ServerReplica:
     async def _send_abort(self, call: HttpCall) -> None:
         with suppress(EngineError):  # a server that is gone has no request to abort
             await self.call(call, HEALTH_SECONDS)
+
+
+def _joined(first: Generation, second: Generation) -> Generation:
+    """Two parts of one turn as one generation."""
+    offset = len(first.ids)
+    spans = list(first.spans)
+    for span in second.spans:
+        if spans and spans[-1].version == span.version and spans[-1].end == offset + span.start:
+            spans[-1] = replace(spans[-1], end=offset + span.end)
+        else:
+            spans.append(WeightSpan(span.version, offset + span.start, offset + span.end))
+    both = bool(first.sampling_logprobs) and bool(second.sampling_logprobs)
+    return replace(
+        first,
+        ids=first.ids + second.ids,
+        logprobs=first.logprobs + second.logprobs,
+        sampling_logprobs=first.sampling_logprobs + second.sampling_logprobs if both else (),
+        finish=second.finish,
+        spans=tuple(spans),
+    )
+
+
+def _cut(generation: Generation, end: int) -> Generation:
+    """The generation, stopped after its first `end` tokens."""
+    spans = (replace(span, end=min(span.end, end)) for span in generation.spans if span.start < end)
+    return replace(
+        generation,
+        ids=generation.ids[:end],
+        logprobs=generation.logprobs[:end],
+        sampling_logprobs=generation.sampling_logprobs[:end],
+        spans=tuple(spans),
+        finish="stop",
+    )
 
 
 class _Link(NamedTuple):

@@ -31,6 +31,7 @@ class Rally:
     """The `ServerApi` of Rally's own server."""
 
     name = "rally"
+    stops_at_strings = True
 
     def generate(self, request: GenerationRequest) -> HttpCall:
         body = {"prompt_ids": as_list(request.prompt_ids), "sampling": sampling_to_wire(request.params)}

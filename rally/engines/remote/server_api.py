@@ -106,6 +106,11 @@ class ServerApi(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def stops_at_strings(self) -> bool:
+        """Whether the server itself stops at `SamplingParams.stop`."""
+        ...
+
     def generate(self, request: GenerationRequest) -> HttpCall:
         """The call that samples one continuation."""
         ...

@@ -32,6 +32,7 @@ class Sglang:
     """The `ServerApi` of SGLang."""
 
     name = "sglang"
+    stops_at_strings = False  # it has no tokenizer
 
     def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params

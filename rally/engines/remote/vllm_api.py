@@ -34,6 +34,7 @@ class Vllm:
     """The `ServerApi` of vLLM."""
 
     name = "vllm"
+    stops_at_strings = False  # it has no tokenizer
 
     def generate(self, request: GenerationRequest) -> HttpCall:
         params = request.params

@@ -55,20 +55,24 @@ from rally.types import SamplingParams
 from rally.util.background_threads import available_cores
 
 MAX_FRONTENDS, CORES_PER_FRONTEND = 4, 4
+Decode = Callable[[Sequence[int]], str]
 Place = tuple[int, ...]
 """The GPUs of one server, by their indices in this process; empty on a machine without GPUs."""
 SERVER_APIS: dict[str, Callable[[], ServerApi]] = {"rally": Rally, "vllm": Vllm, "sglang": Sglang}
 
 
-def remote_engine_of(config: Config, model: PreTrainedModel, sampling: SamplingParams) -> RemoteEngine:
-    """The engine over launched servers or over running ones (rollout.mode)."""
+def remote_engine_of(
+    config: Config, model: PreTrainedModel, sampling: SamplingParams, decode: Decode | None = None
+) -> RemoteEngine:
+    """The engine over launched servers or over running ones (rollout.mode). `decode` finds stop strings."""
     attention.install(model)  # for the packed forward of training; the embedded engine installs it itself
     rollout = config.rollout
     if rollout.mode == "server":
         api = SERVER_APIS[rollout.server_kind]()
-        servers = [ServerReplica(url, api, client_settings_of(config, model)) for url in rollout.server_urls]
+        settings = client_settings_of(config, model, decode)
+        servers = [ServerReplica(url, api, settings) for url in rollout.server_urls]
     else:
-        servers = own_servers_of(config, model)
+        servers = own_servers_of(config, model, decode)
     return RemoteEngine(
         servers,
         transport_of(config, model),
@@ -130,7 +134,7 @@ def weights_folder_of(config: Config, model: PreTrainedModel) -> Path:
     return choose_weights_folder(sum(p.numel() * p.element_size() for p in model.parameters()), on_disk)
 
 
-def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica]:
+def own_servers_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> list[ServerReplica]:
     """rollout.data_parallel_size servers, each on its own GPUs if there are any."""
     rollout = config.rollout
     places = places_of(config, model)
@@ -146,7 +150,7 @@ def own_servers_of(config: Config, model: PreTrainedModel) -> list[ServerReplica
                 **api.environment(plan.by_handles),
                 **({"CUDA_VISIBLE_DEVICES": visible(place)} if place else {}),
             },
-            settings=client_settings_of(config, model),
+            settings=client_settings_of(config, model, decode),
         )
         for number, place in enumerate(places)
     ]
@@ -242,7 +246,7 @@ def _own_extra(config: Config) -> dict[str, Any]:
     return {"tokenizer": str(tokenizer)} if config.rollout.server_kind == "rally" else {}
 
 
-def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings:
+def client_settings_of(config: Config, model: PreTrainedModel, decode: Decode | None = None) -> ClientSettings:
     server = config.rollout.server
     return ClientSettings(
         timeout=server.timeout,
@@ -250,6 +254,7 @@ def client_settings_of(config: Config, model: PreTrainedModel) -> ClientSettings
         start_seconds=server.max_start_wait_time,
         vocabulary=model.config.get_text_config().vocab_size,
         max_model_len=config.max_model_len,
+        decode=decode,
     )
 
 
@@ -315,6 +320,6 @@ def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngi
                 f"{config.model.path} takes images, but servers are sent only tokens; set "
                 "actor_rollout_ref.rollout.name=embedded"
             )
-        return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec))
+        return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode)
     settings = engine_settings_of(config)
     return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode)

@@ -3,8 +3,9 @@
     python benchmarks/chat_templates.py FOLDER... [--table docs/models.md] [--details]
 
 Each FOLDER holds Jinja files, or tokenizers with a chat template. A Jinja file gets a tokenizer of bytes whose special
-tokens are those that it contains; its model's stop tokens are in STOPS. With --table the table is written between the
-markers of that file. Third-party templates are not part of this repository; the table names them.
+tokens are those that it contains; its model's stop tokens are in STOPS. With --table the table, and that of the
+formats, are written between the markers of that file. Third-party templates are not part of this repository; the table
+names them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rally.chat import ChatCodec, TemplateError, TemplateReport
 from rally.chat.format_choice import TOOL, TOOL_NAME
+from rally.chat.formats import ALIASES, FORMATS
 from rally.chat.template_probe import CASES, first_difference, forms
 from rally.chat.tiny_tokenizer import template_tokenizer
-from rally.types import Message, RallyError
+from rally.types import Message, RallyError, ToolCall
 
-BEGIN, END = "<!-- templates begin -->", "<!-- templates end -->"
+TEMPLATES, FORMAT_LIST = "templates", "formats"  # the tables, between <!-- NAME begin --> and <!-- NAME end -->
 # End-of-text token, then further stop tokens, by a text in the template: what the models' generation configs say.
 STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("<|tools_suffix|>", ("<|assistant_end|>", "<|tools_suffix|>")),
@@ -181,12 +183,24 @@ def table(rows: list[Row]) -> str:
     counts = Counter(row.status for row in rows)
     words = ", ".join(f"{counts[status]} {meaning}" for status, meaning in MEANINGS.items() if counts[status])
     head = ["| template | format | parse | delta | rerender | result |", "| --- | --- | --- | --- | --- | --- |"]
-    lines = [
-        f"| {row.name} | {row.format and f'`{row.format}`'} | {row.parse} | {row.delta} | {row.rerender} | "
-        f"{row.status}{f': {row.reason}' if row.reason else ''} |"
-        for row in rows
-    ]
-    return "\n".join([f"{len(rows)} templates: {words}.", "", *head, *lines])
+    return "\n".join([f"{len(rows)} templates: {words}.", "", *head, *map(line_of, rows)])
+
+
+def line_of(row: Row) -> str:
+    named = row.format and f"`{row.format}`"
+    result = f"{row.status}: {row.reason}" if row.reason else row.status
+    return f"| {row.name} | {named} | {row.parse} | {row.delta} | {row.rerender} | {result} |"
+
+
+def format_table() -> str:
+    """Every format, its other names, and how it writes the call f(a="x", n=1)."""
+    lines = ["| format | also | a call |", "| --- | --- | --- |"]
+    for name, one in FORMATS.items():
+        aliases = ", ".join(f"`{alias}`" for alias, target in ALIASES.items() if target == name)
+        call = ToolCall(name="f", arguments={"a": "x", "n": 1}, id=one.call_id("f", 0))
+        written = one.render([call]).replace("\n", "↵").replace("|", "\\|")
+        lines.append(f"| `{name}` | {aliases} | `` {written} `` |")
+    return "\n".join(lines)
 
 
 MEANINGS = {
@@ -217,13 +231,17 @@ def main() -> None:
                     print(ChatCodec(tokenizer, tools=[TOOL]).probe().words)
                 except RallyError as refusal:
                     print(refusal)
-    written = table(rows)
     if options.table is None:
-        print(written)
+        print(table(rows))
         return
-    text = options.table.read_text(encoding="utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    options.table.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}", encoding="utf-8")
+    replace_table(options.table, TEMPLATES, table(rows))
+    replace_table(options.table, FORMAT_LIST, format_table())
+
+
+def replace_table(file: Path, name: str, written: str) -> None:
+    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(f"{text.partition(begin)[0]}{begin}\n{written}\n{end}{text.partition(end)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -127,5 +127,5 @@ class JsonCalls(ToolFormat):
 
 
 def spaced(literal: str) -> str:
-    """A pattern for the text, in which whitespace may differ."""
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", literal))
+    """A pattern for the text, in which whitespace may differ, also between tags."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", literal))

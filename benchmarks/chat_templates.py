@@ -36,7 +36,8 @@ STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("<|observation|>", ("<|endoftext|>", "<|user|>", "<|observation|>")),
     ("<end_of_turn>", ("<end_of_turn>",)),
     ("<|eot_id|>", ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")),
-    ("<|eot|>", ("<|eot|>", "<|eom|>")),
+    ("<|header_start|>", ("<|eot|>", "<|eom|>")),
+    ("<|eot|>", ("<|eot|>",)),
     ("<｜end▁of▁sentence｜>", ("<｜end▁of▁sentence｜>",)),
     ("<｜Assistant｜>", ("<｜end▁of▁sentence｜>",)),
     ("<|im_end|>", ("<|im_end|>",)),
@@ -58,11 +59,11 @@ STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 # Formats of templates that neither show calls nor mention their marks, by a text in the template.
-NAMED = (("<|tool_list_start|>", "lfm2"), ("List of tools: ", "lfm2"))
+NAMED = (("<|tool_list_start|>", "lfm2"), ("List of tools: ", "lfm2"), ("xml_tools", "hermes"))
 
 
 class Row(NamedTuple):
-    """The result for one template. `status` is exact, rerender, text or refused."""
+    """The result for one template. `status` is one of BEST."""
 
     name: str
     format: str
@@ -87,14 +88,34 @@ def tokenizers(folder: Path) -> list[tuple[str, PreTrainedTokenizerBase]]:
     return inside
 
 
+# Arguments of templates that decide about thinking (data.apply_chat_template_kwargs).
+OPTIONS: tuple[dict[str, bool], ...] = (
+    *({"clear_thinking": False}, {"truncate_history_thinking": False}, {"preserve_thinking": True}),
+    *({"keep_thinking": True}, {"keep_past_thinking": True}, {"enable_thinking": True}, {"enable_thinking": False}),
+    *({"thinking": True}, {"drop_thinking": False}),
+)
+BEST = ("exact", "rerender", "append", "warned", "text", "refused")
+
+
 def row_of(name: str, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Try one template, without arguments and with those that it reads; the best result."""
+    source = str(tokenizer.chat_template)
+    rows = [try_template(name, tokenizer, {})]
+    for options in OPTIONS:
+        if rows[-1].status != "exact" and all(re.search(rf"\b{key}\b", source) for key in options):
+            words = ", ".join(f"{key}={str(value).lower()}" for key, value in options.items())
+            rows.append(try_template(f"{name}, {words}", tokenizer, options))
+    return min(rows, key=lambda row: BEST.index(row.status))
+
+
+def try_template(name: str, tokenizer: PreTrainedTokenizerBase, options: dict[str, bool]) -> Row:
     """Try one template. Never raises for a template's own failure: that is a refusal with its reason."""
     known: Any = tokenizer.get_vocab()
     first = next((group for mark, group in STOPS if mark in str(tokenizer.chat_template)), ())
     stops = [known[one] for one in first if one in known]
     tool_format = next((one for mark, one in NAMED if mark in str(tokenizer.chat_template)), "auto")
     try:
-        codec = ChatCodec(tokenizer, tool_format, tools=[TOOL], stop_ids=stops)
+        codec = ChatCodec(tokenizer, tool_format, tools=[TOOL], stop_ids=stops, template_kwargs=options)
         report = codec.probe()
     except RallyError as refusal:
         return Row(name, "", "refused", "", "", "", "refused", first_sentence(refusal))
@@ -110,10 +131,11 @@ def row_of(name: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     rerender = "refused" if refusals[1] else "exact" if not problem else "differs"
     status, reason = "exact", ""
     if delta != "exact" or parse == "plain words":
-        status = "rerender" if rerender == "exact" else "append" if delta == "tools" else "refused"
+        status = "rerender" if rerender == "exact" else "append" if delta == "tools" else "warned"
+        status = "refused" if all(refusals) else status
         reason = "; ".join(filter(None, (next(iter(case.case for case in report.differences), ""), problem)))
         if status == "refused":
-            reason = refusals[0] or refusals[1] or problem or reason
+            reason = refusals[0] or reason
     return Row(name, codec.format.name, "exact", parse, delta, rerender, status, first_sentence(reason))
 
 
@@ -207,6 +229,7 @@ MEANINGS = {
     "exact": "exact",
     "rerender": "exact with history=rerender",
     "append": "exact inside a tool loop",
+    "warned": "that render earlier turns otherwise, with a warning",
     "text": "without tool calls",
     "refused": "refused",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -134,7 +135,25 @@ class ChatCodec:
     def format_problem(self, key: str = "multi_turn.format") -> str:
         """Why calls cannot be read as the template renders them, in one sentence; empty if they can, or if the template
         shows no calls."""
-        return self._format_choice.problem(self.format, key)
+        return self._format_choice.problem(self.format, key) or self._early_stop
+
+    @cached_property
+    def _early_stop(self) -> str:
+        """Which stop token a turn has before its end, as a sentence; empty if none. Such a turn would be cut there."""
+        call = {"id": self.format.call_id("lookup", 0), "function": {"name": "lookup", "arguments": {"query": "x"}}}
+        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "a thought")
+        turns: dict[str, Message] = {"a call": {"content": "", "tool_calls": [call]}}
+        turns["an answer after thinking"] = {"content": "text", **thought}
+        for what, fields in turns.items():
+            with suppress(TemplateError):
+                ids = self.encode_assistant({"role": "assistant", **fields})
+                if early := [i for i in ids[:-1] if i in self.stop_ids]:
+                    token = self.decode(early[:1])
+                    return (
+                        f"the chat template prints {token} before {what}, and turns end with it, so that the turn "
+                        "would end there; use another template (custom_chat_template)"
+                    )
+        return ""
 
     @cached_property
     def _format_choice(self) -> FormatChoice:

@@ -55,13 +55,15 @@ class EndOfTurn(NamedTuple):
     """The special token that ends an assistant turn, as the policy samples it.
 
     `printed`: the template prints it after the last turn. `later` is the token that stands there once messages follow.
-    It is another one in gpt-oss's template, and empty if the following message begins with it, as GLM's do.
+    It is another one in gpt-oss's template, and empty if the following message begins with it, as GLM's do. `extra` is
+    what the template prints after a last turn instead.
     """
 
     id: int
     text: str
     printed: bool
     later: str
+    extra: str = ""
 
 
 class DeltaText(NamedTuple):
@@ -132,7 +134,7 @@ class TurnTexts:
         begins = following[0] if following and later_tail.lstrip().startswith(self._token(following[0])) else None
         closer = begins is not None and self._asked_only.rstrip().endswith(self._token(begins))
         if begins is not None and (begins in self.stops or not (at_end and closer)):
-            return EndOfTurn(begins, self._token(begins), False, "")
+            return EndOfTurn(begins, self._token(begins), False, "", last_tail)
         if at_end:
             token_id = next((i for i in at_end if i in self.stops), at_end[0])
             text = self._token(token_id)
@@ -193,10 +195,12 @@ class TurnTexts:
         whole = self.template.text([*before, message], False)
         body: str | None = whole[len(start) :]
         if not whole.startswith(start):
-            body = self._after_closed_thinking(start, whole) if self.thinking_closed else self._after_role(start, whole)
+            body = self._after_role(start, whole)
+            body = self._after_closed_thinking(start, whole) if body is None and self.thinking_closed else body
         kinds: tuple[Kind, ...] = ("call", "content") if message.get("tool_calls") else ("content", "call")
-        if body is not None and not self.ends[kinds[0]].printed:
-            return body + self.ends[kinds[0]].text
+        end = self.ends[kinds[0]]
+        if body is not None and not end.printed:
+            return body.removesuffix(end.extra) + end.text
         for kind in kinds:
             text, found, _ = (body or "").rpartition(self.ends[kind].text)
             if found:
@@ -218,7 +222,7 @@ class TurnTexts:
         shared = shared[:tag] if tag > shared.rfind(">") else shared
         rest, body = start[len(shared) :], whole[len(shared) :]
         marks = next((marks for marks in THINKING if marks.closing in rest), None)
-        if marks is None:
+        if marks is None or self._specials(rest.replace(marks.opening, "").replace(marks.closing, "")):
             return None
         empty = re.match(rf"\s*(?:{re.escape(marks.opening)})?\s*{re.escape(marks.closing)}\s*", body)
         return body[empty.end() :] if empty else body
@@ -228,8 +232,8 @@ class TurnTexts:
         space after it; else None."""
         specials = self._specials(start)
         role = start[start.rfind(self._token(specials[-1])) :].rstrip() if specials else ""
-        place = whole.rfind(role) if role else -1
-        return whole[place + len(role) :].lstrip() if place >= 0 else None
+        matches = list(re.finditer(r"\s*".join(map(re.escape, re.split(r"\s+", role))), whole)) if role else []
+        return whole[matches[-1].end() :].lstrip() if matches else None
 
     @cached_property
     def thinking_closed(self) -> bool:

@@ -66,24 +66,30 @@ CHAT_TEMPLATE = """\
 """
 
 
-def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """The tokenizer, with `words` as additional tokens. The longest matching token is taken."""
+def tiny_tokenizer(
+    words: Sequence[str] = (), *, chat_template: str = CHAT_TEMPLATE, eos: str = END
+) -> PreTrainedTokenizerFast:
+    """The tokenizer, with `words` as additional tokens. The longest matching token is taken. Another `chat_template`
+    brings its own special tokens, and `eos`."""
     words = sorted((*WORDS, *words), key=len, reverse=True)
-    pieces = [PAD, START, END, *TAGS, UNKNOWN, *words, *CHARACTERS]
+    special = [PAD, START, END, UNKNOWN]
+    if chat_template != CHAT_TEMPLATE:
+        special = list(dict.fromkeys((*special, eos, *_SPECIAL.findall(chat_template))))
+    pieces = [PAD, START, END, *TAGS, UNKNOWN, *words, *CHARACTERS, *special[4:]]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     assert len(vocabulary) == len(pieces), "a piece is listed twice"
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     longest_first = "|".join(map(re.escape, words))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longest_first}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, START, END, UNKNOWN)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
-        eos_token=END,
+        eos_token=eos,
         unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -153,7 +153,8 @@ class Course:
     """A task for an agent to learn.
 
     `write_data(folder, seed)` writes train.parquet, gate.parquet and test.parquet, all scored as `data_source`. `tools`
-    are built-in tools by name, or a tool YAML. `words` become single tokens of the tokenizer.
+    are built-in tools by name, or a tool YAML. `words` become single tokens of the tokenizer. `tokenizer` replaces the
+    tiny one, with another chat template and its format of calls.
     """
 
     title: str
@@ -163,6 +164,7 @@ class Course:
     habits: Mapping[str, float]
     tools: Sequence[str] | Path
     words: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
     prompt_length: int = 64
     response_length: int = 256
     tool_chars: int = 64
@@ -187,9 +189,9 @@ def run_course(
     """Run the whole course. Everything it writes is under `folder`."""
     if (folder / "config.yaml").exists():
         raise RallyError(f"{folder} already holds a run; remove it or choose another --out")
-    tokenizer = tiny_tokenizer(course.words)
+    tokenizer = course.tokenizer or tiny_tokenizer(course.words)
     model = small_model(tokenizer, settings.seed)
-    codec = ChatCodec(tokenizer, "hermes", course.toolbox().schemas())
+    codec = ChatCodec(tokenizer, tools=course.toolbox().schemas())
     console.banner(
         course.title,
         {"model": f"{sum(p.numel() for p in model.parameters()):,} parameters, random weights", "run": str(folder)},

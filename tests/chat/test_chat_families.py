@@ -193,6 +193,14 @@ def test_another_format_is_refused_with_the_one_that_fits() -> None:
     assert "no tool-call format reads calls" in codec.format_problem() and "CALL rally_probe" in codec.format_problem()
 
 
+@pytest.mark.drill("reliability", "A chat template prints the end of a turn before a call", "Refused at the start")
+def test_a_turn_that_would_end_before_its_call_is_refused() -> None:
+    source = (FOLDER / "end_before_call.jinja").read_text(encoding="utf-8")
+    codec = ChatCodec(template_tokenizer(source, "</s>"), "auto", TOOLS)
+    assert codec.format.name == "gigachat3"
+    assert "prints <|message_sep|> before a call, and turns end with it" in codec.format_problem()
+
+
 def test_the_choice_for_qwen_llama_and_the_demo_is_that_of_before(codecs: dict[str, ChatCodec]) -> None:
     expected = {"tiny": "hermes", "qwen2_5": "hermes", "qwen3": "hermes", "llama3_2": "llama3_json"}
     for name, codec in codecs.items():

@@ -155,6 +155,17 @@ def _lenient(literal: str) -> str:
     )
 
 
+class Functionary(NamedJson):
+    """Functionary v3.2: `>>>f` and the arguments on the next line. The generation prompt ends with the first mark."""
+
+    def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
+        if re.match(r"[\w.-]{1,200}\n\s*\{", text) is None:
+            return super().find(text, schemas)
+        shift = len(self._first)
+        found = super().find(self._first + text, schemas)
+        return [FoundCall(max(0, one.start - shift), max(0, one.end - shift), one.call) for one in found]
+
+
 class Mistral(ToolFormat):
     """`[TOOL_CALLS]` and then a list with ids (v3 to v7), or for each call its name, id and arguments (v11), or name
     and arguments (v13). All are read; `layout` is what is written. Ids are 9 letters and digits."""

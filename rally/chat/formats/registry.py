@@ -14,7 +14,7 @@ from rally.chat.formats.base import CallKeys, ToolFormat
 from rally.chat.formats.gemma_calls import GemmaCalls
 from rally.chat.formats.json_calls import JsonCalls
 from rally.chat.formats.llama3_json import BareJson
-from rally.chat.formats.named_json import Harmony, Mistral, NamedJson
+from rally.chat.formats.named_json import Functionary, Harmony, Mistral, NamedJson
 from rally.chat.formats.plain_call import PlainCalls
 from rally.chat.formats.python_calls import PythonCalls
 from rally.chat.formats.tagged_arguments import TaggedArguments, Tags
@@ -145,7 +145,10 @@ BUILT_IN: tuple[ToolFormat, ...] = (
         Tags(f"<tool_calls{_HY}>\n", f"\n</tool_calls{_HY}>"),
     ),
     TaggedArguments(
-        "minicpm5", Tags('<function name="{name}">', "</function>"), Tags('<param name="{key}">', "</param>")
+        "minicpm5",
+        Tags('<function name="{name}">', "</function>"),
+        Tags('<param name="{key}">', "</param>"),
+        cdata=True,
     ),
     TaggedArguments(
         "muse_glimmer",
@@ -155,7 +158,7 @@ BUILT_IN: tuple[ToolFormat, ...] = (
     ),
     TaggedArguments("dots", _INVOKE, _PARAMETER, Tags("<dots_function_call>\n", "\n</dots_function_call>")),
     NamedJson("functionary_v31", "<function={name}>", "</function>"),
-    NamedJson("functionary_v32", ">>>{name}\n", not_tools=("all",)),
+    Functionary("functionary_v32", ">>>{name}\n", not_tools=("all",)),
     NamedJson(
         "solar",
         "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>",

@@ -43,8 +43,8 @@ class Body(NamedTuple):
 class TaggedArguments(ToolFormat):
     """Calls of `call` tags with `argument` tags inside, in one `section` each or, with `shared`, one for all.
 
-    `padded`: one newline on either side of a value is not part of it. `lead` and `trail` are tags around a call that
-    may be missing."""
+    `cdata`: a value may stand in a CDATA section. `padded`: one newline on either side of a value is not part of it.
+    `lead` and `trail` are tags around a call that may be missing."""
 
     def __init__(
         self,
@@ -58,8 +58,10 @@ class TaggedArguments(ToolFormat):
         lead: str = "",
         trail: str = "",
         joint: str = "\n",
+        cdata: bool = False,
     ) -> None:
         self.name, self.call, self.argument, self.section = name, call, argument, section
+        self._cdata = cdata
         self._shared, self._padded, self._lead, self._trail, self._joint = shared, padded, lead, trail, joint
         self.marks = tuple(
             mark.strip()
@@ -165,6 +167,8 @@ class TaggedArguments(ToolFormat):
             value = text[start:stop]
             if self._padded:
                 value = value.removeprefix("\n").removesuffix("\n")
+            if self._cdata and value.startswith("<![CDATA[") and value.endswith("]]>"):
+                value = value[len("<![CDATA[") : -len("]]>")]
             fields = opening.groupdict()
             kind = "true" if fields.get("type") == "string" else "false" if fields.get("type") else fields.get("string")
             arguments[key] = self._value(value, kind, properties.get(key, {}))

@@ -315,4 +315,4 @@ def test_the_document_has_these_templates_and_formats() -> None:
         assert module.line_of(module.row_of(name, tokenizer)) in text, (
             "run benchmarks/chat_templates.py (docs/models.md)"
         )
-    assert module.format_table() in text, "run benchmarks/chat_templates.py --formats (docs/models.md)"
+    assert module.format_table() in text, "run benchmarks/chat_templates.py (docs/models.md)"

@@ -115,7 +115,7 @@ def test_no_text_raises_in_any_format(name: str, pieces: list[str]) -> None:
     calls = one.parse(text, [{"name": "calculator", "parameters": {"properties": {"q": {"type": "string"}}}}]).calls
     assert all(call.raw or not call.error for call in calls)
     assert len({call.id for call in calls}) == len(calls)
-    if one.marks and one.marks[0] in text and name not in ("functionary_v32", "harmony"):
+    if one.marks and one.marks[0] in text and name not in ("functionary_v32", "harmony", "phi4_mini_json"):
         assert calls
 
 

@@ -4,8 +4,8 @@
 
 Each FOLDER holds Jinja files, or tokenizers with a chat template. A Jinja file gets a tokenizer of bytes whose special
 tokens are those that it contains; its model's stop tokens are in STOPS. With --table the table, and that of the
-formats, are written between the markers of that file. Third-party templates are not part of this repository; the table
-names them.
+formats, are written between the markers of that file; rows of other folders stay. Third-party templates are not part of
+this repository; the table names them.
 """
 
 from __future__ import annotations
@@ -201,11 +201,11 @@ def first_sentence(text: object) -> str:
     return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")[:160]
 
 
-def table(rows: list[Row]) -> str:
-    counts = Counter(row.status for row in rows)
+def table(lines: Sequence[str]) -> str:
+    counts = Counter(line.split(" | ")[-1].strip(" |").partition(":")[0] for line in lines)
     words = ", ".join(f"{counts[status]} {meaning}" for status, meaning in MEANINGS.items() if counts[status])
     head = ["| template | format | parse | delta | rerender | result |", "| --- | --- | --- | --- | --- | --- |"]
-    return "\n".join([f"{len(rows)} templates: {words}.", "", *head, *map(line_of, rows)])
+    return "\n".join([f"{len(lines)} templates: {words}.", "", *head, *lines])
 
 
 def line_of(row: Row) -> str:
@@ -254,11 +254,19 @@ def main() -> None:
                     print(ChatCodec(tokenizer, tools=[TOOL]).probe().words)
                 except RallyError as refusal:
                     print(refusal)
+    lines = [line_of(row) for row in rows]
     if options.table is None:
-        print(table(rows))
+        print(table(lines))
         return
-    replace_table(options.table, TEMPLATES, table(rows))
+    names = tuple(f"| {folder.resolve().name}/" for folder in options.folders)
+    known = table_in(options.table, TEMPLATES).splitlines()
+    others = [line for line in known if re.match(r"\| [\w.-]+/", line) and not line.startswith(names)]
+    replace_table(options.table, TEMPLATES, table([*others, *lines]))
     replace_table(options.table, FORMAT_LIST, format_table())
+
+
+def table_in(file: Path, name: str) -> str:
+    return file.read_text(encoding="utf-8").partition(f"<!-- {name} begin -->")[2].partition(f"<!-- {name} end -->")[0]
 
 
 def replace_table(file: Path, name: str, written: str) -> None:

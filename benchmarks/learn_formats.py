@@ -51,7 +51,9 @@ GLM = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 PYTHONIC = """\
-{%- if show_tools is defined and show_tools -%}<|header_start|>system<|header_end|>{{ tools | tojson }}<|eot|>{%- endif -%}
+{%- if show_tools is defined and show_tools -%}
+<|header_start|>system<|header_end|>{{ tools | tojson }}<|eot|>
+{%- endif -%}
 {%- for m in messages -%}
 <|header_start|>{{ 'ipython' if m.role == 'tool' else m.role }}<|header_end|>
 {{ m.content }}

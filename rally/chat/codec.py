@@ -289,6 +289,12 @@ class ChatCodec:
             text = inner[len(before) : len(inner) - len(after)]
         return {"content": text, **thought}
 
+    def thought(self, text: str) -> dict[str, str]:
+        """Fields for the thinking of a reply, if the generation prompt opens a thinking block; else none. A made-up
+        reply needs them there."""
+        names = ("reasoning_content", "reasoning", "thinking")
+        return dict.fromkeys(names, text) if self._turns.thinking_prefilled else {}
+
     def escape(self, text: str) -> Escaped:
         """Tool text with its control tokens escaped, and their number."""
         return self._template.escaper.tool(text)

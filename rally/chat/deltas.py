@@ -9,12 +9,22 @@ same shape are inserted into it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-from rally.chat.templates import QUESTION, SENTINEL, MessageLost, Template, TemplateError, common_prefix, lost_message
+from rally.chat.templates import (
+    QUESTION,
+    SENTINEL,
+    MessageLost,
+    Template,
+    TemplateError,
+    common_prefix,
+    content_of,
+    lost_message,
+)
 from rally.types import Message
 
 # Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
@@ -269,10 +279,20 @@ class TurnTexts:
         return (before.strip(), after.strip()) if found else ("", "")
 
     def check_reply(self, message: Message) -> None:
-        """Raise MessageLost if the template leaves out the text of this reply, as some do for the text beside a call.
-        A row with such a reply would be trained on without it."""
-        spoken = {**self.template.normal(message), "role": "the reply"}
-        if lost_message([spoken], self.reply(message)) is not None:
+        """Raise MessageLost if the template leaves out the text of this reply, as some do beside a call, or one of its
+        calls. A row with such a reply would be trained on without it."""
+        reply = self.reply(message)
+        names = Counter(str((call.get("function") or call).get("name")) for call in message.get("tool_calls") or ())
+        for name, count in names.items():
+            if reply.count(name) < count:
+                raise MessageLost(
+                    f"the chat template does not print every call of {name} in an assistant message with "
+                    f"{sum(names.values())} calls and the text {str(message.get('content') or '')[:60]!r}; split the "
+                    "message, or use a template that prints it (custom_chat_template)"
+                )
+        content = self.template.observed("assistant", content_of(message.get("content")))
+        spoken: Message = {"role": "the reply", "content": content}
+        if lost_message([spoken], reply) is not None:
             beside = "beside its tool calls " if message.get("tool_calls") else ""
             raise MessageLost(
                 f"the chat template does not print the whole text of an assistant message {beside}"

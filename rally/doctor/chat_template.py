@@ -18,7 +18,7 @@ from rally.tools.sample_arguments import example_of
 from rally.types import Message, Task, ToolCall
 
 TOO_LONG = 2000
-ANSWER, LAST_WORD = "(the tool's response)", "(the policy's final reply)"
+ANSWER, LAST_WORD, THOUGHT = "(the tool's response)", "(the policy's final reply)", "(the policy's thinking)"
 
 
 def tokenizer(case: DoctorCase) -> Iterator[Finding]:
@@ -59,7 +59,10 @@ def prompt(case: DoctorCase) -> Iterator[Finding]:
     task = case.first_task
     codec = _codec_of(case, task)
     tool = next((one for one in case.toolbox.tools if codec.tools and one.name == _name(codec.tools[0])), None)
-    messages = exchange(task, tool)
+    messages = [
+        {**message, **codec.thought(THOUGHT)} if message["role"] == "assistant" else message
+        for message in exchange(task, tool)
+    ]
     ids, mask, _ = codec.encode_conversation(messages)
     shown = tuple(_pieces(codec, ids, mask))
     yield Finding(

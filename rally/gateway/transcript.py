@@ -158,6 +158,7 @@ class SampledTurn:
     closed: bool
     call_ids: tuple[str, ...]
     at: float  # when it was returned to the agent, by time.perf_counter
+    written_ids: Mapping[str, str] = field(default_factory=dict)  # the ids that the policy wrote, by canonical id
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -264,7 +265,8 @@ class Transcript:
         self._count_calls(calls)
         self._last_replies[self._openings.index(conversation.opening)] = parsed.text
         end = len(branch.segment.response_ids)
-        turn = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter())
+        written = {f"call_{n}": call.id for n, call in enumerate(call for call in calls if call.error is None)}
+        turn = SampledTurn(branch, end, parsed.closed, conversation.call_ids, time.perf_counter(), written)
         self._sampled.setdefault(conversation.keys[-1], []).append(turn)
 
     def parts(self) -> EpisodeParts:
@@ -300,7 +302,13 @@ class Transcript:
             whole, known = codec.rerender(conversation.messages).ids, after.ids
             return whole[len(known) :] if whole[: len(known)] == known else None
         try:
-            following = conversation.messages[conversation.answered :]
+            # An answer has the id that the policy wrote, which some templates print.
+            following = [
+                {**message, "tool_call_id": after.written_ids.get(message["tool_call_id"], message["tool_call_id"])}
+                if message.get("tool_call_id")
+                else message
+                for message in conversation.messages[conversation.answered :]
+            ]
             return codec.encode_delta(following, closed=after.closed, last_id=after.ids[-1])
         except TemplateError:
             return None

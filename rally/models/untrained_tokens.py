@@ -47,8 +47,9 @@ def chat_ids(codec: ChatCodec) -> tuple[int, ...]:
     name = codec.tools[0]["function"]["name"]
     call = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}}
     answer = {"role": "tool", "name": name, "tool_call_id": "call_0", "content": "?"}
-    asked += codec.encode_assistant({"role": "assistant", "content": "", "tool_calls": [call]})
+    reply = {"role": "assistant", "content": "", **codec.thought("?"), "tool_calls": [call]}
     with suppress(TemplateError):  # the template has no tool messages; loops then present results in their own way
+        asked += codec.encode_assistant(reply)
         asked += codec.encode_delta([answer])
     return asked
 

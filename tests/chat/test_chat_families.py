@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chat_cases import TOOLS, call
 
-from rally.chat import FORMATS, ChatCodec, register_format, tiny_tokenizer
+from rally.chat import FORMATS, ChatCodec, MessageLost, register_format, tiny_tokenizer
 from rally.chat.formats import FoundCall, Schemas, ToolFormat, load_formats
 from rally.chat.tiny_tokenizer import template_tokenizer
 from rally.types import RallyError, ToolCall
@@ -193,6 +193,21 @@ def test_another_format_is_refused_with_the_one_that_fits() -> None:
     assert "no tool-call format reads calls" in codec.format_problem() and "CALL rally_probe" in codec.format_problem()
 
 
+def test_a_call_that_the_template_leaves_out_is_not_trained_without() -> None:
+    """Some templates print one of several calls, or none beside text; a row with such a reply is refused."""
+    one_call = "{% set c = m.tool_calls[0].function %}<tool_call>{{ c | tojson }}</tool_call>"
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    source += f"{{% if m.tool_calls and not m.content %}}{one_call}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    codec = ChatCodec(template_tokenizer(source, "<|im_end|>"), "auto", TOOLS)
+    asked = {"role": "user", "content": "q"}
+    calls = [call("search", {"query": "x"}), call("search", {"query": "y"})]
+    assert codec.encode_conversation([asked, {"role": "assistant", "content": "", "tool_calls": calls[:1]}])
+    for reply in ({"content": "", "tool_calls": calls}, {"content": "I look.", "tool_calls": calls[:1]}):
+        with pytest.raises(MessageLost, match="does not print every call of search"):
+            codec.encode_conversation([asked, {"role": "assistant", **reply}])
+
+
 @pytest.mark.drill("reliability", "A chat template prints the end of a turn before a call", "Refused at the start")
 def test_a_turn_that_would_end_before_its_call_is_refused() -> None:
     source = (FOLDER / "end_before_call.jinja").read_text(encoding="utf-8")
@@ -315,4 +330,4 @@ def test_the_document_has_these_templates_and_formats() -> None:
         assert module.line_of(module.row_of(name, tokenizer)) in text, (
             "run benchmarks/chat_templates.py (docs/models.md)"
         )
-    assert module.format_table() in text, "run benchmarks/chat_templates.py --formats (docs/models.md)"
+    assert module.format_table() in text, "run benchmarks/chat_templates.py (docs/models.md)"

@@ -52,7 +52,7 @@ def own_marks(one: ToolFormat) -> list[str]:
 def test_what_a_format_writes_it_reads(name: str) -> None:
     one = get_format(name)
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(typed_calls(), st.sampled_from(["", "I will look it up.\n", "I look.\n\n"]))
     def check(case: tuple[list[dict[str, Any]], list[ToolCall]], before: str) -> None:
         tools, calls = case
@@ -108,14 +108,14 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=25))
 def test_no_text_raises_in_any_format(name: str, pieces: list[str]) -> None:
     one, text = get_format(name), "".join(pieces)
     calls = one.parse(text, [{"name": "calculator", "parameters": {"properties": {"q": {"type": "string"}}}}]).calls
     assert all(call.raw or not call.error for call in calls)
     assert len({call.id for call in calls}) == len(calls)
-    if one.marks and one.marks[0] in text and name not in ("functionary_v32", "harmony"):
+    if one.marks and one.marks[0] in text and name not in ("functionary_v32", "harmony", "phi4_mini_json"):
         assert calls
 
 

@@ -195,6 +195,94 @@ def test_plain_reads(case: str) -> None:
     assert read("plain", text) == calls
 
 
+OTHERS: list[tuple[str, str, Calls]] = [
+    ("pythonic", "[calculator(expression='2+3')]", [CALC]),
+    ("pythonic", '<|python_start|>[calculator(expression="2+3"), now()]<|python_end|>', [CALC, ("now", {})]),
+    ("llama4_pythonic", "Sure: [calculator('2+3')] as asked", [CALC]),
+    ("pythonic", "<|python_tag|>[now()]", [("now", {})]),
+    (
+        "pythonic",
+        "[search(query='it''s', exact=true, note=null, tags=[1, 'a'])]",
+        [("search", {"query": "its", "exact": True, "note": None, "tags": [1, "a"]})],
+    ),
+    ("pythonic", "[search(query='a\nb', from='x')]", [("search", {"query": "a\nb", "from": "x"})]),
+    ("pythonic", "see [foo(x)] there, or x[calculator(1)]", []),
+    ("lfm2", "<|tool_call_start|>[calculator(expression='2+3')]", [CALC]),
+    ("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', [("now", {})]),
+    ("olmo3", '<function_calls>\ncalculator(expression="2+3")\nnow()\n</function_calls>', [CALC, ("now", {})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "2+3"}}]', [CALC]),
+    ("mistral", '[TOOL_CALLS]calculator[CALL_ID]a1b2c3d4e[ARGS]{"expression": "2+3"}', [CALC]),
+    ("mistral", '[TOOL_CALLS]calculator[ARGS]{"expression": "2+3"}[TOOL_CALLS]now{}', [CALC, ("now", {})]),
+    ("kimi_k2", '<|tool_call_begin|>calculator:0<|tool_call_argument_begin|>{"expression": "2+3"}', [CALC]),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n{"expression": "2+3"}', [CALC]),
+    ("deepseek_v31", '<｜tool▁call▁begin｜>calculator<｜tool▁sep｜>{"expression": "2+3",}', [CALC]),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="topk" string="false">3</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>",
+        [("search", {"topk": 3})],
+    ),
+    ("glm47", "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>2+3</arg_value>\n</tool_call>", [CALC]),
+    ("glm45", "<tool_call>now</tool_call>", [("now", {})]),
+    ("minimax_m2", '<invoke name="calculator"><parameter name="expression">2+3</parameter></invoke>', [CALC]),
+    (
+        "harmony",
+        '<|channel|>commentary to=functions.calculator <|constrain|>json<|message|>{"expression": "2+3"}',
+        [CALC],
+    ),
+    ("harmony", ' to=functions.calculator<|channel|>commentary json<|message|>{"expression": "2+3"}', [CALC]),
+    ("gemma4", '<|tool_call>call:calculator{expression:<|"|>2+3<|"|>}<tool_call|>', [CALC]),
+    ("gemma4", '<|tool_call>call:calculator{"expression": "2+3"}', [CALC]),
+    (
+        "functiongemma",
+        "<start_function_call>call:calculator{expression:<escape>2+3<escape>}<end_function_call>",
+        [CALC],
+    ),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "calculator", "parameters": '
+        '{"expression": "2+3"}}]<|END_ACTION|>',
+        [CALC],
+    ),
+    ("command_r", 'Action: ```json\n[{"tool_name": "calculator", "parameters": {"expression": "2+3"}}]\n```', [CALC]),
+    ("command_r", "```python\nprint(1)\n```", []),
+    ("phi4_mini_json", 'functools[{"name": "calculator", "arguments": {"expression": "2+3"}}]', [CALC]),
+    ("phi4_mini_json", "import functools\nfunctools.reduce(f, x)", []),
+    ("functionary_v32", 'calculator\n{"expression": "2+3"}', [CALC]),
+    ("functionary_v32", '>>>all\nI look.>>>calculator\n{"expression": "2+3"}', [CALC]),
+    ("functionary_v32", ">>> print(1)\n1", []),
+    ("minicpm5", '<function name="calculator"><param name="expression"><![CDATA[2+3]]></param></function>', [CALC]),
+    ("apertus", '<|tools_prefix|>[{"calculator": {"expression": "2+3"}}]<|tools_suffix|>', [CALC]),
+    (
+        "internlm",
+        '<|action_start|><|plugin|>\n{"name": "calculator", "parameters": {"expression": "2+3"}}' + "<|action_end|>",
+        [CALC],
+    ),
+    (
+        "step3",
+        '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="calculator">'
+        '<steptml:parameter name="expression">2+3</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+        "<｜tool_calls_end｜>",
+        [CALC],
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=calculator>\n<parameter=expression>2+3</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        [CALC],
+    ),
+    ("nemotron", '<TOOLCALL>[{"name": "calculator", "arguments": {"expression": "2+3"}}]</TOOLCALL>', [CALC]),
+    ("granite", '<|tool_call|>[{"name": "calculator", "arguments": {"expression": "2+3"}}]', [CALC]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), OTHERS)
+def test_other_families_are_read_as_their_models_write(name: str, text: str, calls: Calls) -> None:
+    result = get_format(name).parse(text, TOOLS)
+    assert [c.error for c in result.calls if c.error] == []
+    assert [(c.name, c.arguments) for c in result.calls] == calls
+
+
 BROKEN = [
     ("hermes", "Let me use <tool_call>calc(2+3 to solve", "<tool_call>calc(2+3 to solve", "expected a value"),
     ("hermes", tagged(""), tagged(""), "nothing between the tags"),

@@ -216,3 +216,31 @@ def test_a_run_stops_before_it_costs_anything(name: str, home: Path, tmp_path: P
     rollout = config.actor_rollout_ref.model_copy(update={"model": model})
     with pytest.raises(RunError, match="an episode cannot continue: the chat template"):
         read_inputs(config.model_copy(update={"actor_rollout_ref": rollout}), Paper().console)
+
+
+@pytest.mark.drill(
+    "reliability",
+    "The configured tool-call format does not read what the chat template shows",
+    "Training, fine-tuning and serving refuse to start and name the format that fits",
+)
+def test_a_run_refuses_a_format_that_does_not_fit(home: Path, tmp_path: Path) -> None:
+    wrong = run_config(home, tmp_path, "actor_rollout_ref.rollout.multi_turn.format=mistral")
+    with pytest.raises(RunError, match=r"multi_turn\.format=mistral does not parse calls .* set it to hermes"):
+        read_inputs(wrong, Paper().console)
+    with pytest.raises(RunError, match="set it to hermes"):
+        read_inputs(wrong, Paper().console, train=False)  # an evaluation
+    assert read_inputs(run_config(home, tmp_path), Paper().console).codec.format.name == "hermes"
+
+
+async def test_the_chat_endpoint_refuses_tools_whose_calls_it_could_not_read() -> None:
+    engine = EmbeddedEngine(make_model(), EngineSettings(max_model_len=512), num_pages=200)
+    served = Served(engine=engine, tokenizer=tiny_tokenizer(), name="tiny", tool_format="mistral", hidden_tools=True)
+    asked = {"model": "tiny", "messages": [QUESTION], "max_tokens": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(served, None)), base_url="http://e") as http:
+        refused = await http.post("/v1/chat/completions", json={**asked, "tools": [tool]})
+        plain = await http.post("/v1/chat/completions", json=asked)
+    await engine.close()
+    assert refused.status_code == 400
+    assert "--tool-format=mistral does not parse calls" in refused.json()["error"]["message"]
+    assert "tool-format" not in plain.text, "a chat without tools needs no format"

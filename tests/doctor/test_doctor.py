@@ -21,6 +21,7 @@ from rally.doctor import doctor, environment, memory_and_time, rollout_logprobs
 from rally.doctor.check_context import DoctorCase, DoctorOptions, Finding
 from rally.doctor.doctor import CHECKS, Check, examine, exit_code, run_check
 from rally.doctor.environment import Driver, judge_driver
+from rally.models.untrained_tokens import chat_ids
 from rally.runs.cost_estimate import StepTime
 from rally.tools import BaseTool, ToolBox
 from rally.types import RallyError
@@ -303,6 +304,18 @@ def test_a_template_that_forgets_is_shown_with_the_place(home: Path, tmp_path: P
     [diff] = [one for one in found if one.shown]
     assert diff.status == "warning" and "drops the thinking of earlier turns" in diff.text
     assert "template ..." in diff.shown[0].text and "a first thought" in diff.shown[0].text
+
+
+def test_a_template_whose_prompt_opens_the_thinking_is_shown_with_thinking(home: Path, tmp_path: Path) -> None:
+    source = (Path(__file__).parents[1] / "chat" / "templates" / "thinking_prefilled.jinja").read_text(encoding="utf-8")
+    config = run_config(home, tmp_path)
+    model = config.model.model_copy(update={"custom_chat_template": source})
+    whole = config.actor_rollout_ref.model_copy(update={"model": model})
+    case = DoctorCase(config.model_copy(update={"actor_rollout_ref": whole}))
+    found = list(run_check(LOOKS["prompt"], case))
+    assert "multi_turn.format=auto is qwen3_coder, which parses calls" in told(found[-1:], "ok")
+    assert any("(the policy's thinking)\n</think>" in shown.text for one in found for shown in one.shown)
+    assert chat_ids(case.codec), "the check of untrained tokens renders a call too"
 
 
 def test_a_format_that_does_not_read_the_templates_calls_is_an_error(find: Any) -> None:

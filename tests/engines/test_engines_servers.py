@@ -105,7 +105,7 @@ async def test_what_would_hurt_a_server_is_not_sent(fake: FakeServer) -> None:
         ([], PARAMS, "empty prompt"),
         ([1, 97], PARAMS, "vocabulary of 97"),
         ([1] * 60, PARAMS, "max_model_len=64"),
-        ([1], SamplingParams(stop=("x",)), "cannot stop at strings"),
+        ([1], SamplingParams(stop=("x",)), "stop strings need a tokenizer"),
     ]:
         with pytest.raises(EngineError, match=words):
             await replica.generate(prompt, params)

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_cases import calculator, check_tiling, said, tiny_codec
 
+from rally.chat import ChatCodec
+from rally.chat.tiny_tokenizer import template_tokenizer
 from rally.gateway.transcript import ChatHistory, Draft, MessageError, Transcript
 from rally.services.admission import SamplingAsk
 from rally.services.openai_responses import ChatShape, CompletionResponse, ResponseOptions
@@ -235,3 +237,26 @@ def test_branches_sub_agents_and_going_on_over_http() -> None:
     assert [p for p, mask in tokens if mask] == sorted(
         p for call in held.engine.calls for p in call.generation.logprobs
     )
+
+
+def test_an_answer_has_the_id_that_the_policy_wrote() -> None:
+    """Agents get ids of their own; a template of Mistral's prints those of the policy."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}[TOOL_CONTENT]{{ m.content }}"
+        "[/TOOL_RESULTS]{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    )
+    codec = ChatCodec(template_tokenizer(source, "</s>"), "auto", TOOLS)
+    transcript = Transcript(codec, "append", 0.0)
+    asked = [{"role": "user", "content": "What is 1+1?"}]
+    written = '[TOOL_CALLS]calculator[CALL_ID]z9Y8x7W6v[ARGS]{"expression": "1+1"}</s>'
+    ids = tuple(codec.tokenizer.encode(written, add_special_tokens=False))
+    call: Message = {"id": "call_of_the_agent", "type": "function"}
+    call["function"] = {"name": "calculator", "arguments": '{"expression": "1+1"}'}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    draft = transcript.draft(ChatHistory.of(asked, TOOLS))
+    transcript.add(draft, Generation(ids=ids, logprobs=(0.0,) * len(ids), finish="stop"), answer, 0.0)
+    result = {"role": "tool", "tool_call_id": "call_of_the_agent", "content": "2"}
+    following = transcript.draft(ChatHistory.of([*asked, answer, result], TOOLS))
+    assert codec.decode(following.observed) == "[TOOL_RESULTS]z9Y8x7W6v[TOOL_CONTENT]2[/TOOL_RESULTS]"

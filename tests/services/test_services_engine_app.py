@@ -3,7 +3,7 @@ engine."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -124,6 +124,25 @@ async def test_a_broken_engine_is_no_mistake_of_the_caller(engine: EmbeddedEngin
             failed = await http.post("/generate", json=REQUEST)
             assert failed.status_code == 500 and "out of memory" in failed.json()["error"]["message"]
         assert (await http.get("/health")).status_code == 500
+
+
+async def test_stop_strings_of_a_run_end_a_turn_of_our_own_server() -> None:
+    """A `rally serve engine` server has a tokenizer, so it stops itself, at the token of the embedded engine."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+    engine = EmbeddedEngine(make_model(), EngineSettings(max_model_len=128), num_pages=100, decode=decode)
+    whole = await engine.generate([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))
+    params = SamplingParams(max_tokens=6, temperature=0, stop=(f"<{whole.ids[2]}>",))
+    asked = GenerationRequest(id="a", prompt_ids=(1, 2, 3), params=params, before=0, after=0, salt="")
+    async with client(engine) as http:
+        call = Rally().generate(asked)
+        answered = await http.post(call.path, json=call.body)
+    generation, here = Rally().generation(answered.json(), asked), await engine.generate([1, 2, 3], params)
+    await engine.close()
+    assert Rally().stops_at_strings and generation.finish == here.finish == "stop"
+    assert generation.ids == here.ids == whole.ids[: whole.ids.index(whole.ids[2]) + 1]
 
 
 async def test_a_model_without_a_chat_template_still_completes(engine: EmbeddedEngine) -> None:

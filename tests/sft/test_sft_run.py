@@ -273,6 +273,13 @@ def test_a_row_that_cannot_be_encoded_is_named(sft_home: Path, tmp_path: Path, p
         sft(config(sft_home, tmp_path / "run", f"data.train_files={tmp_path / 'odd.jsonl'}"), paper.console)
 
 
+def test_a_format_that_does_not_read_the_calls_of_the_rows_is_refused(
+    sft_home: Path, tmp_path: Path, paper: Paper
+) -> None:
+    with pytest.raises(SftError, match=r"data\.tool_format=glm45 does not parse calls .* set it to hermes"):
+        sft(config(sft_home, tmp_path, "data.tool_format=glm45"), paper.console)
+
+
 def test_questions_and_answers_by_their_columns(sft_home: Path, tmp_path: Path, paper: Paper) -> None:
     rows = [{"extra_info": {"question": f"What is {i}+0?", "answer": f"#### {i}"}} for i in range(8)]
     write_rows(rows, tmp_path / "pairs.parquet")

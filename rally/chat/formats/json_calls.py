@@ -33,7 +33,8 @@ class JsonCalls(ToolFormat):
     """JSON after `opening`, up to `closing` or, if that is empty, the end of the value.
 
     `layout` is how several calls are written: each after its own mark, one list after one mark, or one object a line
-    after one mark. A `keyed` call is `{"tool name": {"parameter": "value"}}`.
+    after one mark. A `keyed` call is `{"tool name": {"parameter": "value"}}`. `before` is a pattern that must follow an
+    opening that is also an ordinary word.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class JsonCalls(ToolFormat):
         keys: CallKeys = CallKeys(),  # noqa: B008
         keyed: bool = False,
         margin: str = "\n",
+        before: str = "",
     ) -> None:
         self.name, self.opening, self.closing = name, opening, closing
         self.marks = (opening,)
         self._layout, self._keys, self._keyed, self._margin = layout, keys, keyed, margin
-        marks = [rf"(?P<open>{spaced(opening)})", *([rf"(?P<close>{spaced(closing)})"] if closing else [])]
+        ahead = rf"(?={before})" if before else ""
+        marks = [rf"(?P<open>{spaced(opening)}{ahead})", *([rf"(?P<close>{spaced(closing)})"] if closing else [])]
         self._mark = re.compile("|".join(marks))
         example = {"tool name": {"parameter": "value"}}
         if not keyed:

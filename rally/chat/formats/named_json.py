@@ -20,6 +20,7 @@ from rally.types import ToolCall
 _FENCE = re.compile(r"\s*```(?:json)?", re.IGNORECASE)
 _CLUTTER = re.compile(r"[\s}]*(?:```)?")
 _FIELD = re.compile(r"\{(name|id)\}")
+_LOOSE_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+?)(?::\d*)?")  # without the prefix or the number
 # The longest name or id. A limit keeps the search linear.
 _FIELDS = {"name": r"(?P<name>[^<>\[\]{}\n]{0,200}?)", "id": r"(?P<id>[^<>\[\]{}\n]{0,200}?)"}
 
@@ -99,8 +100,9 @@ class NamedJson(ToolFormat):
             return FoundCall(start, stop, malformed(reason, text[start:stop], self.shape))
         fields = header.groupdict()
         name, call_id = (fields.get("name") or "").strip(), (fields.get("id") or "").strip()
-        if self._id_pattern is not None and (inside := self._id_pattern.fullmatch(call_id)):
-            name = inside["name"]
+        if self._id_pattern is not None:
+            inside = self._id_pattern.fullmatch(call_id) or _LOOSE_ID.fullmatch(call_id)
+            name = inside["name"] if inside else ""
         if name in self._not_tools:
             return None
         return self._with_arguments(text, start, header.end(), name, call_id, schemas)
@@ -158,6 +160,10 @@ def _lenient(literal: str) -> str:
 class Functionary(NamedJson):
     """Functionary v3.2: `>>>f` and the arguments on the next line. The generation prompt ends with the first mark."""
 
+    def __init__(self, name: str, opening: str, *, not_tools: Sequence[str]) -> None:
+        super().__init__(name, opening, not_tools=not_tools)
+        self._start = re.compile(r">>>(?!all\n)(?=[\w.-]{1,200}\n)")  # and not a Python prompt
+
     def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
         if re.match(r"[\w.-]{1,200}\n\s*\{", text) is None:
             return super().find(text, schemas)
@@ -177,7 +183,7 @@ class Mistral(ToolFormat):
         self._list = JsonCalls(name, "[TOOL_CALLS]", layout="list", keys=CallKeys(id="id"))
         v11 = NamedJson(name, "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]")
         v13 = NamedJson(name, "[TOOL_CALLS]{name}[ARGS]")
-        self._named = (v11, v13)
+        self._named = (v11, v13, NamedJson(name, "[TOOL_CALLS]{name}"))
         self._writer: ToolFormat = {"list": self._list, "v11": v11, "v13": v13}[layout]
         if layout != "list":
             self.marks = ("[TOOL_CALLS]", *(("[CALL_ID]",) if layout == "v11" else ()), "[ARGS]")
@@ -194,8 +200,8 @@ class Mistral(ToolFormat):
                 first = calls[0] if calls[1:] else replace(calls[0], raw=text[at:end])
                 found += [FoundCall(at, end, first), *(FoundCall(end, end, call) for call in calls[1:])]
             else:
-                v11, v13 = self._named
-                one = (v11 if v11._header.match(text, at) else v13)._call_at(text, at, schemas)
+                named = next((one for one in self._named if one._header.match(text, at)), self._named[1])
+                one = named._call_at(text, at, schemas)
                 assert one is not None
                 found.append(one)
                 end = max(one.end, inside)

@@ -8,6 +8,8 @@ beginning of a line.
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +17,12 @@ from typing import Any, NamedTuple
 from rally.chat.formats.base import FoundCall, Schemas, ToolFormat, malformed
 from rally.chat.formats.json_calls import JsonCalls, spaced
 from rally.chat.formats.plain_call import positional_names
+from rally.chat.formats.tolerant_json import read_whole
 from rally.types import ToolCall
 
 _CALL = re.compile(r"\s*([A-Za-z_][\w.-]{0,200})\(")
-_BARE = re.compile(r"(?:\A|(?<=\n))[^\S\n]*\[\s*[A-Za-z_][\w.-]{0,200}\(")
+# At the beginning of a line, or after Llama 3's mark. Lists of known tools are found anywhere.
+_BARE = r"(?:\A|(?<=\n)|(?<=<\|python_tag\|>))[^\S\n]*\[\s*[A-Za-z_][\w.-]{0,200}\("
 _KEYWORD = re.compile(r"\s*([^\W\d][\w.-]*)\s*=(?!=)")
 _TOKEN = re.compile(r"'''|\"\"\"|['\"\[\](){},\n]")
 _STRING = {
@@ -45,26 +49,33 @@ class Split(NamedTuple):
 
 
 class PythonCalls(ToolFormat):
-    """Calls in one list after `opening`, or with `lines` one on each line. Without `opening` the list is bare."""
+    """Calls in one list after `opening`, or with `lines` one on each line. A `bare` list is read and written without
+    the marks; they are read too."""
 
     shape = "[tool_name(parameter='value')]"
 
-    def __init__(
-        self, name: str, opening: str = "", closing: str = "", *, lines: bool = False, bare: bool = False
-    ) -> None:
+    def __init__(self, name: str, opening: str, closing: str, *, lines: bool = False, bare: bool = False) -> None:
         self.name, self.opening, self.closing = name, opening, closing
-        self.marks = (opening,) if opening else ()
-        self._lines, self._bare = lines, bare or not opening
+        self.marks = () if bare else (opening,)
+        self._lines, self._bare = lines, bare
         self.shape = "tool_name(parameter='value')" if lines else type(self).shape
-        marks = [rf"(?P<open>{spaced(opening)})", rf"(?P<close>{spaced(closing)})"] if opening else []
-        self._start = re.compile("|".join([*marks, *([rf"(?P<bare>{_BARE.pattern})"] if self._bare else [])]))
-        self._close = re.compile(rf"\s*{spaced(closing)}") if closing else None
-        self._json = JsonCalls(name, opening, closing, layout="list") if opening else None
+        self._starts = functools.lru_cache(maxsize=16)(self._start_of)
+        self._close = re.compile(rf"\s*{spaced(closing)}")
+        self._json = JsonCalls(name, opening, closing, layout="list")
+
+    def _start_of(self, tools: tuple[str, ...]) -> re.Pattern[str]:
+        """A pattern of the marks and, if it is bare, of a list of calls."""
+        options = [rf"(?P<open>{spaced(self.opening)})", rf"(?P<close>{spaced(self.closing)})"]
+        if self._bare:
+            known = rf"|(?<![\w\])])\[\s*(?:{'|'.join(map(re.escape, tools))})\(" if tools else ""
+            options.append(rf"(?P<bare>{_BARE}{known})")
+        return re.compile("|".join(options))
 
     def find(self, text: str, schemas: Schemas) -> list[FoundCall]:
         found: list[FoundCall] = []
         at = broken = 0
-        while (start := self._start.search(text, at)) is not None:
+        starts = self._starts(tuple(schemas))
+        while (start := starts.search(text, at)) is not None:
             if broken > MAX_BROKEN:  # each may read to the end of the text
                 reason = f"more than {MAX_BROKEN} calls cannot be read"
                 return [*found, FoundCall(at, len(text), malformed(reason, text[at:], self.shape))]
@@ -82,7 +93,7 @@ class PythonCalls(ToolFormat):
         """The calls after an opening mark, or of a bare list."""
         listed = re.compile(r"\s*(\[)?\s*").match(text, begin)
         assert listed is not None
-        if self._json is not None and not bare and text.startswith(("{", "["), listed.end()):
+        if not bare and text.startswith(("{", "["), listed.end()):
             calls, end = self._json.read(text, begin, schemas)
             return [FoundCall(start, end, calls[0]), *(FoundCall(end, end, call) for call in calls[1:])]
         found: list[FoundCall] = []
@@ -92,7 +103,7 @@ class PythonCalls(ToolFormat):
             try:
                 split = split_arguments(text, opening.end())
             except ValueError as error:
-                end = self._broken_end(text, opening.end())
+                end = self._broken_end(text, opening.end(), schemas)
                 found.append(FoundCall(first, end, malformed(str(error), text[first:end], self.shape, opening[1])))
                 return found
             raw = text[opening.start(1) : split.end]
@@ -106,23 +117,23 @@ class PythonCalls(ToolFormat):
             at = after.end() if after else split.end
             found.append(FoundCall(first, at if _CALL.match(text, at) else split.end, call))
         if not found:
-            end = self._broken_end(text, at)
+            end = self._broken_end(text, at, schemas)
             problem = malformed("expected tool_name(parameter='value')", text[start:end], self.shape)
             return [FoundCall(start, end, problem)]
         closing = re.compile(r"[\s,;]*\]?").match(text, at) if listed[1] else None
         end = closing.end() if closing and closing.group().strip() else found[-1].end
-        if not bare and self._close is not None and (last := self._close.match(text, end)):
+        if not bare and (last := self._close.match(text, end)):
             end = last.end()
-        elif not bare and self._close is not None and text[end : end + 200].strip():
-            stop = self._broken_end(text, end)
+        elif not bare and text[end : end + 200].strip():
+            stop = self._broken_end(text, end, schemas)
             shown = text[end:stop].strip()
             return [*found, FoundCall(end, stop, malformed(f"expected a call at {shown[:20]!r}", shown, self.shape))]
         found[-1] = found[-1]._replace(end=end)
         return found
 
-    def _broken_end(self, text: str, at: int) -> int:
+    def _broken_end(self, text: str, at: int, schemas: Schemas) -> int:
         """Where a malformed part ends: after the closing mark, before the next opening mark, or at the end."""
-        following = self._start.search(text, at)
+        following = self._starts(tuple(schemas)).search(text, at)
         if following is None:
             return len(text)
         return following.end() if following.lastgroup == "close" else following.start()
@@ -133,7 +144,8 @@ class PythonCalls(ToolFormat):
             return ""
         if self._lines:
             return f"{self.opening}{chr(10).join(written)}{self.closing}"
-        return f"{self.opening}[{', '.join(written)}]{self.closing}"
+        listed = f"[{', '.join(written)}]"
+        return listed if self._bare else f"{self.opening}{listed}{self.closing}"
 
 
 def split_arguments(text: str, start: int) -> Split:
@@ -189,6 +201,8 @@ def _literal(text: str, name: str, schema: Mapping[str, Any]) -> Any:
             raise ValueError
         return _value(ast.parse(text, mode="eval").body, 0)
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+        with contextlib.suppress(ValueError):  # raw newlines in a string, as JSON's reader accepts them
+            return read_whole(text)
         if schema.get("type") == "string" and text and not re.search(r"['\"\[\](){}]", text):
             return text  # without quotes, as some models write single words
         raise ValueError(f"the value of {name} is no literal: {text[:40]!r}") from None

@@ -91,8 +91,7 @@ BUILT_IN: tuple[ToolFormat, ...] = (
     Harmony(),
     GemmaCalls("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     GemmaCalls("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    PythonCalls("llama4_pythonic", "<|python_start|>", "<|python_end|>", bare=True),
-    PythonCalls("pythonic"),
+    PythonCalls("pythonic", "<|python_start|>", "<|python_end|>", bare=True),
     PythonCalls("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
     PythonCalls("olmo3", "<function_calls>", "</function_calls>", lines=True),
     TaggedArguments("minimax_m2", _INVOKE, _PARAMETER, Tags("<minimax:tool_call>\n", "\n</minimax:tool_call>")),
@@ -111,10 +110,10 @@ BUILT_IN: tuple[ToolFormat, ...] = (
         layout="list",
         keys=CallKeys("tool_name", "parameters", "tool_call_id"),
     ),
-    JsonCalls("command_r", "Action: ```json\n", "```", layout="list", keys=CallKeys("tool_name", "parameters")),
+    JsonCalls("command_r", "Action: ```json\n", layout="list", keys=CallKeys("tool_name", "parameters")),
     JsonCalls("granite", "<|tool_call|>", layout="list"),
     JsonCalls("granite_20b_fc", "<function_call>"),
-    JsonCalls("phi4_mini_json", "functools", layout="list"),
+    JsonCalls("phi4_mini_json", "functools", layout="list", before=r"\s*\["),
     TaggedArguments(
         "seed_oss",
         Tags("<function={name}>\n", "</function>\n"),
@@ -181,7 +180,7 @@ ALIASES = {
     **dict.fromkeys(("phi4_mini", "firefunction"), "phi4_mini_json"),
     "internlm2": "internlm",
     "granite-20b-fc": "granite_20b_fc",
-    "llama3_2_pythonic": "pythonic",
+    **dict.fromkeys(("llama4_pythonic", "llama3_2_pythonic"), "pythonic"),
 }
 
 

@@ -9,6 +9,7 @@ On a CPU the same code runs with the reference kernels, which is how it is teste
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -207,7 +208,7 @@ class CudaRunner:
         if self.states is not None:
             self.states.copy(plan.saves)
             self.states.copy(plan.loads)
-            states = self._states(plan, inputs)
+            states = partial(self._states, plan, inputs)  # called inside the graph, which must compute its own rows
         self._replay(graph, ("body", *sizes[:4], split), lambda: self._body(inputs, split, seen, states))
         if self.states is not None:
             self.states.copy(plan.snapshots)
@@ -263,10 +264,12 @@ class CudaRunner:
         longest = int(self.slots.computed[plan.decodes].max())
         return max(SPLIT_BOUND, 1 << (longest - 1).bit_length()) if longest > SPLIT else 0
 
-    def _body(self, inputs: StepInputs, split: int, seen: SeenImages | None, states: StepStates | None) -> None:
+    def _body(
+        self, inputs: StepInputs, split: int, seen: SeenImages | None, states: Callable[[], StepStates] | None
+    ) -> None:
         attention = KernelAttention(self.store, inputs, self.kernels, split)
         if states is not None:
-            attention.use_states(states)
+            attention.use_states(states())
         known, source = inputs.ids.long(), inputs.source.long()
         ids_T = torch.where(source >= 0, self.last_ids[source.clamp(min=0)], known)
         with recorded_routes(self.store, attention.places_T):

@@ -211,6 +211,7 @@ OTHERS: list[tuple[str, str, Calls]] = [
     ("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>', [("now", {})]),
     ("olmo3", '<function_calls>\ncalculator(expression="2+3")\nnow()\n</function_calls>', [CALC, ("now", {})]),
     ("mistral", '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "2+3"}}]', [CALC]),
+    ("mistral", 2 * '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [("now", {}), ("now", {})]),
     ("mistral", '[TOOL_CALLS]calculator[CALL_ID]a1b2c3d4e[ARGS]{"expression": "2+3"}', [CALC]),
     ("mistral", '[TOOL_CALLS]calculator[ARGS]{"expression": "2+3"}[TOOL_CALLS]now{}', [CALC, ("now", {})]),
     ("kimi_k2", '<|tool_call_begin|>calculator:0<|tool_call_argument_begin|>{"expression": "2+3"}', [CALC]),

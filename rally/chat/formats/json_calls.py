@@ -81,7 +81,7 @@ class JsonCalls(ToolFormat):
         """The calls after an opening mark."""
         calls: list[ToolCall] = []
         at = start
-        while not calls or text.startswith(("{", "["), at):
+        while not calls or (text.startswith(("{", "["), at) and not self._mark.match(text, at)):
             begin = fence.end() if (fence := _FENCE.match(text, at)) else at
             try:
                 value, at = read_json(text, begin)

@@ -124,10 +124,11 @@ class PythonCalls(ToolFormat):
         end = closing.end() if closing and closing.group().strip() else found[-1].end
         if not bare and (last := self._close.match(text, end)):
             end = last.end()
-        elif not bare and text[end : end + 200].strip():
+        elif not bare:
             stop = self._broken_end(text, end, schemas)
-            shown = text[end:stop].strip()
-            return [*found, FoundCall(end, stop, malformed(f"expected a call at {shown[:20]!r}", shown, self.shape))]
+            if shown := text[end:stop].strip():
+                problem = malformed(f"expected a call at {shown[:20]!r}", shown, self.shape)
+                return [*found, FoundCall(end, stop, problem)]
         found[-1] = found[-1]._replace(end=end)
         return found
 

@@ -124,7 +124,7 @@ def image_features(model: PreTrainedModel, images: Sequence[Image]) -> Features:
     if len(at) == len(tokens_V):
         return features
     assert not features.deep_VC, "in families with deepstack features every image token has one"
-    embedded_VC = cast(nn.Module, model.get_input_embeddings())(tokens_V)
+    embedded_VC = model.get_input_embeddings()(tokens_V)
     return Features(embedded_VC.index_copy(0, at, features.first_VC.to(embedded_VC.dtype)))
 
 

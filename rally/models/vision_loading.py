@@ -7,6 +7,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,14 @@ from rally.types import RallyError
 
 OPTIONS = (
     *("min_pixels", "max_pixels", "size", "resample", "do_rescale", "rescale_factor"),
-    *("do_normalize", "image_mean", "image_std"),
+    *("do_normalize", "image_mean", "image_std", "min_patches", "max_patches", "do_image_splitting"),
 )
-"""The options of image processors that may be set; processors ignore unknown ones. The patch size is not among them,
-because the weights of the tower depend on it."""
+"""The options of image processors that may be set. The patch size is not among them, because the weights of the tower
+depend on it."""
+
+
+STORED = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of processors. The first holds the image processor; newer folders have it in the second."""
 
 
 class VisionError(RallyError):
@@ -54,8 +59,10 @@ def patches_for(
     trust_remote_code: bool = False,
     tokenizer_path: str | None = None,
 ) -> Patches | None:
-    """The image preprocessing of the model at `path`; None for a text model, and for one whose images are not
-    supported. Equal settings give the same object."""
+    """The image preprocessing of the model at `path`. None for a text model, for one whose images are not supported,
+    and for a folder without an image processor, which is used for text. Equal settings give the same object."""
+    if not options and not _can_see(path):
+        return None
     if config.model_type not in FAMILIES:
         if options:
             raise VisionError("data.mm_processor_kwargs is set, but the model is text-only; leave it out")
@@ -69,10 +76,21 @@ def patches_for(
         while len(_loaded) >= MOST_LOADED:
             _loaded.popitem(last=False)
         processor = _processor(path, options, trust_remote_code)
+        if ignored := sorted(options.keys() - _accepted(processor)):
+            raise VisionError(
+                f"data.mm_processor_kwargs.{ignored[0]} is not an option of {type(processor).__name__}; leave it out"
+            )
         tokenizer = _tokenizer(tokenizer_path or path, trust_remote_code)
         _loaded[key] = Patches(processor, layout_of(config, tokenizer), partial(_ids, tokenizer))
     _loaded.move_to_end(key)
     return _loaded[key]
+
+
+def _can_see(path: str) -> bool:
+    """Whether the model's folder has an image processor, and the package for images is installed."""
+    folder = Path(path).expanduser()
+    stored = not folder.is_dir() or any((folder / name).is_file() for name in STORED[:2])
+    return stored and find_spec("PIL") is not None
 
 
 MOST_LOADED = 8
@@ -115,6 +133,15 @@ def _processor(path: str, options: Mapping[str, Any], trust_remote_code: bool) -
         ) from problem
 
 
+def _accepted(processor: Any) -> set[str]:
+    """The options that an image processor of transformers knows; it ignores others."""
+    declared: Any = getattr(processor, "valid_kwargs", None)
+    return {name for kind in getattr(declared, "__mro__", ()) for name in getattr(kind, "__annotations__", {})} | {
+        *getattr(declared, "__annotations__", {}),
+        *(name for name in OPTIONS if hasattr(processor, name)),
+    }
+
+
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -154,7 +181,6 @@ def freeze_unused(model: PreTrainedModel) -> None:
         part.requires_grad_(False)
 
 
-STORED = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 STORED_ATTRIBUTE = "rally_processor_files"
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_cases import EASY, Paper, write_model
 from transformers import AutoModelForCausalLM
 from vision_cases import write_vision_model
@@ -80,3 +81,19 @@ def test_on_several_gpus_a_model_that_sees_is_used_for_text(tmp_path: Path) -> N
     two = load_sft_config(overrides=[f"model.path={tmp_path}", *TWO])
     patches = [patches_at(config.model, str(tmp_path), config.trainer) for config in (one, two)]
     assert patches[0] is not None and patches[1] is None
+
+
+@pytest.mark.slow
+def test_two_ranks_teach_a_vision_model_text_as_one_does(tmp_path: Path, paper: Paper) -> None:
+    told = [[{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": str(i + 1)}] for i in range(8)]
+    write_rows([{"messages": messages} for messages in told], tmp_path / "sft.parquet")
+    write_vision_model(tmp_path / "model")
+    found = []
+    for words, run in ((("trainer.device=cpu",), sft_run.sft), (TWO, sft)):
+        out = tmp_path / str(len(found))
+        overrides = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/sft.parquet", *words]
+        overrides += [f"trainer.default_local_dir={out}", "data.train_batch_size=4", "trainer.total_training_steps=2"]
+        run(load_sft_config(overrides=[*overrides, "optim.lr=1e-3"]), paper.console)
+        found.append(load_file(next(out.rglob("model.safetensors"))))
+    assert found[0].keys() == found[1].keys() and any("visual" in name for name in found[0])
+    assert max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0]) < 1e-4

@@ -28,9 +28,10 @@ from rally.types import Image, ImageSpan
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 OTHERS = ("qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "mistral3", "smolvlm", "idefics3")
+MORE = ("glm4v_moe", "glm46v", "qwen3_5_moe")  # like others, compared once
 PAD, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 PLACEHOLDERS = {
-    "glm4v": "<|image|>",
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), "<|image|>"),
     "internvl": "<IMG_CONTEXT>",
     "mistral3": "[IMG]",
     "smolvlm": "<image>",
@@ -85,7 +86,7 @@ def make_tokenizer(family: str = "qwen2_5_vl") -> Any:
 
 
 def make_processor(family: str = "qwen2_5_vl") -> Any:
-    if family == "glm4v":
+    if family.startswith("glm4"):
         size = {"shortest_edge": 2 * 64, "longest_edge": 2 * 48 * 48}
         return Glm4vImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size)
     if family == "internvl":
@@ -100,7 +101,7 @@ def make_processor(family: str = "qwen2_5_vl") -> Any:
 
 def make_patches(family: str = "qwen2_5_vl", processor: Any = None, **options: Any) -> Patches:
     tokenizer = make_tokenizer(family)
-    layout = layout_of(make_config(family), tokenizer) if family in OTHERS else Grid(PAD, PATCH, MERGE, 2)
+    layout = layout_of(make_config(family), tokenizer) if family in OTHERS + MORE else Grid(PAD, PATCH, MERGE, 2)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     return Patches(processor or make_processor(family), layout, encode, **options)
 
@@ -151,7 +152,7 @@ def make_config(family: str) -> Any:
     }
     vision: dict[str, Any] = {"patch_size": PATCH, "initializer_range": 0.12, "hidden_size": 16}
     token = tokenizer.convert_tokens_to_ids(PLACEHOLDERS.get(family, PAD))
-    if family in PLACEHOLDERS and family != "glm4v":
+    if family in PLACEHOLDERS and not family.startswith("glm4"):
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
         vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16}
         whole: dict[str, Any] = {"image_token_id": token, "tie_word_embeddings": False}
@@ -174,19 +175,22 @@ def make_config(family: str) -> Any:
         vision |= {"embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2}
     elif family == "qwen2_5_vl":
         vision |= {"out_hidden_size": 64, "intermediate_size": 24, "fullatt_block_indexes": [1], "window_size": 16}
-    elif family == "glm4v":
+    elif family.startswith("glm4"):
         vision |= {"out_hidden_size": 64, "intermediate_size": 24, "image_size": 32}
         special = {"image_token_id": token, "video_token_id": 1}
     else:
         vision |= {"out_hidden_size": 64, "intermediate_size": 24, "num_position_embeddings": 64}
-        if family != "qwen3_5":
+        if not family.startswith("qwen3_5"):
             vision |= {"deepstack_visual_indexes": [0, 1]}
-    if family == "qwen3_vl_moe":
+    if family.endswith("moe"):
+        text |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        text |= {"shared_expert_intermediate_size": 32}
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
         text |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
         text |= {"num_hidden_layers": 4, "partial_rotary_factor": 0.5}
+    if family.startswith("qwen3_5") or family == "glm4v_moe":
         text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     return CONFIG_MAPPING[family](text_config=text, vision_config=vision, **special)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import make_model
-from vision_cases import FAMILIES, OTHERS, full_logprobs, make_codec, make_image, make_vision_model
+from vision_cases import FAMILIES, MORE, OTHERS, full_logprobs, make_codec, make_image, make_vision_model
 
 from rally.engines import EngineError
 from rally.engines.embedded.core import EngineCore
@@ -58,8 +58,10 @@ def error(model, segment: Segment) -> float:
     return max(abs(a - b) for a, b, sampled in pairs if sampled)
 
 
-@pytest.mark.parametrize("backend", ["gather", "paged"])
-@pytest.mark.parametrize("family", FAMILIES + OTHERS)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [*((f, b) for f in FAMILIES + OTHERS for b in ("gather", "paged")), *((f, "paged") for f in MORE)],
+)
 def test_logprobs_of_a_multi_turn_episode_are_those_of_the_full_forward(family: str, backend: str) -> None:
     model, codec = make_vision_model(family), make_codec(family)
     core = make_core(model, backend, max_num_batched_tokens=7)  # images are split into several chunks
@@ -96,6 +98,15 @@ def test_preempted_requests_and_a_full_batch_see_their_own_images() -> None:
     assert core.scheduler.preemptions > 0
     for segment, request in zip(segments, requests, strict=True):
         assert error(model, segment.append_sampled(request.result())) < 1e-5
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_log_probabilities_depend_on_the_image(family: str) -> None:
+    model, codec = make_vision_model(family), make_codec(family)
+    one, other = (asked(codec, make_image(seed, 24, 24)) for seed in (1, 2))
+    assert one.ids == other.ids
+    seen = [full_logprobs(model, s.ids, len(s.ids) - 5, s.images) for s in (one, other)]
+    assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 1e-3  # else the tests above would compare nothing
 
 
 def test_new_weights_look_again() -> None:

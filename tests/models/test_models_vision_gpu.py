@@ -1,5 +1,5 @@
-"""On a GPU, kernels and CUDA graphs equal a vision-language model's own forward, up to half precision: what the engine
-records, and log-probabilities and gradients of training."""
+"""On a GPU, kernels and CUDA graphs equal a vision-language model's own forward, up to half precision: in the engine,
+and in training with its gradients."""
 
 import copy
 

@@ -1,6 +1,7 @@
 """A model that sees is loaded whole, adapted where asked, trains with its tower frozen or not, and is saved so that it
 can see again."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from vision_cases import (
     FAMILIES,
     OTHERS,
     make_codec,
+    make_config,
     make_image,
     make_patches,
+    make_processor,
     make_tokenizer,
     make_vision_model,
     picture,
@@ -25,7 +28,6 @@ from rally.config import load_config, load_sft_config
 from rally.data import write_rows
 from rally.doctor.doctor import examine
 from rally.models import attention
-from rally.models.load import load_model
 from rally.models.lora import LoraSettings, add_adapters
 from rally.models.vision import image_features, patches_of
 from rally.models.vision_loading import VisionError, share_patches
@@ -195,6 +197,15 @@ def test_an_option_that_would_be_passed_over_or_break_the_tower_is_refused(tmp_p
         build.patches_of(config_of(saved(tmp_path), f"data.mm_processor_kwargs.{option}"))
 
 
+def test_an_option_of_another_family_is_refused_and_its_own_is_heard(tmp_path: Path) -> None:
+    saved(tmp_path, "internvl")
+    with pytest.raises(VisionError, match=r"max_pixels is not an option of GotOcr2ImageProcessorPil; leave it out"):
+        build.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
+    wide = make_image(3, 60, 20)
+    patches = [build.patches_of(config_of(tmp_path, f"data.mm_processor_kwargs.max_patches={n}")) for n in (1, 3)]
+    assert [len(one.tokens(wide)) for one in patches] == [4 + 2, 4 * 4 + 2]
+
+
 def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
     from small_models import make_model
 
@@ -206,9 +217,26 @@ def test_what_a_model_for_text_cannot_do_is_said(tmp_path: Path) -> None:
         build.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=64"))
 
 
-def test_a_folder_without_a_processor_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_is_used_for_text_and_says_what_is_missing(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
-    assert load_model(str(tmp_path)).config.model_type == "qwen2_5_vl"
-    with pytest.raises(RallyError, match=r"preprocessor_config\.json"):
-        build.patches_of(config_of(tmp_path))
+    config = config_of(tmp_path)
+    model = build.model_of(config)
+    assert patches_of(model) is None and not any(p.requires_grad for p in model.base_model.visual.parameters())
+    codec = build.codec_of(config, build.tokenizer_of(config), build.toolbox_of(config))
+    with pytest.raises(RallyError, match=r"used for text here: .* without preprocessor_config\.json in its folder"):
+        codec.prompt(ASKED)
+    with pytest.raises(RallyError, match=r"must contain preprocessor_config\.json"):
+        build.patches_of(config_of(tmp_path, "data.mm_processor_kwargs.max_pixels=576"))
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+def test_the_class_names_of_published_folders_are_understood(tmp_path: Path, family: str, suffix: str) -> None:
+    make_tokenizer(family).save_pretrained(tmp_path)
+    make_config(family).save_pretrained(tmp_path)
+    stored = json.loads(make_processor(family).to_json_string())
+    kind = stored["image_processor_type"].removesuffix("Pil").removesuffix("Fast")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**stored, "image_processor_type": kind + suffix}))
+    patches = build.patches_of(config_of(tmp_path))
+    assert patches.tokens(make_image(1)) == make_patches(family).tokens(make_image(1))

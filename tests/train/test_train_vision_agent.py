@@ -3,9 +3,11 @@ the real loop, tool, engine and trainer, equal to the module's own forward."""
 
 import asyncio
 
+import pytest
 import torch
 from vision_cases import full_logprobs, make_codec, make_image, make_vision_model
 
+from rally.chat import ChatCodec
 from rally.engines import EmbeddedEngine
 from rally.engines.embedded.settings import EngineSettings
 from rally.images.loading import decoded, read_image
@@ -19,7 +21,6 @@ from rally.train.policy import OptimizerSettings, Policy
 from rally.types import Episode, SamplingParams, StopReason, Task
 
 TOOLS = ToolBox(load_tools({"tools": [{"name": "image_zoom_in_tool"}]}))
-CODEC = make_codec(tools=TOOLS.schemas())
 IMAGE = make_image(1, 60, 60)
 PART = read_image(decoded(IMAGE).crop((0, 0, 30, 40)))
 ASKED = ({"role": "user", "content": [{"type": "image", "image": IMAGE}]},)
@@ -33,12 +34,12 @@ CONVERSATION = [
 ]
 
 
-async def hold(policy: Policy, sampling: SamplingParams) -> Episode:
+async def hold(policy: Policy, codec: ChatCodec, sampling: SamplingParams) -> Episode:
     settings = EngineSettings(max_model_len=400, max_num_seqs=4, page_size=8)
     engine = EmbeddedEngine(policy.model, settings, num_pages=200)
     runner = Runner(
         engine=engine,
-        codec=CODEC,
+        codec=codec,
         toolbox=TOOLS,
         settings=LoopSettings(response_length=300),
         default_loop="tool_agent",
@@ -49,14 +50,15 @@ async def hold(policy: Policy, sampling: SamplingParams) -> Episode:
     return episode
 
 
-def test_it_looks_closer() -> None:
-    model = make_vision_model("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "mistral3"])
+def test_it_looks_closer(family: str) -> None:
+    model, codec = make_vision_model(family), make_codec(family, tools=TOOLS.schemas())
     attention.install(model)
     policy, settings = Policy(model, OptimizerSettings(lr=5e-3), 40), SftSettings(batch_size=1)
-    row = conversation_row(CODEC, CONVERSATION, settings)
+    row = conversation_row(codec, CONVERSATION, settings)
     while sft_step(policy, [row], settings)["train/loss"] > 0.02:
         assert policy.schedule.last_epoch < 60, "it learns one conversation by heart in about 20 steps"
-    episode = asyncio.run(hold(policy, SamplingParams(temperature=0.7, stop_ids=CODEC.stop_ids, max_tokens=200)))
+    episode = asyncio.run(hold(policy, codec, SamplingParams(temperature=0.7, stop_ids=codec.stop_ids, max_tokens=200)))
     [segment] = episode.segments
     assert episode.stop_reason is StopReason.STOP and [turn.role for turn in episode.turns][1:] == ["tool", "assistant"]
     assert [span.image for span in segment.images] == [IMAGE, PART]

@@ -8,13 +8,13 @@ from vision_cases import make_codec, make_image, write_vision_model
 
 from rally.config import load_config
 from rally.data import write_rows
+from rally.models.vision_loading import VisionError
 from rally.recipes.geometry import data as geometry
 from rally.replay.replay import Verdict, first_difference, replay
-from rally.runs.build.run_inputs import RunError
 from rally.runs.train import train
 from rally.track import RunFolder
 from rally.train.batch import turns_of_episodes
-from rally.types import Generation, Segment
+from rally.types import Generation, RallyError, Segment
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LENGTHS = ("data.max_prompt_length=1024", "data.max_response_length=12", f"{ROLLOUT}.n=2", "data.train_batch_size=2")
@@ -72,7 +72,10 @@ def test_turns_that_were_shown_different_images_are_in_different_states() -> Non
     assert len(set(first)) == 1 and second[0] == second[2] != second[1]
 
 
-def test_servers_are_not_given_a_model_that_sees(home: Path, tmp_path: Path) -> None:
-    config = small(home, tmp_path, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
-    with pytest.raises(RunError, match=r"servers are sent only tokens; set .*rollout\.name=embedded"):
-        train(config, Paper().console)
+def test_servers_are_not_given_images(home: Path, tmp_path: Path) -> None:
+    server = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=server", f"{ROLLOUT}.server.url=http://x:1")
+    with pytest.raises(VisionError, match="servers are not sent images; leave it out"):
+        train(small(home, tmp_path, *server), Paper().console)
+    with pytest.raises(RallyError, match=r"used for text here: over servers, .* with rollout\.name=embedded"):
+        mini = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        train(run_config(home, tmp_path, *LENGTHS, mini, *server), Paper().console)

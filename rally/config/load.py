@@ -21,7 +21,7 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, leaves, translate
+from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, leaves, translate, without
 from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
@@ -89,7 +89,7 @@ def _load(
     config, problems, translation = _read(schema, sources, rules, checks)
     if config is None or problems:
         raise ConfigError(problems)
-    if text := without_effect(translation.dropped):
+    if text := "\n".join(filter(None, (without_effect(translation.dropped), *translation.remarks))):
         note(text)
     return config
 
@@ -103,9 +103,24 @@ def without_effect(dropped: Sequence[Dropped]) -> str:
     return "\n".join(("these keys have no effect here:", *lines)) if reasons else ""
 
 
-def translated(schema: type[Root], path: str | Path | None, overrides: Sequence[str]) -> Translation:
-    """What becomes of the keys of a command line of verl."""
-    return _translated(schema, (path, overrides, None))[0]
+class Explanation(NamedTuple):
+    """What becomes of the keys of a command line of verl; `refused` are the keys that the problems are about."""
+
+    dropped: tuple[Dropped, ...]
+    moved: tuple[tuple[str, str], ...]
+    problems: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def explain(schema: type[Root], path: str | Path | None, overrides: Sequence[str]) -> Explanation:
+    """What becomes of each key. Files and devices, which another machine may have, are not checked."""
+    translation, _, written = _translated(schema, (path, overrides, None))
+    tree = resolve_aliases(translation.tree, SAME_AS if schema is Config else SFT_SAME_AS)
+    rules = UNSUPPORTED if schema is Config else SFT_UNSUPPORTED
+    _, found = _validated(schema, tree, rules, ())
+    problems = _in_order((*translation.problems, *found), written)
+    refused = [next((key for key in _keys_in(problem) if key in written), None) for problem in problems]
+    return Explanation(translation.dropped, translation.moved, problems, tuple(key for key in refused if key))
 
 
 def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Notes, list[str]]:
@@ -113,17 +128,20 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
     path, overrides, base = sources
     document, choices = _document(None if path is None else Path(path))
     layers = []
-    for layer in (base or {}, *document.layers, *_overrides(overrides)):
+    given, malformed = _overrides(overrides)
+    for layer in (base or {}, *document.layers, *given):
         kept, chosen = group_choices(dict(layer))
         choices |= chosen
         layers.append(_expanded(kept))
     written = [key for layer in layers for key, _ in leaves(layer)]
     translation = translate(_merged(layers, schema), schema, choices, sft=schema is SftConfig)
+    problems = [*malformed, *translation.problems]
     tree = translation.tree
-    missing = [key for key, value in leaves(tree) if value == "???"]
-    if missing:
-        raise ConfigError([f"{key} is ???, which marks a required value; set it." for key in missing])
-    return translation, document.notes, written
+    for key, value in leaves(tree):
+        if value == "???":
+            problems.append(f"{key} is ???, which marks a required value; set it.")
+            tree = without(tree, key)
+    return translation._replace(tree=tree, problems=tuple(problems)), document.notes, written
 
 
 def _document(path: Path | None) -> tuple[Document, dict[str, str]]:
@@ -169,9 +187,7 @@ def _validated(
     return None, problems + [problem for problem in found if not doubtful & set(_keys_in(problem))]
 
 
-def _checked(
-    config: C, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
-) -> list[str]:
+def _checked(config: C, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]) -> list[str]:
     return [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
 
 
@@ -193,7 +209,8 @@ def _in_order(problems: Sequence[str], written: Sequence[str]) -> tuple[str, ...
     return tuple(sorted(dict.fromkeys(problems), key=place))
 
 
-def _overrides(texts: Sequence[str]) -> list[Tree]:
+def _overrides(texts: Sequence[str]) -> tuple[list[Tree], list[str]]:
+    """The overrides as layers, and a sentence for each that cannot be read."""
     layers: list[Tree] = []
     problems: list[str] = []
     for text in texts:
@@ -201,9 +218,7 @@ def _overrides(texts: Sequence[str]) -> list[Tree]:
             layers.append(_override(text))
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return layers
+    return layers, problems
 
 
 def _override(text: str) -> Tree:
@@ -277,4 +292,3 @@ def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
 
     pruned: Tree = prune(tree, ())
     return pruned
-

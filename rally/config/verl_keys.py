@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rally.config.base import Root, look_up
+from rally.config.base import Root, expand, look_up, missing_file
 from rally.config.errors import shown
 from rally.config.yaml_files import Tree
 
@@ -23,7 +23,14 @@ OWN_FILES = (
     *("dapo_trainer", "dapo_megatron_trainer", "_generated_ppo_trainer"),
 )
 """Configuration files that belong to verl. Where they do not exist, Rally's own defaults take their place."""
-FREE = ("engine_kwargs", "override_config", "reward_kwargs", "agent_loop_config", "apply_chat_template_kwargs", "custom")
+FREE = (
+    "engine_kwargs",
+    "override_config",
+    "reward_kwargs",
+    "agent_loop_config",
+    "apply_chat_template_kwargs",
+    "custom",
+)
 """Mappings whose keys are the user's."""
 
 
@@ -50,6 +57,7 @@ class Translation(NamedTuple):
     dropped: tuple[Dropped, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 STAYS = "weights stay on the device, which needs more memory and gives the same result"
@@ -79,7 +87,10 @@ FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("forward_only", "the reference is never trained", ()),
     ("seed", "trainer.seed sets it", (42, 0, None)),
     ("full_determinism", "it is off", (False, None)),
-    ("mixed_precision", "gradients and the optimizer are float32", (None,)),
+    ("mixed_precision", "gradients are always summed in float32", (None, "bf16", "bfloat16", "fp32", "float32")),
+    ("entropy_from_logits_chunk_size", CHUNKS, ()),
+    ("pad_to_length*", "sequences are packed, so there is never any padding", ()),
+    ("turbo_config", KERNELS, ()),
     ("param_offload", STAYS, ()),
     ("cpu_offload", STAYS, ()),
     ("offload_params", STAYS, ()),
@@ -93,6 +104,29 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{REFERENCE}.optimizer_offload", "the reference has no optimizer"),
     *(Hint(f"{section}.ulysses_sequence_parallel_size", WHOLE) for section in (A, REF, "critic")),
     *(Hint(f"{REF}.{name}", CHUNKS) for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")),
+    *(Hint(f"{section}.entropy_from_logits_chunk_size", CHUNKS) for section in (A, REF, "critic")),
+    *(
+        Hint(f"{section}.pad_to_length*", "sequences are packed, so nothing is padded")
+        for section in (A, REF, "critic")
+    ),
+    *(Hint(f"{section}.optim.zero_indexed_step", "it is so", (True, None)) for section in (A, "critic")),
+    *(Hint(f"{section}.checkpoint.strict", "a checkpoint is always loaded whole") for section in (A, "critic")),
+    *(
+        Hint(
+            f"{section}.strategy",
+            "its kernels belong to another device; the model is sharded with FSDP2",
+            ("fsdp_turbo",),
+        )
+        for section in (A, REF, "critic")
+    ),
+    Hint("trainer.device", "a GPU is taken if there is one", ("npu",)),
+    Hint("critic.data_loader_seed", "trainer.seed sets it", (None, 42)),
+    Hint("critic.loss_scale_factor", "it is not set", (None,)),
+    Hint("skip", "it is off", (None, False, {}, [])),
+    *(
+        Hint(f"algorithm.rollout_correction.{name}", "it is off", (None, False))
+        for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "use_policy_gradient")
+    ),
     *(Hint(f"{section}.use_torch_compile", COMPILE) for section in (A, REF, "critic")),
     Hint(f"{A}.use_prefix_grouper", "prompts that several episodes share are computed for each of them"),
     Hint(f"{A}.sum_pi_squared_checkpointing", CHUNKS),
@@ -127,8 +161,6 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{R}.n_gpus_per_node", PLACEMENT),
     Hint(f"{R}.micro_batch_size", DEAD),
     Hint(f"{R}.enable_memory_saver", ENGINES),
-    Hint(f"{R}.engine_kwargs.trtllm", "TensorRT-LLM is not used"),
-    Hint(f"{R}.name", "there is no such engine, so the embedded engine samples from the same policy", ("hf", "trtllm")),
     Hint(f"{R}.checkpoint_engine.backend", "weights take the fastest way there is", ("nccl", "nixl", "hccl")),
     Hint(f"{R}.checkpoint_engine.engine_kwargs", "weights take the fastest way there is"),
     Hint(f"{R}.router_config_path", ENGINES),
@@ -147,7 +179,6 @@ HINTS: tuple[Hint, ...] = (
     Hint("trainer.esi_redundant_time", "there is no instance that expires"),
     Hint("trainer.ray_wait_register_center_timeout", NO_RAY),
     Hint("trainer.del_local_ckpt_after_load", "checkpoints are kept"),
-    Hint("trainer.logger", "this tracker is not built; metrics also go to metrics.jsonl in the run folder"),
     Hint("critic.checkpoint.async_save", "the critic is saved with the policy"),
     Hint(f"{A}.checkpoint.mbridge_config", "it belongs to Megatron"),
     Hint("critic.checkpoint.mbridge_config", "it belongs to Megatron"),
@@ -170,7 +201,6 @@ SFT_HINTS: tuple[Hint, ...] = (
     Hint("optim.optimizer", "it is torch's AdamW", ("AdamW",)),
     Hint("optim.optimizer_impl", "it is torch's AdamW", ("torch.optim",)),
     Hint("trainer.balance_batch", "micro-batches are always split by tokens"),
-    Hint("trainer.logger", "this tracker is not built; metrics also go to metrics.jsonl in the run folder"),
     Hint("profiler", PROFILER),
     Hint("global_profiler.*", PROFILER),
     Hint("ray_kwargs.*", NO_RAY),
@@ -190,9 +220,11 @@ MOVES: tuple[tuple[str, str], ...] = (
     (f"{A}.loss_mode", f"{A}.policy_loss.loss_mode"),
     *((f"{A}.{name}", f"{A}.policy_loss.{name}") for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
     *((f"{A}.{name}", f"{A}.policy_loss.{name}") for name in ("kl_cov_ratio", "ppo_kl_coef")),
+    *((f"{A}.policy_loss.{name}", f"{A}.{name}") for name in ("tau_pos", "tau_neg")),
     *((f"{M}.lora.{old}", f"{M}.lora_{old}") for old in ("rank", "alpha", "adapter_path")),
     *((f"{M}.lora.{name}", f"{M}.{name}") for name in ("target_modules", "exclude_modules")),
     (f"{M}.fused_kernel_options.impl", f"{M}.fused_kernel_options.impl_backend"),
+    ("sandbox_fusion", "reward.sandbox_fusion"),
     ("skip.rollout.enable", f"{R}.skip_rollout"),
     ("skip.rollout.dump_dir", f"{R}.skip_dump_dir"),
 )
@@ -207,6 +239,11 @@ SFT_MOVES: tuple[tuple[str, str], ...] = (
 OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("distillation", "enabled", ()),
     ("reward.reward_model", "enable", ()),
+    *((f"{section}.module", "path", ()) for section in ("reward_manager", "reward.reward_manager")),
+    *((section, "url", ()) for section in ("sandbox_fusion", "reward.sandbox_fusion", "reward_model.sandbox_fusion")),
+    *((f"{section}.lora", "rank", ()) for section in (M, "critic.model", "model")),
+    (f"{REF}.router_replay", "mode", ()),
+    ("engine.qat", "enable", ()),
     (f"{R}.prometheus", "enable", ()),
     (f"{R}.disaggregation", "enabled", ()),
     (f"{R}.mtp", "enable", ()),
@@ -217,12 +254,18 @@ OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("critic.model.tiled_mlp", "enabled", ()),
     ("model.mtp", "enable", ()),
     ("model.tiled_mlp", "enabled", ()),
-    *((f"{section}.qat", "enable", ()) for section in (*TRAINED, REFERENCE, "model.fsdp_config", A)),
+    *(
+        (f"{section}.qat", "enable", ())
+        for section in (*TRAINED, REFERENCE, "model.fsdp_config", "critic.model.fsdp_config", A)
+    ),
     ("transfer_queue", "enable", ()),
+    *((f"{section}.profiler", "enable", ()) for section in (A, REF, R, "critic", "reward_model")),
+    ("profiler", "enable", ()),
+    ("global_profiler", "tool", ()),
     (f"{R}.trace", "backend", ()),
     ("algorithm.pf_ppo", "../use_pf_ppo", ()),
     (f"{A}.router_replay", "mode", ()),
-    ("skip.rollout", "enable", ()),
+    *((f"skip.{part}", "enable", ()) for part in ("rollout", "rollout_tq", "async_rollout")),
     (
         "reward_model",
         "enable",
@@ -235,6 +278,13 @@ OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Sections, the key that switches each on, and its parts that belong to that switch (all, if none is named)."""
 SWITCHED_OFF = (None, False, "", "disabled")
+NULLS = (
+    *("custom_reward_function.name", "reward_model.reward_manager", "reward_model.reward_loop_source"),
+    *("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches", "data.reward_fn_key"),
+    *("reward.custom_reward_function.name", "reward_model.launch_reward_fn_async", "reward_model.num_workers"),
+    *(f"{R}.agent.default_agent_loop", f"{R}.max_num_batched_tokens", f"{R}.multi_turn.format"),
+)
+"""Keys that verl's own files set to null, which means that they are not set."""
 
 RULE_REWARDS = "leave it out and score with custom_reward_function"
 REFUSED: tuple[tuple[str, str, str], ...] = (
@@ -312,16 +362,17 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def group_choices(layer: Tree) -> tuple[Tree, dict[str, str]]:
     """A layer without the choices of Hydra's groups, such as `engine=fsdp`, and those choices."""
-    chosen = {key: value for key, value in layer.items() if key.partition("@")[0] in GROUPS and isinstance(value, str)}
+    chosen = {key: value for key, value in layer.items() if (key in GROUPS or "@" in key) and isinstance(value, str)}
     return {key: value for key, value in layer.items() if key not in chosen}, chosen
 
 
 def translate(tree: Tree, schema: type[Root], choices: Mapping[str, str], sft: bool) -> Translation:
     """The tree in the keys of the schema, with everything that has no effect taken out."""
     work = _Work(_without_targets(tree), schema, sft)
-    for step in (_defaults, _backend, _moved, _switches, _estimator, _losses, _validation, _nulls, _loggers, _hints):
+    for step in STEPS:
         step(work, choices)
-    return Translation(work.tree, tuple(work.dropped), tuple(work.moved), tuple(work.problems))
+    lists = (tuple(work.dropped), tuple(work.moved), tuple(work.problems), tuple(work.remarks))
+    return Translation(work.tree, *lists)
 
 
 class _Work:
@@ -334,6 +385,7 @@ class _Work:
         self.dropped: list[Dropped] = []
         self.moved: list[tuple[str, str]] = []
         self.problems: list[str] = []
+        self.remarks: list[str] = []
 
     def drop(self, key: str, why: str) -> None:
         """Take a key or section out. What asks for nothing is not reported."""
@@ -346,9 +398,6 @@ class _Work:
         if key in self.known:
             return bool(value is None or value == look_up(self.defaults, key))
         return value in (None, False, 1, "", -1) or value in ({}, [])
-
-
-Step = Callable[[_Work, Mapping[str, str]], None]
 
 
 def _without_targets(tree: Any) -> Any:
@@ -386,7 +435,8 @@ def _backend(work: _Work, choices: Mapping[str, str]) -> None:
     if not found:
         return
     backend = next(iter(found.values()))
-    optim = [key for key in written if ".optim." in f".{key}" and key.rpartition(".")[2] in MEGATRON_OPTIM]
+    optim = [key for key in written if f".{key}".partition(".optim.")[2].partition(".")[0] in MEGATRON_OPTIM]
+    optim += [key for key in written if ".model.lora." in f".{key}" or ".mbridge_config" in key]
     instead: dict[str, None] = {}
     for key in (*found, *optim):
         head, _, _ = key.partition(f".{backend}.")
@@ -501,10 +551,101 @@ def _validation(work: _Work, choices: Mapping[str, str]) -> None:
 def _nulls(work: _Work, choices: Mapping[str, str]) -> None:
     """null is false for a switch that is off by default, and nothing for keys of verl that are null by default."""
     for key, value in list(leaves(work.tree)):
-        if value is None and key in work.known and look_up(work.defaults, key) is False:
+        if value is None and key in work.known and (key in NULLS or look_up(work.defaults, key) is False):
             work.tree = without(work.tree, key)
-    if at(work.tree, "trainer.resume_from_path") in (False, ""):
+
+
+def _engine(work: _Work, choices: Mapping[str, str]) -> None:
+    """The embedded engine takes the place of an engine that is not built. Keys of another engine are dropped."""
+    if work.sft:
+        return
+    name, why = str(at(work.tree, f"{R}.name", "embedded")), "it belongs to another engine"
+    if name in ("hf", "trtllm"):
+        work.drop(f"{R}.name", "there is no such engine here; the embedded engine samples from the same policy")
+        for key in ("engine_kwargs", "checkpoint_engine", "server", "data_parallel_size", "tensor_model_parallel_size"):
+            if at(work.tree, f"{R}.{key}") is not None:
+                work.drop(f"{R}.{key}", why)
+        return
+    kwargs = at(work.tree, f"{R}.engine_kwargs")
+    for engine in list(kwargs) if isinstance(kwargs, dict) else ():
+        if engine in ("vllm", "sglang", "trtllm") and engine != name.removesuffix("_async"):
+            work.drop(f"{R}.engine_kwargs.{engine}", why)
+
+
+def _adapters(work: _Work, choices: Mapping[str, str]) -> None:
+    for model in ("model",) if work.sft else (M, "critic.model"):
+        if at(work.tree, f"{model}.lora_rank") == 0 and at(work.tree, f"{model}.lora_adapter_path") is None:
+            for name in ("lora_alpha", "target_modules", "exclude_modules", "target_parameters"):
+                if at(work.tree, f"{model}.{name}") is not None:
+                    work.drop(f"{model}.{name}", f"{model}.lora_rank is 0")
+
+
+def _checkpoints(work: _Work, choices: Mapping[str, str]) -> None:
+    """A checkpoint holds more than `save_contents` may ask for, and is loaded as it was saved."""
+    for section in ("trainer.checkpoint",) if work.sft else (f"{A}.checkpoint", "critic.checkpoint"):
+        saved, loaded = (at(work.tree, f"{section}.{name}_contents") for name in ("save", "load"))
+        if isinstance(saved, list) and saved and set(saved) <= {"model", "optimizer", "extra", "hf_model"}:
+            for name in ("save", "load") if loaded == saved else ("save",):
+                if not set(saved) >= {"model", "optimizer", "extra"}:
+                    work.drop(f"{section}.{name}_contents", "a checkpoint always holds all that resuming needs")
+    path = at(work.tree, "trainer.resume_from_path")
+    if path in (False, ""):
         work.tree = without(work.tree, "trainer.resume_from_path")
+    elif (
+        isinstance(path, str) and at(work.tree, "trainer.resume_mode", "auto") == "auto" and missing_file(expand(path))
+    ):
+        why = "there is no such folder; resume_mode=auto resumes from the run folder"
+        work.drop("trainer.resume_from_path", why)
+
+
+def _micro_batches(work: _Work, choices: Mapping[str, str]) -> None:
+    """A full file of verl sets both limits of a forward pass to none; the token budget then stays."""
+    for switch, size in (
+        (f"{A}.use_dynamic_bsz", f"{A}.ppo_micro_batch_size_per_gpu"),
+        (f"{R}.log_prob_use_dynamic_bsz", f"{R}.log_prob_micro_batch_size_per_gpu"),
+        (f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_micro_batch_size_per_gpu"),
+        ("critic.use_dynamic_bsz", "critic.ppo_micro_batch_size_per_gpu"),
+    ):
+        both_off = at(work.tree, switch) is False and at(work.tree, size, "") is None
+        if both_off and at(work.tree, size.removesuffix("_per_gpu")) is None:
+            work.drop(switch, f"{size} is null, so the token budget limits a forward pass")
+
+
+OLD_TESTS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def _correction(work: _Work, choices: Mapping[str, str]) -> None:
+    """Earlier names of rejection tests, and their lower bound, in the names of today."""
+    section = "algorithm.rollout_correction"
+    test, high, low = (at(work.tree, f"{section}.rollout_rs{end}") for end in ("", "_threshold", "_threshold_lower"))
+    if test in OLD_TESTS:
+        work.tree = put(work.tree, f"{section}.rollout_rs", OLD_TESTS[test])
+        work.moved.append((f"{section}.rollout_rs={test}", f"{section}.rollout_rs={OLD_TESTS[test]}"))
+    if low is not None and high is not None:
+        work.tree = put(
+            without(work.tree, f"{section}.rollout_rs_threshold_lower"),
+            f"{section}.rollout_rs_threshold",
+            f"{low}_{high}",
+        )
+        work.moved.append((f"{section}.rollout_rs_threshold_lower", f"{section}.rollout_rs_threshold={low}_{high}"))
+    if (veto := at(work.tree, f"{section}.rollout_token_veto_threshold")) is not None:
+        tests = [at(work.tree, f"{section}.rollout_rs"), "seq_min_k1"]
+        bounds = [at(work.tree, f"{section}.rollout_rs_threshold"), f"{veto}_inf"]
+        work.tree = without(work.tree, f"{section}.rollout_token_veto_threshold")
+        work.tree = put(work.tree, f"{section}.rollout_rs", ",".join(text for text in tests if text))
+        work.tree = put(work.tree, f"{section}.rollout_rs_threshold", ",".join(str(b) for b in bounds if b is not None))
+        work.moved.append((f"{section}.rollout_token_veto_threshold", f"{section}.rollout_rs=seq_min_k1"))
+    bypass, loss = at(work.tree, f"{section}.bypass_mode"), at(work.tree, f"{section}.loss_type", "ppo_clip")
+    if bypass is True and loss == "ppo_clip" and at(work.tree, f"{section}.rollout_rs") is None:
+        for name in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"):
+            if at(work.tree, f"{section}.{name}") is not None:
+                work.drop(f"{section}.{name}", "with bypass_mode the clipped ratio is the correction")
+
+
+def _groups(work: _Work, choices: Mapping[str, str]) -> None:
+    estimator = at(work.tree, "algorithm.adv_estimator", "grpo")
+    if not work.sft and at(work.tree, f"{R}.n") == 1 and estimator in ("grpo", "grpo_vectorized"):
+        work.remarks.append(f"{R}.n=1 leaves {estimator} no group: the advantage of an episode is its reward.")
 
 
 def _loggers(work: _Work, choices: Mapping[str, str]) -> None:
@@ -523,9 +664,11 @@ def _loggers(work: _Work, choices: Mapping[str, str]) -> None:
 def _hints(work: _Work, choices: Mapping[str, str]) -> None:
     for key, value in list(leaves(work.tree)):
         hint = hint_for(key, SFT_HINTS if work.sft else HINTS)
-        if hint is None or (hint.values and value not in hint.values) or key == "trainer.logger":
+        if hint is None or (hint.values and value not in hint.values):
             continue
-        if key in work.known and (value == look_up(work.defaults, key) or not _fits(work, key, value)):
+        if key in work.known and value == look_up(work.defaults, key):
+            continue
+        if key in work.known and not hint.values and not _fits(work, key, value):
             continue
         work.drop(key, hint.why)
 
@@ -545,3 +688,9 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
     except ValidationError as error:
         return all(detail["type"] == "only" for detail in error.errors())
     return True
+
+
+STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
+    *(_defaults, _backend, _switches, _moved, _switches, _estimator, _losses, _validation, _micro_batches, _nulls),
+    *(_engine, _adapters, _checkpoints, _correction, _groups, _loggers, _hints),
+)

@@ -59,7 +59,8 @@ def kept_tokens(
 ) -> Tensor:
     """The tokens whose divergence from the sampler passes the test, such as seq_mean_k3.
 
-    For k1, the bounds apply to the ratio policy / sampler (its product for seq_sum, its geometric mean for seq_mean, its lowest value for seq_min).
+    For k1, the bounds apply to the ratio policy / sampler (its product for seq_sum, its geometric mean for seq_mean,
+    its lowest value for seq_min).
     For k2 and k3, which are never negative, only `highest` applies, to the estimate itself.
     """
     level, _, kind = test.rpartition("_")

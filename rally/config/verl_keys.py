@@ -84,7 +84,6 @@ FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("strategy", "one device holds the whole model, several share it by FSDP2", ("fsdp", "fsdp2")),
     ("model_dtype", FLOAT32, ("fp32", "float32", "bf16", "bfloat16")),
     ("dtype", "model.dtype sets it", ("bf16", "bfloat16")),
-    ("forward_only", "the reference is never trained", ()),
     ("seed", "trainer.seed sets it", (42, 0, None)),
     ("full_determinism", "it is off", (False, None)),
     ("mixed_precision", "gradients are always summed in float32", (None, "bf16", "bfloat16", "fp32", "float32")),
@@ -102,6 +101,7 @@ HINTS: tuple[Hint, ...] = (
     *(Hint(f"{section}.{name}", why, values) for section in TRAINED for name, why, values in FSDP),
     *(Hint(f"{REFERENCE}.{name}", why, values) for name, why, values in FSDP if name != "param_offload"),
     Hint(f"{REFERENCE}.optimizer_offload", "the reference has no optimizer"),
+    Hint(f"{REFERENCE}.forward_only", "the reference is never trained"),
     *(Hint(f"{section}.ulysses_sequence_parallel_size", WHOLE) for section in (A, REF, "critic")),
     *(Hint(f"{REF}.{name}", CHUNKS) for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")),
     *(Hint(f"{section}.entropy_from_logits_chunk_size", CHUNKS) for section in (A, REF, "critic")),
@@ -264,7 +264,6 @@ OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("global_profiler", "tool", ()),
     (f"{R}.trace", "backend", ()),
     ("algorithm.pf_ppo", "../use_pf_ppo", ()),
-    (f"{A}.router_replay", "mode", ()),
     *((f"skip.{part}", "enable", ()) for part in ("rollout", "rollout_tq", "async_rollout")),
     (
         "reward_model",
@@ -277,6 +276,8 @@ OFF: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
 )
 """Sections, the key that switches each on, and its parts that belong to that switch (all, if none is named)."""
+ASKED = (f"{R}.trace", "algorithm.pf_ppo")
+"""Sections of which a key is an error if nothing switches the section off."""
 SWITCHED_OFF = (None, False, "", "disabled")
 NULLS = (
     *("custom_reward_function.name", "reward_model.reward_manager", "reward_model.reward_loop_source"),
@@ -396,7 +397,8 @@ class _Work:
 
     def _asks_nothing(self, key: str, value: Any) -> bool:
         if key in self.known:
-            return bool(value is None or value == look_up(self.defaults, key))
+            nothing = value is None or (value == 0 and not isinstance(value, bool))
+            return bool(nothing or value == look_up(self.defaults, key))
         return value in (None, False, 1, "", -1) or value in ({}, [])
 
 
@@ -427,11 +429,15 @@ def _backend(work: _Work, choices: Mapping[str, str]) -> None:
     for key, value in written.items():
         names = [part for part in key.split(".") if part in BACKENDS]
         chosen = [value] if key.endswith(("strategy", "model_engine")) and value in BACKENDS else []
-        found |= {key: name for name in (*names, *chosen)}
+        for name in (*names, *chosen):
+            found[key] = name
     for key, value in choices.items():
-        found |= {key: name for name in BACKENDS if name in value}
+        for name in BACKENDS:
+            if name in value:
+                found[key] = name
     listed = [str(name) for name in work.tree.get("defaults") or () if "megatron" in str(name)]
-    found |= {"defaults": "megatron" for _ in listed}
+    if listed:
+        found["defaults"] = "megatron"
     if not found:
         return
     backend = next(iter(found.values()))
@@ -490,6 +496,8 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
             work.problems.append(f"{key}={shown(value)} {refused[section, switch]}.")
         named = [f"{section}.{part}" for part in parts] if parts else [section]
         explicit = at(work.tree, key, "???") != "???"
+        if section in ASKED and not explicit:
+            continue
         for name in named:
             if at(work.tree, name, "???") != "???":
                 work.tree = without(work.tree, name) if explicit else work.tree

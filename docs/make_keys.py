@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from rally.config import Config, SftConfig, base
 from rally.config.base import Only, Root, Section
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported
-from rally.config.verl_keys import HINTS, SFT_HINTS, Hint, hint_for
 from rally.config.errors import shown
+from rally.config.verl_keys import HINTS, SFT_HINTS, Hint, hint_for
 
 HEAD = """\
 # Configuration keys

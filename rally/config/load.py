@@ -128,12 +128,17 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
     path, overrides, base = sources
     document, choices = _document(None if path is None else Path(path))
     layers = []
-    given, malformed = _overrides(overrides)
-    for layer in (base or {}, *document.layers, *given):
+    written: list[str] = []
+    malformed: list[str] = []
+    for layer in (base or {}, *document.layers, *_overrides(overrides)):
+        if isinstance(layer, ConfigError):
+            malformed += layer.problems
+            written += layer.problems
+            continue
         kept, chosen = group_choices(dict(layer))
         choices |= chosen
         layers.append(_expanded(kept))
-    written = [key for layer in layers for key, _ in leaves(layer)]
+        written += [key for key, _ in leaves(layers[-1])]
     translation = translate(_merged(layers, schema), schema, choices, sft=schema is SftConfig)
     problems = [*malformed, *translation.problems]
     tree = translation.tree
@@ -204,21 +209,18 @@ def _in_order(problems: Sequence[str], written: Sequence[str]) -> tuple[str, ...
             last[key] = number  # a section stands where its first key stands
 
     def place(problem: str) -> int:
-        return next((last[key] for key in _keys_in(problem) if key in last), len(written))
+        return next((last[key] for key in (problem, *_keys_in(problem)) if key in last), len(written))
 
     return tuple(sorted(dict.fromkeys(problems), key=place))
 
 
-def _overrides(texts: Sequence[str]) -> tuple[list[Tree], list[str]]:
-    """The overrides as layers, and a sentence for each that cannot be read."""
-    layers: list[Tree] = []
-    problems: list[str] = []
+def _overrides(texts: Sequence[str]) -> Iterator[Tree | ConfigError]:
+    """Each override as a layer, or the error that it is."""
     for text in texts:
         try:
-            layers.append(_override(text))
+            yield _override(text)
         except ConfigError as error:
-            problems += error.problems
-    return layers, problems
+            yield error
 
 
 def _override(text: str) -> Tree:

@@ -399,7 +399,7 @@ class _Work:
         if key in self.known:
             nothing = value is None or (value == 0 and not isinstance(value, bool))
             return bool(nothing or value == look_up(self.defaults, key))
-        return value in (None, False, 1, "", -1) or value in ({}, [])
+        return value is not True and value in (None, False, 1, "", -1, {}, [])
 
 
 def _without_targets(tree: Any) -> Any:

@@ -43,6 +43,8 @@ _OPERATORS = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+LITERAL = "\ue000"
+"""Stands for a dollar sign that the shell does not expand."""
 LARGEST = 10**15
 """Of a number in arithmetic. A script that multiplies further is left as it is."""
 
@@ -68,6 +70,11 @@ def rally_command(module: str) -> str:
 
 def read_script(text: str) -> VerlCommand:
     """The last command of verl in the script, or a ConfigError if there is none."""
+    found = _last_command(text)
+    return found._replace(words=tuple(word.replace(LITERAL, "$") for word in found.words))
+
+
+def _last_command(text: str) -> VerlCommand:
     found: VerlCommand | None = None
     for words in _commands(text):
         found = _verl_command(words) or found
@@ -84,9 +91,9 @@ def from_verl(path: Path) -> str:
         raise ConfigError(f"{path} does not exist; check the path of the script.") from None
     except (UnicodeDecodeError, IsADirectoryError):
         raise ConfigError(f"{path} is not a shell script of UTF-8 text; name one.") from None
-    module, config_path, config_name, words = read_script(text)
+    module, config_path, config_name, words = _last_command(text)
     command = rally_command(module)
-    known = [word for word in words if "$" not in word.partition("=")[2].replace("${oc.", "")]
+    known = [word.replace(LITERAL, "$") for word in words if "$" not in word.partition("=")[2]]
     file = None if config_name is None else Path(config_path or ".") / f"{config_name.removesuffix('.yaml')}.yaml"
     report = explain(Config if command == "train" else SftConfig, file, known)
     renamed, lines, gone = dict(report.moved), [], set()
@@ -114,9 +121,9 @@ def _within(key: str, keys: set[str]) -> bool:
 
 def _quoted(value: str) -> str:
     """The value as a shell reads it. What the shell of the reader must expand stays outside of single quotes."""
-    if re.search(r"\$(\w|\(|\{(?!oc\.))", value):
-        return '"' + re.sub(r'(["\\`])', r"\\\1", value) + '"'
-    return shlex.quote(value) if value else ""
+    if "$" in value:
+        return '"' + re.sub(r'(["\\`])', r"\\\1", value).replace(LITERAL, "\\$") + '"'
+    return shlex.quote(value.replace(LITERAL, "$")) if value else ""
 
 
 def _verl_command(words: Sequence[str]) -> VerlCommand | None:
@@ -145,6 +152,8 @@ def _arguments(module: str, words: Sequence[str]) -> VerlCommand:
                 options[name] = value
             else:
                 waiting = name
+        elif re.fullmatch(r"\d*[<>&]+", word):
+            waiting = "redirection"
         elif not re.match(r"\d*[<>]|-", word) and word:
             kept.append(word)
     return VerlCommand(module, options.get("--config-path"), options.get("--config-name"), tuple(kept))
@@ -233,7 +242,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 _EXPANSION = re.compile(
-    r"\$(?:(\w+|[@*#?])|\{(\w+|@)\[[@*]\]\}|\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\(\((.*?)\)\)|(\([^()]*\)))"
+    r"\$(?:(\w+|[@*#?])|\{(\w+|@)\[[@*]\]\}|\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\(\(((?:[^()]|\([^()]*\))*)\)\)|(\([^()]*\)))"
 )
 
 
@@ -245,7 +254,11 @@ def _expand(word: str, variables: Mapping[str, list[str]]) -> list[str]:
     split = re.fullmatch(r"\$\{?(\w+)\}?", word)  # an unquoted variable is split at spaces
     if split and split[1] in variables:
         return " ".join(variables[split[1]]).split()
-    return ["".join(body if kind == "'" else _substituted(body, variables) for kind, body in _quotes(word))]
+    return [
+        "".join(
+            body.replace("$", LITERAL) if kind == "'" else _substituted(body, variables) for kind, body in _quotes(word)
+        )
+    ]
 
 
 def _quotes(word: str) -> Iterator[tuple[str, str]]:
@@ -255,7 +268,7 @@ def _quotes(word: str) -> Iterator[tuple[str, str]]:
         char = word[at]
         if char == "\\" and quote != "'" and at + 1 < len(word):
             keep = quote == '"' and word[at + 1] not in '"\\$`'
-            part += (char if keep else "") + word[at + 1]
+            part += (char if keep else "") + word[at + 1].replace("$", LITERAL)
             at += 2
             continue
         if (quote and char == quote) or (not quote and char in "\"'"):

@@ -316,8 +316,7 @@ def test_all_mistakes_are_reported_at_once_one_line_each() -> None:
         "algorithm.use_kl_in_reward=true",
     )
     lines = error_text(*given).splitlines()
-    assert sorted(lines, key=lines.index) == lines and len(lines) == 7
-    expected = ("nonsense", "data.shufle", "count the KL twice", "trainer.seed is x", "quantization=fp8", "n is 0")
+    expected = ("data.shufle", "count the KL twice", "nonsense", "trainer.seed is x", "quantization=fp8", "n is 0")
     for part, line in zip((*expected, "do_sample=false"), lines, strict=True):
         assert part in line
 

@@ -16,6 +16,7 @@ from rally.config import Config, SftConfig, base
 from rally.config.base import Only, Root, Section
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported
 from rally.config.errors import shown
+from rally.config.verl_keys import HINTS, SFT_HINTS, Hint, hint_for
 
 HEAD = """\
 # Configuration keys
@@ -110,8 +111,9 @@ def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def page(title: str, schema: type[Root], rules: Sequence[Unsupported]) -> Iterator[str]:
-    every = list(keys(schema))
+def page(title: str, schema: type[Root], rules: Sequence[Unsupported], hints: Sequence[Hint]) -> Iterator[str]:
+    idle = [(key, hint) for key in keys(schema) if (hint := hint_for(key.name, hints)) and not hint.values]
+    every = [key for key in keys(schema) if key.name not in {hidden.name for hidden, _ in idle}]
     single = [key for key in every if only(key.hint)]
     unsupported = [key for key in every if (rule := rule_for(key.name, rules)) and not _partly(key, rule)]
     working = [key for key in every if key not in single and key not in unsupported]
@@ -129,6 +131,9 @@ def page(title: str, schema: type[Root], rules: Sequence[Unsupported]) -> Iterat
         ("key", "accepted values", "reason"),
         [(f"`{k.name}`", ", ".join(f"`{shown(v)}`" for v in m.values), m.because) for k, m in marks if m],
     )
+    yield "\n### Keys without effect\n"
+    yield "Any value is accepted. A value other than the default is named in one note when the run starts.\n"
+    yield from table(("key", "reason"), [(f"`{k.name}`", h.why) for k, h in idle])
     yield "\n### Keys that are not supported yet\n"
     ruled = [(key, rule_for(key.name, rules)) for key in unsupported]
     yield from table(
@@ -142,8 +147,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def main() -> None:
-    training = page("`rally train` and `rally eval`", Config, UNSUPPORTED)
-    lines = [HEAD.rstrip(), *training, *page("`rally sft`", SftConfig, SFT_UNSUPPORTED)]
+    training = page("`rally train` and `rally eval`", Config, UNSUPPORTED, HINTS)
+    lines = [HEAD.rstrip(), *training, *page("`rally sft`", SftConfig, SFT_UNSUPPORTED, SFT_HINTS)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -59,7 +59,8 @@ def kept_tokens(
 ) -> Tensor:
     """The tokens whose divergence from the sampler passes the test, such as seq_mean_k3.
 
-    For k1, the bounds apply to the ratio policy / sampler (its product for seq_sum, its geometric mean for seq_mean).
+    For k1, the bounds apply to the ratio policy / sampler (its product for seq_sum, its geometric mean for seq_mean,
+    its lowest value for seq_min).
     For k2 and k3, which are never negative, only `highest` applies, to the estimate itself.
     """
     level, _, kind = test.rpartition("_")
@@ -76,6 +77,6 @@ def kept_tokens(
 
 def _over_rows(values_M: Tensor, row_M: Tensor, how: str) -> Tensor:
     rows = int(row_M.max()) + 1 if row_M.numel() else 0
-    reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[how]
+    reduce = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}[how]
     out = torch.zeros(rows, dtype=values_M.dtype, device=values_M.device)
     return out.scatter_reduce(0, row_M, values_M, reduce, include_self=False)[row_M]

@@ -32,7 +32,7 @@ def sft(
     from rally.config import load_sft_config
 
     path, overrides = split_config_args(args, config_path, config_name)
-    config = load_sft_config(recipe_path(recipe, path, "sft"), overrides)
+    config = load_sft_config(recipe_path(recipe, path, "sft"), overrides, note=quiet_console().note)
     config.require_training()
     console = quiet_console()
     from rally.runs import sft as sft_run

@@ -27,7 +27,7 @@ def train(
     from rally.config import load_config
 
     path, overrides = split_config_args(args, config_path, config_name)
-    config = load_config(recipe_path(recipe, path, "train"), overrides)
+    config = load_config(recipe_path(recipe, path, "train"), overrides, note=quiet_console().note)
     config.require_training()
     console = quiet_console()
     if dry_run:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from rally.config.aliases import SAME_AS, SFT_SAME_AS, resolve_aliases
@@ -19,25 +21,44 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
+from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, leaves, translate, without
 from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
 
 C = TypeVar("C", bound=Root)
+_KEY = re.compile(r"\w+(?:\.\w+)+|ulysses_sequence_parallel_size|\w+(?==)")
+
+
+def warn(text: str) -> None:
+    """Report a note as a Python warning."""
+    warnings.warn(text, stacklevel=4)
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    note: Callable[[str], None] = warn,
 ) -> Config:
-    """The training configuration from `base`, the YAML file and the overrides; later sources win."""
-    return _load(Config, (path, overrides, base), UNSUPPORTED, CHECKS)
+    """The training configuration from `base`, the YAML file and the overrides; later sources win.
+
+    Keys that are accepted and have no effect are reported to `note`, all in one text.
+    """
+    return _load(Config, (path, overrides, base), UNSUPPORTED, CHECKS, note)
 
 
 def load_sft_config(
-    path: str | Path | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    note: Callable[[str], None] = warn,
 ) -> SftConfig:
-    """The supervised fine-tuning configuration from `base`, the YAML file and the overrides; later sources win."""
-    return _load(SftConfig, (path, overrides, base), SFT_UNSUPPORTED, SFT_CHECKS)
+    """The supervised fine-tuning configuration from `base`, the YAML file and the overrides; later sources win.
+
+    Keys that are accepted and have no effect are reported to `note`, all in one text.
+    """
+    return _load(SftConfig, (path, overrides, base), SFT_UNSUPPORTED, SFT_CHECKS, note)
 
 
 class LoadedConfig(NamedTuple):
@@ -50,7 +71,7 @@ class LoadedConfig(NamedTuple):
 def read_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Like `load_config`, but returns problems instead of raising, so that a caller can check further."""
     try:
-        return LoadedConfig(*_read(Config, (path, overrides, None), UNSUPPORTED, CHECKS))
+        return LoadedConfig(*_read(Config, (path, overrides, None), UNSUPPORTED, CHECKS)[:2])
     except ConfigError as error:
         return LoadedConfig(None, error.problems)
 
@@ -59,47 +80,147 @@ Sources = tuple[str | Path | None, Sequence[str], Mapping[str, Any] | None]
 
 
 def _load(
-    schema: type[C], sources: Sources, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
+    schema: type[C],
+    sources: Sources,
+    rules: Sequence[Unsupported],
+    checks: Sequence[Callable[[C], Iterator[str]]],
+    note: Callable[[str], None],
 ) -> C:
-    config, problems = _read(schema, sources, rules, checks)
+    config, problems, translation = _read(schema, sources, rules, checks)
     if config is None or problems:
         raise ConfigError(problems)
+    if text := "\n".join(filter(None, (without_effect(translation.dropped), *translation.remarks))):
+        note(text)
     return config
+
+
+def without_effect(dropped: Sequence[Dropped]) -> str:
+    """One note for all keys that have no effect, by reason. Empty if there are none."""
+    reasons: dict[str, list[str]] = {}
+    for key, value, why in dropped:
+        reasons.setdefault(why, []).append(f"{key}={shown(value)}")
+    lines = (f"  {', '.join(keys)}: {why}" for why, keys in reasons.items())
+    return "\n".join(("these keys have no effect here:", *lines)) if reasons else ""
+
+
+class Explanation(NamedTuple):
+    """What becomes of the keys of a command line of verl; `refused` are the keys that the problems are about."""
+
+    dropped: tuple[Dropped, ...]
+    moved: tuple[tuple[str, str], ...]
+    problems: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def explain(schema: type[Root], path: str | Path | None, overrides: Sequence[str]) -> Explanation:
+    """What becomes of each key. Files and devices, which another machine may have, are not checked."""
+    translation, _, written = _translated(schema, (path, overrides, None))
+    tree = resolve_aliases(translation.tree, SAME_AS if schema is Config else SFT_SAME_AS)
+    rules = UNSUPPORTED if schema is Config else SFT_UNSUPPORTED
+    _, found = _validated(schema, tree, rules, ())
+    problems = _in_order((*translation.problems, *found), written)
+    refused = [next((key for key in _keys_in(problem) if key in written), None) for problem in problems]
+    return Explanation(translation.dropped, translation.moved, problems, tuple(key for key in refused if key))
+
+
+def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Notes, list[str]]:
+    """The tree of all sources in the keys of the schema, the notes of the file, and the keys in the order written."""
+    path, overrides, base = sources
+    document, choices = _document(None if path is None else Path(path))
+    layers = []
+    written: list[str] = []
+    malformed: list[str] = []
+    for layer in (base or {}, *document.layers, *_overrides(overrides)):
+        if isinstance(layer, ConfigError):
+            malformed += layer.problems
+            written += layer.problems
+            continue
+        kept, chosen = group_choices(dict(layer))
+        choices |= chosen
+        layers.append(_expanded(kept))
+        written += [key for key, _ in leaves(layers[-1])]
+    translation = translate(_merged(layers, schema), schema, choices, sft=schema is SftConfig)
+    problems = [*malformed, *translation.problems]
+    tree = translation.tree
+    for key, value in leaves(tree):
+        if value == "???":
+            problems.append(f"{key} is ???, which marks a required value; set it.")
+            tree = without(tree, key)
+    return translation._replace(tree=tree, problems=tuple(problems)), document.notes, written
+
+
+def _document(path: Path | None) -> tuple[Document, dict[str, str]]:
+    """The file, and what the name of a file of verl says that is not there."""
+    if path is None or path.name == "":
+        return Document([], Notes()), {}
+    name = path.name.removesuffix(".yaml").removesuffix(".yaml")
+    if not path.expanduser().exists() and (name in OWN_FILES or "megatron" in name):
+        return Document([], Notes()), {"--config-name": name} if "megatron" in name or "veomni" in name else {}
+    return read_document(path), {}
 
 
 def _read(
     schema: type[C], sources: Sources, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
-) -> tuple[C | None, tuple[str, ...]]:
-    path, overrides, base = sources
-    document = read_document(Path(path)) if path is not None else Document([], Notes())
-    layers = [_expanded(base or {}), *map(_expanded, document.layers), *_overrides(overrides)]
-    tree = resolve_aliases(_merged(layers, schema), SAME_AS if schema is Config else SFT_SAME_AS)
-    unmet = tuple(document.notes.unmet(tree))
+) -> tuple[C | None, tuple[str, ...], Translation]:
+    translation, notes, written = _translated(schema, sources)
+    tree = resolve_aliases(translation.tree, SAME_AS if schema is Config else SFT_SAME_AS)
+    unmet = tuple(notes.unmet(tree))
+    config, problems = _validated(schema, tree, rules, checks)
+    if unmet:  # the checks would report the same files again, without the command
+        return config, unmet, translation
+    return config, _in_order((*translation.problems, *problems), written), translation
+
+
+def _validated(
+    schema: type[C], tree: Tree, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]
+) -> tuple[C | None, list[str]]:
+    """The configuration, or None, and all its problems. Those of the valid keys are found beside invalid ones."""
     try:
         config = schema.model_validate(tree)
+        return config, _checked(config, rules, checks)
     except ValidationError as error:
         known = tuple(schema.keys())
-        problems = [sentence(detail, known) for detail in error.errors(include_url=False)]
-        rest = _without(tree, [detail["loc"] for detail in error.errors()])
-        return None, unmet or _unique(problems + _unsupported_among_valid(schema, rest, rules))
-    if unmet:  # the checks would report the same files again, without the command
-        return config, unmet
-    return config, _unique(
-        [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
-    )
+        details = error.errors(include_url=False)
+    problems = [sentence(detail, known) for detail in details]
+    rest = _without(tree, [detail["loc"] for detail in details])
+    try:
+        found = _checked(schema.model_validate(rest), rules, checks)
+    except ValidationError:
+        return None, problems
+    # A check that reads an invalid key, or a key that a misspelled one was meant to be, saw its default.
+    doubtful = {key for problem in problems for key in _keys_in(problem)}
+    return None, problems + [problem for problem in found if not doubtful & set(_keys_in(problem))]
 
 
-def _overrides(texts: Sequence[str]) -> list[Tree]:
-    layers: list[Tree] = []
-    problems: list[str] = []
+def _checked(config: C, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]) -> list[str]:
+    return [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
+
+
+def _keys_in(problem: str) -> list[str]:
+    """The dotted keys that a sentence names."""
+    return _KEY.findall(problem)
+
+
+def _in_order(problems: Sequence[str], written: Sequence[str]) -> tuple[str, ...]:
+    """The problems in the order in which their keys were written, without duplicates. Others follow."""
+    last = {key: number for number, key in enumerate(written)}
+    for key, number in list(last.items()):
+        while (key := key.rpartition(".")[0]) and key not in last:
+            last[key] = number  # a section stands where its first key stands
+
+    def place(problem: str) -> int:
+        return next((last[key] for key in (problem, *_keys_in(problem)) if key in last), len(written))
+
+    return tuple(sorted(dict.fromkeys(problems), key=place))
+
+
+def _overrides(texts: Sequence[str]) -> Iterator[Tree | ConfigError]:
+    """Each override as a layer, or the error that it is."""
     for text in texts:
         try:
-            layers.append(_expanded(_override(text)))
+            yield _override(text)
         except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return layers
+            yield error
 
 
 def _override(text: str) -> Tree:
@@ -141,9 +262,7 @@ def _merged(layers: Sequence[Tree], schema: type[Root]) -> Tree:
     # OmegaConf is slow to wrap the hundreds of defaults, and only interpolations need them.
     whole = merge(schema().model_dump(mode="json"), written) if "${" in str(written) else written
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} is ???, which marks a required value; set it.") from None
+        resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
     except InterpolationResolutionError as error:
         hint = "write full keys such as ${data.seed}, or ${oc.env:HOME} for an environment variable"
         raise ConfigError(f"{error.full_key}: {first_line(error)}; {hint}.") from None
@@ -158,14 +277,6 @@ def _as_written(resolved: Any, written: Any) -> Any:
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {key: _as_written(resolved[key], value) for key, value in written.items()}
     return resolved
-
-
-def _unsupported_among_valid(schema: type[Root], rest: Tree, rules: Sequence[Unsupported]) -> list[str]:
-    """The unsupported keys among the valid ones, so that one error reports both kinds."""
-    try:
-        return list(unsupported_values(schema.model_validate(rest), rules))
-    except ValidationError:
-        return []
 
 
 def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
@@ -183,7 +294,3 @@ def _without(tree: Tree, locations: Sequence[tuple[int | str, ...]]) -> Tree:
 
     pruned: Tree = prune(tree, ())
     return pruned
-
-
-def _unique(problems: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(problems))

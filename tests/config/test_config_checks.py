@@ -154,12 +154,11 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ((f"{R}.n=1",), "leaves nothing for grpo to compare"),
+        ((f"{R}.n=1", "algorithm.adv_estimator=opo"), "leaves nothing for opo to compare"),
         (("data.train_batch_size=8", f"{A}.ppo_mini_batch_size=9"), "is more than data.train_batch_size=8"),
         ((f"{R}.max_model_len=512",), "leaves no tokens after data.max_prompt_length=512"),
         ((f"{R}.temperature=0",), "makes all episodes of a group equal"),
         ((f"{R}.val_kwargs.do_sample=true",), "temperature above 0"),
-        ((f"{R}.val_kwargs={{do_sample: false, temperature: 0.5}}",), "has no effect with do_sample=false"),
         ((f"{R}.val_kwargs.n=4",), "asks for greedy samples, which are all equal"),
         (("data.sampler.class_path=pkg://my.sampler",), "select a class together; set both"),
         (
@@ -171,7 +170,10 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
         (("data.curriculum.field=level",), "has no effect with data.curriculum.by=null"),
         ((f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "count the KL twice"),
         ((f"{R}.n=1", "algorithm.adv_estimator=rloo"), "leaves nothing for rloo to compare"),
-        ((f"{A}.policy_loss.loss_mode=gspo",), f"set {A}.loss_agg_mode=seq-mean-token-mean"),
+        (
+            (f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=seq-mean-token-sum"),
+            f"set {A}.loss_agg_mode=seq-mean-token-mean",
+        ),
         ((f"{A}.tau_pos=2",), f"has no effect with {A}.policy_loss.loss_mode=vanilla"),
         ((f"{A}.policy_loss={{loss_mode: kl_cov, clip_cov_lb: 2}}",), "clip_cov_lb has no effect with"),
         (("algorithm.gamma=0.9",), "has no effect with grpo over whole episodes; set algorithm.turn_rewards"),
@@ -183,7 +185,10 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
         (("algorithm.gigpo.step_advantage_w=2",), "unless algorithm.adv_estimator=gigpo"),
         (("algorithm.kl_penalty=k3",), "kl_penalty has no effect without algorithm.use_kl_in_reward=true"),
         (("algorithm.kl_ctrl.kl_coef=0.1",), "kl_coef has no effect without algorithm.use_kl_in_reward=true"),
-        ((f"{R}.n=1", "algorithm.filter_groups.enable=true"), "leaves nothing for grpo to compare"),
+        (
+            (f"{R}.n=1", "algorithm.filter_groups.enable=true"),
+            "with actor_rollout_ref.rollout.n=1 sets all groups aside",
+        ),
         (
             (f"{R}.n=1", "algorithm={adv_estimator: reinforce_plus_plus, filter_groups: {enable: true}}"),
             "sets all groups aside",
@@ -209,7 +214,10 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
             ("algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc]}", "reward_shaping.tool_format_reward=0.1"),
             "unless its components are among algorithm.gdpo_reward_keys",
         ),
-        ((f"{C}={{bypass_mode: true, rollout_is: token}}",), "bypass_mode=true switches correction off"),
+        (
+            (f"{C}={{bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 2}}",),
+            "bypass_mode=true switches correction off",
+        ),
         ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),

@@ -12,9 +12,6 @@ KL = "algorithm.use_kl_in_reward=true"
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (("critic.optim.lr=0.1",), "critic.optim.lr=0.1 has no effect with grpo, which needs no critic; leave it out."),
-        (("trainer.critic_warmup=3",), "trainer.critic_warmup=3 has no effect with grpo"),
-        (("algorithm.lam=0.9",), "algorithm.lam=0.9 has no effect with grpo"),
         (("critic.enable=true",), "critic.enable=true has no effect with grpo; set algorithm.adv_estimator=gae"),
         ((GAE, "critic.enable=false"), "critic.enable=false contradicts adv_estimator=gae"),
         ((GAE, "critic.ppo_mini_batch_size=2000"), "is more than data.train_batch_size"),

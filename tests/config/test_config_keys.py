@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rally.config import Config, ConfigError, SftConfig, load_config
 from rally.config.base import Only, Root, Section, look_up
 from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupported, unsupported_values
+from rally.config.verl_keys import HINTS, MOVES, OFF, SFT_HINTS, hint_for
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 KNOWN = sorted(Config.keys())
@@ -126,7 +127,7 @@ def supported_keys(
             continue
         fixed = any(isinstance(mark, Only) for mark in field.metadata)
         waits = any((key == r.key and not r.supported) or key.startswith(r.key + ".") for r in rules)
-        if not fixed and not waits:
+        if not fixed and not waits and not hint_for(key, HINTS if rules is UNSUPPORTED else SFT_HINTS):
             yield key, field.description or ""
 
 
@@ -137,9 +138,14 @@ def test_every_supported_key_has_a_description(schema: type[Root], rules: tuple[
     assert [key for key, text in described.items() if not text.strip().endswith(".")] == []
 
 
+def idle(key: str) -> bool:
+    return hint_for(key, HINTS) is not None
+
+
 def free_of_extras() -> list[str]:
     """Known keys whose misspelling cannot pass as a key that is handed on to a user's class or function."""
-    return [key for key in KNOWN if not key.startswith((f"{R}.agent_loop_config.", "reward_model.reward_kwargs."))]
+    free = (f"{R}.agent_loop_config", "reward_model.reward_kwargs", "reward_model", *(section for section, _, _ in OFF))
+    return [key for key in KNOWN if not any(key == f or key.startswith(f"{f}.") for f in free) and not idle(key)]
 
 
 @st.composite
@@ -156,7 +162,7 @@ def misspellings(draw: st.DrawFn) -> tuple[str, str]:
     }[kind]
     # A dot that is lost or moved makes another path, not another spelling.
     assume(wrong.count(".") == key.count(".") and all(wrong.split(".")) and "." not in key[at : at + 2])
-    assume(wrong not in KNOWN)
+    assume(wrong not in KNOWN and not idle(wrong) and wrong not in dict(MOVES))
     return key, wrong
 
 
@@ -164,7 +170,7 @@ def misspellings(draw: st.DrawFn) -> tuple[str, str]:
 @given(pair=misspellings())
 def test_a_misspelled_key_is_reported_with_the_right_one(pair: tuple[str, str]) -> None:
     key, wrong = pair
-    line = error_text(f"{wrong}=1")
+    line = error_text(f"{wrong}=1", "algorithm.adv_estimator=gae")
     suggested = line.partition("did you mean ")[2].rstrip("?").replace(" or ", ", ").split(", ")
     assert f"unknown key {wrong}" in line
     assert len(suggested) <= 3 and key in suggested
@@ -269,18 +275,13 @@ def test_values_equal_to_the_default_behaviour_load(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        (f"{R}.quantization=fp8", f"{R}.quantization=fp8 is not built yet; leave it out."),
         (
-            f"{R}.name=trtllm",
-            f"{R}.name=trtllm is not built yet; leave it out to use the embedded engine.",
+            f"{R}.do_sample=false",
+            f"{R}.do_sample=false is not supported: training always samples; val_kwargs sets validation; "
+            "leave the key out.",
         ),
-        (
-            "trainer.logger=[console, swanlab]",
-            "trainer.logger=swanlab is not built yet; use console, file, tensorboard, mlflow or wandb.",
-        ),
-        (
-            f"{M}.use_shm=true",
-            f"{M}.use_shm=true is not supported: weights are read from their own folder; leave the key out.",
-        ),
+        (f"{M}.use_shm=often", f"{M}.use_shm is often (text); it must be true or false."),
         ("trainer.total_epochs=abc", "trainer.total_epochs is abc (text); it must be a whole number."),
         ("trainer.total_epochs=1.5", "trainer.total_epochs is 1.5 (a number); it must be a whole number."),
         ("data.seed=true", "data.seed is true (a true/false value); it must be a number."),
@@ -304,7 +305,22 @@ def test_error_messages(line: str, sentence: str) -> None:
 
 
 def test_all_mistakes_are_reported_at_once_one_line_each() -> None:
-    lines = error_text("data.shufle=true", "trainer.seed=x", f"{R}.name=hf", f"{R}.n=0", f"{M}.use_shm=true")
-    assert len(lines.splitlines()) == 5
-    for part in ("data.shufle", "trainer.seed is x", f"{R}.name=hf is not built yet", f"{R}.n is 0", "use_shm"):
-        assert part in lines
+    given = (
+        "data.shufle=true",
+        f"{A}.use_kl_loss=true",
+        "nonsense",
+        "trainer.seed=x",
+        f"{R}.quantization=fp8",
+        f"{R}.n=0",
+        f"{R}.do_sample=false",
+        "algorithm.use_kl_in_reward=true",
+    )
+    lines = error_text(*given).splitlines()
+    expected = ("data.shufle", "count the KL twice", "nonsense", "trainer.seed is x", "quantization=fp8", "n is 0")
+    for part, line in zip((*expected, "do_sample=false"), lines, strict=True):
+        assert part in line
+
+
+def test_a_check_that_depends_on_a_misspelled_key_is_not_reported() -> None:
+    lines = error_text("data.train_batchsize=512", f"{A}.ppo_mini_batch_size=256", f"{R}.temperature=0")
+    assert [line.split()[0] for line in lines.splitlines()] == ["unknown", f"{R}.temperature=0"]

@@ -57,9 +57,7 @@ def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
             "port_start has no effect on servers that",
         ),
         (("name=vllm", "server.url=http://a"), "set it to server"),
-        (("name=vllm", "engine_kwargs.sglang.x=1"), "engine_kwargs.sglang has no effect"),
         (("name=vllm", "engine_kwargs.vllm.port=1"), "engine_kwargs.vllm.port is set by the run itself"),
-        (("name=vllm", "engine_kwargs.trtllm.x=1"), "not built yet"),
         (("name=vllm", "temperature=0.7", "top_p=0.9"), "cannot report the policy's log-probs"),
         (("name=sglang", "deterministic=true"), "deterministic has no effect with"),
         (
@@ -69,7 +67,6 @@ def test_valid_combinations_load(lines: tuple[str, ...]) -> None:
         (("name=rally", "enforce_eager=true"), "enforce_eager has no effect with actor_rollout_ref.rollout.name=rally"),
         (("name=rally", "log_level=DEBUG"), "log_level has no effect with actor_rollout_ref.rollout.name=rally"),
         (("name=rally", "checkpoint_engine.backend=ipc"), "backend has no effect with"),
-        (("name=vllm", "mode=sync"), "not built yet; leave it out, every engine is asynchronous"),
     ],
 )
 def test_an_invalid_combination_is_one_sentence(lines: tuple[str, ...], message: str) -> None:

@@ -27,6 +27,8 @@ CURRICULUM_KEYS: dict[str | None, tuple[str, ...]] = {
     "field": ("field", "start_share", "grow_steps"),
     "success": ("low", "high", "explore", "solved_at"),
 }
+GRPO = ("grpo", "grpo_vectorized")
+"""Estimators that pay a group of one its reward, as in verl; `load_config` notes it."""
 BLACK_BOX = ("black_box", "rally.gateway.BlackBoxAgentLoop")
 LORA_SHAPE = ("lora_alpha", "target_modules", "exclude_modules", "target_parameters")
 CHAINS = ("reinforce_plus_plus", "gae", "turn_gae")
@@ -115,7 +117,7 @@ def router_replay(config: Config) -> Iterator[str]:
 def batch_sizes(config: Config) -> Iterator[str]:
     n, mini, train = config.rollout.n, config.mini_batch_size, config.data.train_batch_size
     estimator = config.algorithm.adv_estimator
-    needs_no_group = estimator in ("reinforce_plus_plus", "remax") or config.needs_critic
+    needs_no_group = estimator in ("reinforce_plus_plus", "remax", *GRPO) or config.needs_critic
     if n < 2 and not needs_no_group and not config.trainer.val_only:
         yield f"{ROLLOUT}.n={n} leaves nothing for {estimator} to compare an episode with; set it to 2 or more."
     if mini > train:
@@ -234,7 +236,7 @@ def off_policy_correction(config: Config) -> Iterator[str]:
     if settings.rollout_is is None and settings.rollout_is_threshold != 2.0:
         yield f"{key}.rollout_is_threshold has no effect without {key}.rollout_is; set it to token or sequence."
     for test in settings.tests:
-        if not re.fullmatch("token_k[123]|seq_(sum|mean)_k[123]|seq_max_k[23]", test):
+        if not re.fullmatch("token_k[123]|seq_(sum|mean)_k[123]|seq_max_k[23]|seq_min_k1", test):
             yield f"{key}.rollout_rs={test} is unknown; use token_k1, seq_mean_k3 or another of docs/methods.md."
     if bool(settings.tests) != (settings.rollout_rs_threshold is not None):
         yield f"{key}.rollout_rs and {key}.rollout_rs_threshold belong together; set both or neither."

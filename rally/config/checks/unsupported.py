@@ -36,26 +36,23 @@ ESTIMATORS = (
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo"),
 )
 CRITIC_MODEL = (
-    *("hf_config_path", "external_lib", "enable_activation_offload", "use_liger", "tiled_mlp"),
-    *("fused_kernel_options", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
+    *("hf_config_path", "external_lib", "mtp", "lora_rank", "lora_alpha", "lora_adapter_path"),
     *("target_modules", "exclude_modules", "target_parameters"),
 )
 LOSS_MODES = ("gspo", "geo_mean", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "k3", "low_var_kl", "k1+", "k2+", "k3+", "low_var_kl+")
-STAYS = "leave it out, the model stays on the device"
 
 
-def memory(section: str, model: str = M, **more: str) -> Iterator[Unsupported]:
+def memory(section: str, model: str = M, **more: str | None) -> Iterator[Unsupported]:
     """Rules for the keys of an `fsdp_config`."""
     rules = {
-        "offload_policy": ONE_DEVICE,
         "model_dtype": f"leave it out and set {model}dtype; the optimizer keeps float32 weights",
         "dtype": f"leave it out and set {model}dtype",
         "seed": "leave it out and set trainer.seed",
         "full_determinism": OUT if model != M else f"leave it out and set {R}deterministic=true",
         "forward_only": OUT,
     }
-    return (Unsupported(f"{section}.{name}", advice) for name, advice in {**rules, **more}.items())
+    return (Unsupported(f"{section}.{name}", advice) for name, advice in {**rules, **more}.items() if advice)
 
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -64,35 +61,21 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}mode", "leave it out, every engine is asynchronous", ("standalone", "server")),
     Unsupported(f"{R}engine_kwargs.trtllm", SERVERS),
     Unsupported(f"{R}checkpoint_engine.backend", "leave it out, or use files, or ipc on one GPU", ("files", "ipc")),
-    Unsupported(f"{R}checkpoint_engine.engine_kwargs", SERVERS),
     Unsupported(f"{R}checkpoint_engine.custom_backend_module", SERVERS),
-    Unsupported(f"{R}sglang_engine_mode", SERVERS),
-    Unsupported(f"{R}multi_stage_wake_up", SERVERS),
-    Unsupported(f"{R}router_config_path", SERVERS),
     Unsupported(f"{R}disaggregation", SERVERS),
-    Unsupported(f"{R}prometheus", SERVERS),
-    Unsupported(f"{R}disable_log_stats", SERVERS),
-    Unsupported(f"{R}nnodes", SERVERS),
-    Unsupported(f"{R}n_gpus_per_node", SERVERS),
     Unsupported(f"{R}agent.agent_loop_manager_class", SERVERS),
     Unsupported(f"{R}agent.custom_async_server", SERVERS),
-    Unsupported(f"{R}expert_parallel_size", "leave it out, the engine runs on one device"),
-    Unsupported(f"{R}pipeline_model_parallel_size", "leave it out, the engine runs on one device"),
     Unsupported(f"{R}limit_images", "leave it out: the token budgets also limit images"),
     # sampling
     Unsupported(f"{R}repetition_penalty", "leave it out: the sampled distribution must be that of the trained policy"),
     Unsupported(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
-    Unsupported(f"{R}cudagraph_capture_sizes", "leave it out: the engine captures the sizes that occur"),
     Unsupported(f"{R}quantization", OUT),
     Unsupported(f"{R}quantization_config_file", OUT),
     Unsupported(f"{R}qat", OUT),
     Unsupported(f"{R}custom", f"leave it out and write keys of your own under {R}agent_loop_config"),
     Unsupported(f"{R}mtp", OUT),
     Unsupported(f"{R}full_determinism", f"leave it out and set {R}deterministic=true"),
-    Unsupported(f"{R}moe_load_balance_metrics_interval", OUT),
     Unsupported(f"{R}trace.backend", "use mlflow or otel", ("mlflow", "otel")),
-    Unsupported(f"{R}profiler", OUT),
-    Unsupported(f"{R}multi_turn.num_repeat_rollouts", f"leave it out and set {R}n"),
     # advantages and losses
     Unsupported("algorithm.adv_estimator", "leave it out to use grpo", ESTIMATORS),
     Unsupported("algorithm.kl_penalty", "use kl", KL_KINDS),
@@ -102,43 +85,26 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
-    Unsupported("critic.checkpoint.async_save", OUT),
     Unsupported(f"{A}policy_loss.loss_mode", "leave it out to use the vanilla loss", LOSS_MODES),
     Unsupported(f"{A}policy_loss.dro_beta", OUT),
     Unsupported(f"{A}kl_loss_type", "use low_var_kl", KL_KINDS),
     Unsupported(f"{A}calculate_sum_pi_squared", OUT),
-    Unsupported(f"{A}sum_pi_squared_checkpointing", OUT),
-    Unsupported(f"{A}use_prefix_grouper", OUT),
     Unsupported(f"{A}router_replay.record_file", OUT),
     Unsupported(f"{A}router_replay.replay_file", OUT),
     # where and how the model is trained
-    *memory(f"{A}fsdp_config", param_offload="leave it out, the policy stays on the device"),
-    *memory("critic.fsdp_config", param_offload="leave it out, the critic stays on the device"),
-    *memory("actor_rollout_ref.ref.fsdp_config", optimizer_offload="leave it out, the reference has no optimizer"),
+    *memory(f"{A}fsdp_config"),
+    *memory("critic.fsdp_config"),
+    *memory("actor_rollout_ref.ref.fsdp_config", forward_only=None),
     Unsupported(f"{A}strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unsupported(f"{A}ulysses_sequence_parallel_size", ONE_DEVICE),
-    Unsupported(f"{A}use_torch_compile", OUT),
     Unsupported(f"{A}optim.override_optimizer_config", OUT),
     Unsupported("actor_rollout_ref.ref.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    Unsupported("actor_rollout_ref.ref.ulysses_sequence_parallel_size", ONE_DEVICE),
-    Unsupported("actor_rollout_ref.ref.use_torch_compile", OUT),
     Unsupported(f"{M}hf_config_path", f"leave it out and use {M}override_config"),
     Unsupported(f"{M}external_lib", OUT),
-    Unsupported(f"{M}enable_activation_offload", OUT),
-    Unsupported(f"{M}use_liger", OUT),
-    Unsupported(f"{M}fused_kernel_options", OUT),
-    Unsupported(f"{M}tiled_mlp", OUT),
     Unsupported(f"{M}mtp", OUT),
     *(Unsupported(f"critic.model.{name}", OUT) for name in CRITIC_MODEL),
     Unsupported("trainer.nnodes", "set it to 1 to train on this machine"),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
-    Unsupported("trainer.esi_redundant_time", OUT),
-    Unsupported("trainer.del_local_ckpt_after_load", OUT),
-    Unsupported("trainer.ray_wait_register_center_timeout", OUT),
-    Unsupported("ray_kwargs", "leave it out, everything runs in one process"),
-    Unsupported("transfer_queue", "leave it out, everything runs in one process"),
-    Unsupported("global_profiler", OUT),
     # rewards
     Unsupported("reward_manager.source", RULE_REWARDS),
     Unsupported("reward_manager.name", MANAGED, MANAGERS),
@@ -162,25 +128,20 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     # data
     Unsupported("data.datagen", "leave it out, rows come from files"),
     Unsupported("data.chat_template_func", f"leave it out and set {M}custom_chat_template"),
-    Unsupported("data.cache_dir", "leave it out: files are read from their own folder"),
     Unsupported("data.video_key", NO_VIDEOS),
     Unsupported("data.audio_key", NO_VIDEOS),
-    Unsupported("data.image_patch_size", "leave it out: the model's image processor sets it"),
 )
 
 SFT_UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported("data.ignore_input_ids_mismatch", "leave it out: conversations are encoded as they would be sampled"),
     Unsupported("data.chat_template", "leave it out and set model.custom_chat_template"),
     Unsupported("data.custom_cls", "leave it out and write rows with a script"),
     Unsupported("data.video_key", NO_VIDEOS),
     Unsupported("model.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
-    *memory("model.fsdp_config", "model.", **dict.fromkeys(("param_offload", "cpu_offload", "offload_params"), STAYS)),
+    *memory("model.fsdp_config", "model."),
     Unsupported("model.external_lib", OUT),
-    Unsupported("model.use_liger", OUT),
     Unsupported("trainer.nnodes", "set it to 1 to train on this machine"),
     Unsupported("trainer.logger", LOGGER, LOGGERS),
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
-    Unsupported("ulysses_sequence_parallel_size", ONE_DEVICE),
 )
 
 

@@ -1,0 +1,167 @@
+"""Keys of verl that are moved, dropped with one note, or refused in one sentence."""
+
+import pytest
+
+from rally.config import Config, ConfigError, SftConfig, load_config, load_sft_config
+
+A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+
+def load(*lines: str) -> tuple[Config, str]:
+    notes: list[str] = []
+    config = load_config(overrides=lines, note=notes.append)
+    assert len(notes) <= 1
+    return config, "".join(notes)
+
+
+def load_sft(*lines: str) -> tuple[SftConfig, str]:
+    notes: list[str] = []
+    return load_sft_config(overrides=lines, note=notes.append), "".join(notes)
+
+
+HINTS = (
+    *(f"{A}.fsdp_config.param_offload=True", f"{A}.fsdp_config.offload_policy=true", f"{M}.use_shm=True"),
+    *(f"{A}.ulysses_sequence_parallel_size=4", f"{A}.fsdp_config.ulysses_sequence_parallel_size=2"),
+    *(f"{R}.enable_chunked_prefill=False", f"{R}.enable_prefix_caching=False", f"{R}.mode=sync", f"{R}.name=hf"),
+    *(f"{R}.multi_stage_wake_up=True", f"{M}.enable_activation_offload=True", f"{A}.use_torch_compile=True"),
+    *("actor_rollout_ref.ref.entropy_from_logits_with_chunking=True", f"{A}.fsdp_config.model_dtype=bf16"),
+    *("+ray_kwargs.ray_init.runtime_env.py_executable=uv", "global_profiler.steps=[2]", f"{A}.profiler.enable=True"),
+    *(f"{M}.use_liger=True", "trainer.logger=[console,swanlab]", f"{A}.checkpoint.save_contents=['hf_model']"),
+    *(f"{R}.val_kwargs={{do_sample: false, temperature: 1.0}}", "critic.optim.lr=0.1", "algorithm.lam=0.95"),
+    *(f"{R}.engine_kwargs.sglang.attention_backend=fa3", "trainer.resume_from_path=nowhere/", "trainer.device=npu"),
+    *(f"{M}={{lora_rank: 0, lora_alpha: 32}}", f"{A}={{use_kl_loss: false, kl_loss_type: mse}}"),
+)
+
+
+@pytest.mark.parametrize("line", HINTS)
+def test_a_hint_is_named_in_the_note_and_leaves_the_configuration_as_it_is(line: str) -> None:
+    config, note = load(line)
+    key = line.lstrip("+").partition("=")[0]
+    assert note.startswith("these keys have no effect here:") and key.split(".")[-1].split("=")[0] in note
+    assert config.trainer.logger in (("console", "file"), ("console",))
+    unlike = {k: v for k, v in config.flat().items() if v != Config().flat()[k] and k != "trainer.logger"}
+    assert set(unlike) <= {f"{R}.val_kwargs.do_sample"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+ray_kwargs.ray_init.runtime_env.py_executable=null",
+        "global_profiler.tool=null",
+        f"{A}.fsdp_config.param_offload=False",
+        f"{A}.use_kl_loss=",
+        f"{A}.profiler={{enable: false, tool: npu, ranks: [0]}}",
+        "reward_model={enable: false, model: {path: some/model, use_remove_padding: true}, strategy: fsdp}",
+        "distillation={enabled: false, teacher_models: {a: {model_path: some/model}}}",
+        f"{R}.prometheus={{enable: false, port: 9091}}",
+        f"{A}={{_target_: verl.workers.config.FSDPActorConfig, strategy: fsdp}}",
+        "algorithm.rollout_correction={rollout_token_veto_threshold: null, rollout_rs: null}",
+        "model_engine=dp",
+        "reward_model.reward_manager=null",
+    ],
+)
+def test_what_asks_for_nothing_is_accepted_without_a_word(line: str) -> None:
+    assert load(line)[1] == ""
+
+
+def test_all_keys_without_effect_are_in_one_note_by_reason() -> None:
+    _, note = load(*HINTS[:3], f"{A}.optim.lr=0.1")
+    assert note.splitlines()[1].startswith(
+        f"  {A}.fsdp_config.param_offload=true, {A}.fsdp_config.offload_policy=true:"
+    )
+    assert len(note.splitlines()) == 3
+
+
+def test_python_callers_get_the_note_as_a_warning() -> None:
+    with pytest.warns(UserWarning, match="have no effect here"):
+        load_config(overrides=[f"{M}.use_shm=true"])
+
+
+def test_keys_of_other_places_are_moved() -> None:
+    config, note = load(
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer={enable: true, len: 128, penalty_factor: 0.5}",
+        "algorithm.adv_estimator=gae",
+        "critic.model.fsdp_config.optimizer_offload=True",
+        f"{A}.clip_cov_ratio=0.01",
+        f"{A}.loss_mode=clip_cov",
+        f"{R}.name=vllm",
+        f"{R}.update_weights_bucket_megabytes=512",
+    )
+    assert note == ""
+    buffer = config.reward_model.reward_kwargs.overlong_buffer_cfg
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 128, 0.5)
+    assert config.critic.fsdp_config.optimizer_offload and config.actor.policy_loss.clip_cov_ratio == 0.01
+    assert config.rollout.checkpoint_engine.update_weights_bucket_megabytes == 512
+    new, _ = load("reward.reward_manager.name=dapo", "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 9}")
+    assert new.reward_model.reward_kwargs.overlong_buffer_cfg.len == 9
+
+
+def test_a_moved_key_that_contradicts_its_place_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="set the same thing to different values"):
+        load("reward_model.overlong_buffer.len=5", "reward_model.reward_kwargs.overlong_buffer_cfg.len=6")
+
+
+def test_earlier_rejection_tests_get_the_names_of_today() -> None:
+    config, _ = load(
+        "algorithm.rollout_correction={rollout_rs: geometric, rollout_rs_threshold: 1.01, "
+        "rollout_rs_threshold_lower: 0.99, rollout_token_veto_threshold: 1e-4}"
+    )
+    correction = config.algorithm.rollout_correction
+    assert correction.tests == ("seq_mean_k1", "seq_min_k1")
+    assert [tuple(r)[1:] for r in correction.rejections] == [(0.99, 1.01), (0.0001, float("inf"))]
+
+
+def test_objectives_over_sequences_average_over_sequences() -> None:
+    config, note = load(f"{A}.policy_loss.loss_mode=geo_mean", f"{A}.loss_agg_mode=token-mean")
+    assert config.actor.loss_agg_mode == "seq-mean-token-mean" and note == ""
+
+
+def test_a_group_of_one_is_noted() -> None:
+    assert "the advantage of an episode is its reward" in load(f"{R}.n=1")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (("reward_model.enable=true", "reward_model.model.path=m"), "reward_model.enable=true asks for a reward model"),
+        (("distillation.enabled=true", "distillation.nnodes=2"), "distillation.enabled=true asks for a teacher"),
+        ((f"{A}.fsdp_config.qat.enable=true",), "asks for quantization-aware training"),
+        (("async_training.staleness_threshold=0.1",), "asks for verl's asynchronous trainer"),
+        ((f"{A}.fsdp_config.model_dtype=float16",), "model_dtype=float16 is not built yet"),
+        ((f"{R}.repetition_penalty=1.1",), "repetition_penalty=1.1 is not built yet"),
+        (("trainer.nnodes=2",), "set it to 1 to train on this machine"),
+        ((f"{M}.use_shm=often",), "it must be true or false"),
+    ],
+)
+def test_what_changes_results_and_is_not_built_is_one_sentence(lines: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*lines)
+    assert sentence in str(caught.value) and len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (f"{A}.strategy=megatron", f"{A}.megatron.param_offload=True"),
+        (f"{A}.megatron={{param_offload: true, tensor_model_parallel_size: 4}}", f"{A}.optim.lr_decay_style=cosine"),
+        ("model_engine=megatron", f"{A}.megatron.param_offload=True", f"{A}.optim.override_optimizer_config.x=1"),
+        ("actor@actor_rollout_ref.actor=megatron_actor", f"{A}.megatron.param_offload=True"),
+    ],
+)
+def test_a_megatron_line_gets_one_sentence_with_the_keys_of_fsdp(lines: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*lines)
+    [sentence] = caught.value.problems
+    assert "Megatron" in sentence and f"{A}.fsdp_config.param_offload" in sentence
+
+
+def test_an_sft_line_of_the_engine_trainer_resolves() -> None:
+    config, note = load_sft(
+        "engine=fsdp", "optim=fsdp", "engine.strategy=fsdp2", "engine.fsdp_size=16", "optim.warmup_style=cosine",
+        "engine.ulysses_sequence_parallel_size=8", "checkpoint.save_contents=[model,optimizer,extra]",
+    )  # fmt: skip
+    assert (config.model.strategy, config.model.fsdp_config.fsdp_size) == ("fsdp2", 16)
+    assert "model.fsdp_config.ulysses_sequence_parallel_size=8" in note
+    with pytest.raises(ConfigError, match="Megatron"):
+        load_sft("engine=megatron")

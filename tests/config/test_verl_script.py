@@ -1,0 +1,161 @@
+"""`rally from-verl`: what a shell script passes to verl is found without running it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rally.cli.main import app
+from rally.config import ConfigError
+from rally.config.verl_script import from_verl, rally_command, read_script
+
+SCRIPT = r"""
+#!/usr/bin/env bash
+set -xeuo pipefail   # a comment with "quotes' in it
+touch {marker}
+project_name='DAPO'
+export N=${{N:-16}}
+n_gpus=$((4 * (1 + 1)))
+LR=1e-6 ; MODEL="$HOME/models/qwen"
+if [ "$DEVICE" = npu ]; then
+    name=sglang
+else
+    name=vllm
+fi
+DATA=(
+    data.train_files="$HOME/data/train.parquet"  # the rows
+    data.train_batch_size=$(( N * 4 ))
+)
+ACTOR=("actor_rollout_ref.actor.optim.lr=${{LR}}")
+ACTOR+=(actor_rollout_ref.actor.fsdp_config.param_offload=True)
+EXTRA="trainer.nnodes=1 trainer.total_epochs=2"
+
+CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo \
+    --config-name=ppo_trainer \
+    "${{DATA[@]}}" "${{ACTOR[@]}}" $EXTRA \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.rollout.name=$name \
+    actor_rollout_ref.rollout.n="${{N}}" \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name="${{project_name}}" \
+    trainer.experiment_name="run-$(date +%s)" \
+    reward_model.overlong_buffer.enable=True \
+    trainer.n_gpus_per_node=$n_gpus "$@" 2>&1 | tee log.txt
+"""
+
+
+def script(text: str, folder: Path) -> Path:
+    path = folder / "run.sh"
+    path.write_text(text)
+    return path
+
+
+def test_variables_arrays_and_arithmetic_are_expanded_and_nothing_is_run(tmp_path: Path) -> None:
+    marker = tmp_path / "was_run"
+    found = read_script(SCRIPT.format(marker=marker))
+    assert not marker.exists()
+    assert (found.module, found.config_name) == ("verl.trainer.main_ppo", "ppo_trainer")
+    assert found.words == (
+        "data.train_files=$HOME/data/train.parquet",
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "trainer.nnodes=1",
+        "trainer.total_epochs=2",
+        "actor_rollout_ref.model.path=$HOME/models/qwen",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.n=16",
+        'trainer.logger=["console","wandb"]',
+        "trainer.project_name=DAPO",
+        "trainer.experiment_name=run-$(date +%s)",
+        "reward_model.overlong_buffer.enable=True",
+        "trainer.n_gpus_per_node=8",
+    )
+
+
+def test_the_command_names_what_became_of_each_key(tmp_path: Path) -> None:
+    text = SCRIPT.format(marker="x") + "\n"
+    text = text.replace('"$@"', 'actor_rollout_ref.rollout.quantization=fp8 +xyzzy.a=1 "$@"')
+    result = CliRunner().invoke(app, ["from-verl", str(script(text, tmp_path))])
+    assert result.exit_code == 0
+    comments = [line for line in result.output.splitlines() if line.startswith("#")]
+    assert [line.split()[1:3] for line in comments] == [
+        ["renamed:", "reward_model.overlong_buffer.enable"],
+        ["dropped:", "actor_rollout_ref.actor.fsdp_config.param_offload=true:"],
+        ["refused:", "actor_rollout_ref.rollout.quantization=fp8"],
+        ["refused:", "unknown"],
+    ]
+    command = result.output[result.output.index("rally train") :]
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:2] == ["rally", "train"] and len(words) == 2 + 13
+    assert "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True" in words
+    assert "data.train_files=$HOME/data/train.parquet" in words and '"$HOME/data/train.parquet"' in command
+    assert not any("param_offload" in word or "quantization" in word or "xyzzy" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("python -m verl.trainer.main_ppo a.b=1 # c", ("a.b=1",)),
+        (
+            "X=1; python -m verl.trainer.main_ppo a=$X b=${X} c=${Y:-2} d=${X:+3} e=$Y",
+            ("a=1", "b=1", "c=2", "d=3", "e=$Y"),
+        ),
+        ("torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer \\\n a=1 \\\n\\\n b=2", ("a=1", "b=2")),
+        ("ray job submit --address=x -- python3 -m verl.trainer.main_ppo a=1 > log 2>&1 &", ("a=1",)),
+        ("f() {\n python3 -m verl.trainer.main_ppo a='${data.b}' b=\"x y\"\n}\nf", ("a=${data.b}", "b=x y")),
+        (
+            "A=(a=1 'b=[1, 2]')\npython3 -m verl.trainer.main_ppo \"${A[@]}\" ${A[*]}",
+            ("a=1", "b=[1, 2]", "a=1", "b=[1, 2]"),
+        ),
+        ("p=$1\npython3 -m verl.trainer.main_ppo a=${1:-7} b=$p", ("a=7", "b=")),
+        ("X=$((10 / 0))\npython3 -m verl.trainer.main_ppo a=$((2*3)) b=$((9**9**9))", ("a=6", "b=$((9**9**9))")),
+        ("python3 -m verl.trainer.main_ppo --config-path /c --config-name x a=1", ("a=1",)),
+    ],
+)
+def test_one_construct_of_the_shell(text: str, expected: tuple[str, ...]) -> None:
+    assert read_script(text).words == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("echo hello", "has no command of verl"),
+        ("python3 -m recipe.prime.main_prime a=1", "recipe.prime.main_prime is a trainer of its own"),
+        ("python3 -m verl.experimental.fully_async_policy.fully_async_main a=1", "is an asynchronous trainer"),
+        ("python3 examples/split/main_ppo_split.py a=1", "is a trainer of its own"),
+    ],
+)
+def test_a_script_without_an_equivalent_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        from_verl(script(text, tmp_path))
+
+
+def test_modules_that_share_a_trainer_have_a_command() -> None:
+    assert [rally_command(f"verl.trainer.{name}") for name in ("main_ppo", "fsdp_sft_trainer")] == ["train", "sft"]
+
+
+def test_a_missing_script_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="check the path of the script"):
+        from_verl(tmp_path / "missing.sh")
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "binary.sh"):
+        with pytest.raises(ConfigError, match="name one"):
+            from_verl(path)
+
+
+PIECES = st.sampled_from(
+    [*"'\"\\$(){}=#;|&\n ", "A=(", "${A[@]}", "$((", "))", "${X:-", "if", "fi", "a.b=1", "-m", "A+="]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=st.lists(PIECES, max_size=40))
+def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
+    try:
+        read_script("".join(pieces) + "\npython3 -m verl.trainer.main_ppo a=1\n")
+    except ConfigError:
+        pass

@@ -43,7 +43,7 @@ def head_logits(model: PreTrainedModel, hidden_UC: Tensor, product: Product | No
 
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
     """The weight [V, C] of an output layer without a bias, whose logits the class at most scales; None for others."""
-    head = model.get_output_embeddings()
+    head = causal_of(model).get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None and head_scale(model) is not None
     return head.weight if plain else None
 
@@ -124,7 +124,7 @@ class _Replaced(nn.Module):
 
 
 def _output_layer(model: PreTrainedModel) -> nn.Module:
-    head = model.get_output_embeddings()
+    head = causal_of(model).get_output_embeddings()
     assert isinstance(head, nn.Module)
     return head
 

@@ -1,5 +1,6 @@
 """`rally from-verl`: what a shell script passes to verl is found without running it."""
 
+import contextlib
 import shlex
 from pathlib import Path
 
@@ -155,7 +156,5 @@ PIECES = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=40))
 def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
-    try:
+    with contextlib.suppress(ConfigError):
         read_script("".join(pieces) + "\npython3 -m verl.trainer.main_ppo a=1\n")
-    except ConfigError:
-        pass

@@ -22,6 +22,7 @@ from rally.models.vision_loading import VisionError, auto_class
 from rally.runs import build
 from rally.runs import sft as sft_run
 from rally.runs.cost_estimate import size_from
+from rally.train.checkpoint.merge import merge
 from rally.train.checkpoint.store import CheckpointStore
 from rally.train.policy import OptimizerSettings, Policy
 
@@ -105,6 +106,17 @@ def test_lora_leaves_what_only_images_reach_alone() -> None:
     add_adapters(model, LoraSettings(rank=2), "base")
     adapted = [name for name, _ in model.named_parameters() if "lora_" in name]
     assert adapted and all("language_model" in name for name in adapted)
+
+
+def test_merged_adapters_are_a_whole_vision_model(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model", "gemma3")
+    config = load_config(overrides=[f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.model.lora_rank=2"])
+    model = build.model_of(config)
+    folder = CheckpointStore(tmp_path, warn=print).save(1, Policy(model, OptimizerSettings(), 1), make_tokenizer())
+    whole = merge(folder).folder
+    was, now = (load_model(str(one)).state_dict() for one in (path, whole))
+    assert all(torch.equal(value, now[key]) for key, value in was.items())
+    assert (whole / "processor_config.json").read_bytes() == (path / "processor_config.json").read_bytes()
 
 
 def test_text_models_are_not_loaded_as_vision_models() -> None:

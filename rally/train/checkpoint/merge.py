@@ -33,7 +33,8 @@ from rally.models.load import (
     save_tokenizer,
 )
 from rally.models.lora import CONFIG, LoraSettings, add_adapters, is_adapter_folder, merged_weights, plain_twin
-from rally.models.vision_loading import auto_class, patches_for
+from rally.models.vision import set_patches
+from rally.models.vision_loading import auto_class, patches_for, processor_files
 from rally.types import RallyError
 from rally.util.checksums import MANIFEST, damage, reason, seal, weights_damage
 
@@ -196,8 +197,11 @@ def _merge_adapters(source: Path, target: Path, base: str | None) -> None:
     plain_twin(model).save_pretrained(target, state_dict=merged_weights(model))
     tokenizer = source if (source / "tokenizer_config.json").is_file() else path
     save_tokenizer(load_tokenizer(str(tokenizer)), target)
-    if patches := patches_for(model.config, str(source if (source / PROCESSOR).is_file() else path), {}):
-        patches.processor.save_pretrained(target)
+    seen = str(source if (source / PROCESSOR).is_file() else path)
+    if patches := patches_for(model.config, seen, {}, tokenizer_path=str(tokenizer)):
+        set_patches(model, patches)
+    for name, data in processor_files(model).items():
+        (target / name).write_bytes(data)
 
 
 def _stored_dtype(path: str) -> str:

@@ -1,18 +1,11 @@
 """Every language model that the installed transformers can build small: exact, or refused in a sentence.
 
 Each architecture is built with random float32 weights and then used as runs use it: `rally sft` and runs over servers
-<<<<<<< HEAD
 train it (the start-up check, then the training forward), also with LoRA, and the embedded engine samples from it. What
 the start-up check accepts is measured once more, on other and longer rows, against a copy that Rally has never touched.
 An accepted architecture whose log-probabilities or gradients differ there is WRONG, and an exception that is not a
 sentence is a TRACEBACK; there must be none of either. `--record` writes benchmarks/architectures.json and the table of
-docs/models.md.
-=======
-train it (the start-up check, then the training forward), and the embedded engine samples from it. What the start-up
-check accepts is measured once more, on other and longer rows, against a copy that Rally has never touched. An accepted
-architecture whose log-probabilities or gradients differ there is WRONG, and an exception that is not a sentence is a
-TRACEBACK; there must be none of either. Vision-language models are built whole (`mistral3+vision`) and used for text.
->>>>>>> w/vision
+docs/models.md. Vision-language models are built whole (`mistral3+vision`) and used for text.
 
 python -m benchmarks.architectures [--only qwen3_5 lfm2 ...] [--json results.json] [--record]
 """

@@ -1,7 +1,7 @@
 """`rally from-verl`: what a shell script passes to verl is found without running it."""
 
-import contextlib
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,6 +121,12 @@ def test_one_construct_of_the_shell(text: str, expected: tuple[str, ...]) -> Non
     assert read_script(text).words == expected
 
 
+def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_path: Path) -> None:
+    words = "trainer.project_name='${data.prompt_key}' trainer.experiment_name=\"\\${x}-$Y\""
+    command = from_verl(script(f"python3 -m verl.trainer.main_ppo {words}", tmp_path))
+    assert "trainer.project_name='${data.prompt_key}'" in command and '"\\${x}-$Y"' in command
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -156,5 +162,5 @@ PIECES = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=40))
 def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
-    with contextlib.suppress(ConfigError):
+    with suppress(ConfigError):
         read_script("".join(pieces) + "\npython3 -m verl.trainer.main_ppo a=1\n")

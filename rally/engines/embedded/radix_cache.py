@@ -155,8 +155,9 @@ class RadixCache:
             row = self.states.take()
         return row
 
-    def hold_state(self, version: int, tokens: bytes, row: int) -> None:
-        """Keep the snapshot in `row` after `tokens`, whose pages were inserted. Released if there is one already."""
+    def hold_state(self, version: int, tokens: bytes, row: int) -> bool:
+        """Keep the snapshot in `row` after `tokens`, whose pages were inserted. Released if there is one already; then
+        the result is False."""
         assert self.states is not None
         node, depth = self._roots.get(version), -(-len(tokens) // self._step)
         for number in range(depth):
@@ -164,9 +165,10 @@ class RadixCache:
         offset = len(tokens) // WIDTH - (depth - 1) * self.page_size
         if node is None or node.parent is None or offset in node.states:
             self.states.release(row)
-            return
+            return False
         node.states = {**node.states, offset: row}
         self._snapshots[row] = (node, offset)
+        return True
 
     def _drop_state(self, row: int) -> None:
         assert self.states is not None

@@ -124,7 +124,8 @@ class Scheduler:
         snapshots = [] if self.index.states is None else self._snapshots(chunks)
         copies = {"copies": self._copies, "saves": self._saves, "loads": self._loads, "snapshots": snapshots}
         plan = StepPlan(decodes=decodes, chunks=chunks, **copies)
-        self._copies, self._saves, self._loads = [], [], []
+        if plan:  # an empty one is not launched, and what is to be saved stays for the next
+            self._copies, self._saves, self._loads = [], [], []
         self._advance(plan)
         return plan
 
@@ -304,9 +305,9 @@ class Scheduler:
                 tokens = int(self.slots.computed[request.slot])
                 self.remember(request, tokens)
                 row = self.index.take_state() if request.pure_version is not None else None
-                if row is not None:
+                if row is not None and self.hold_state(request, tokens, row):
+                    self._saves = [save for save in self._saves if save[1] != row]  # of a snapshot that made room
                     self._saves.append((request.slot, row))
-                    self.hold_state(request, tokens, row)
             self._remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -321,10 +322,11 @@ class Scheduler:
             request.tree_position = position
             request.indexed = tokens
 
-    def hold_state(self, request: Request, tokens: int, row: int) -> None:
-        """Keep the snapshot in `row`, which was or will be taken after the first `tokens` tokens."""
+    def hold_state(self, request: Request, tokens: int, row: int) -> bool:
+        """Keep the snapshot in `row`, which was or will be taken after the first `tokens` tokens. False if it is not
+        needed."""
         assert request.pure_version is not None
-        self.index.hold_state(request.pure_version, token_bytes(self.slots.ids[request.slot, :tokens]), row)
+        return self.index.hold_state(request.pure_version, token_bytes(self.slots.ids[request.slot, :tokens]), row)
 
     def _remove(self, request: Request) -> None:
         self.running.remove(request)

@@ -14,8 +14,9 @@ from torch import Tensor
 from rally.algos.losses import kl_estimate
 
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-REJECTIONS = tuple(
-    f"{level}_{kind}" for level in LEVELS for kind in ("k1", "k2", "k3") if (level, kind) != ("seq_max", "k1")
+REJECTIONS = (
+    *(f"{level}_{kind}" for level in LEVELS for kind in ("k1", "k2", "k3") if (level, kind) != ("seq_max", "k1")),
+    "seq_min_k1",
 )
 
 

@@ -36,6 +36,8 @@ def test_weights_of_sequences_are_products() -> None:
         ("seq_sum_k1", 0.5, 2.1, [1, 1, 1, 0]),  # the product of row 0 is 2
         ("seq_mean_k1", 0.5, 1.2, [0, 0, 0, 0]),  # its geometric mean 2 ** (1/3) = 1.26
         ("seq_mean_k1", 0.5, 1.3, [1, 1, 1, 0]),
+        ("seq_min_k1", 0.6, math.inf, [0, 0, 0, 1]),  # one token of row 0 has 0.5
+        ("seq_min_k1", 0.4, math.inf, [1, 1, 1, 1]),
         ("token_k2", 0.0, 0.3, [1, 0, 1, 0]),  # halves of squared logs: 0.24, 0.96, 0, 0.60
         ("seq_sum_k2", 0.0, 1.0, [0, 0, 0, 1]),  # 1.20
         ("seq_mean_k2", 0.0, 0.5, [1, 1, 1, 0]),  # 0.40

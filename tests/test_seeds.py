@@ -207,9 +207,7 @@ def test_the_reward_tool_judges_an_answer_and_a_call_that_is_torn_is_answered() 
 MULTI_DEVICE = {
     "trainer.n_gpus_per_node=8": "set it to 1",
     "trainer.nnodes=2": "set it to 1",
-    f"{A}.ulysses_sequence_parallel_size=4": "leave it out to train on one device",
-    f"{A}.strategy=megatron": "leave it out to train on one device",
-    f"{A}.fsdp_config.param_offload=True": "leave it out, the policy stays on the device",
+    f"{A}.strategy=megatron": f"set {A}.strategy=fsdp2",
 }
 
 
@@ -219,6 +217,13 @@ def test_what_needs_several_devices_is_one_sentence(word: str) -> None:
         load_config(overrides=[word])
     [sentence] = caught.value.problems
     assert sentence.startswith(word.partition("=")[0]) and MULTI_DEVICE[word] in sentence
+
+
+@pytest.mark.parametrize("word", [f"{A}.ulysses_sequence_parallel_size=4", f"{A}.fsdp_config.param_offload=true"])
+def test_hints_for_memory_are_accepted_with_a_note(word: str) -> None:
+    notes: list[str] = []
+    load_config(overrides=[word], note=notes.append)
+    assert len(notes) == 1 and word in notes[0] and "needs more memory and gives the same result" in notes[0]
 
 
 ANY_VALUE = (

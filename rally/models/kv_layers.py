@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.models.attention import Scores, packed_hidden
+from rally.models.kernels.attention_tiles import group_parts
 from rally.models.state_layers import Segment, SegmentTree
 
 
@@ -92,5 +93,8 @@ def cached_parts(model: PreTrainedModel, axes: int = 1) -> CachedParts:
     finally:
         model.train(training)
     return CachedParts(
-        tuple(recorder.layers), max(recorder.groups, default=1), min(recorder.chunks, default=None), recorder.states
+        tuple(recorder.layers),
+        max(recorder.groups, default=1, key=lambda g: g // group_parts(g)),
+        min(recorder.chunks, default=None),
+        recorder.states,
     )

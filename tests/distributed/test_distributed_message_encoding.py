@@ -133,7 +133,6 @@ def test_what_a_rank_found_goes_back_to_its_rows() -> None:
         ([f"{A}.ppo_micro_batch_size=4"], "is ambiguous with 2 GPUs; leave it out and set"),
         ([f"{R}.name=vllm", f"{R}.checkpoint_engine.backend=ipc"], "backend=ipc works on one GPU only"),
         ([f"{R}.deterministic=true"], "has no effect with actor_rollout_ref.rollout.name=rally"),
-        ([f"{R}.stop_strings=[a]"], "is not supported by servers"),
         (["trainer.nnodes=2"], "is not built yet; set it to 1 to train on this machine"),
     ],
 )

@@ -164,29 +164,6 @@ def test_a_turn_that_ends_before_a_step_without_work_is_saved():
     assert error(REFERENCES["lfm2"], second) <= TOLERANCE
 
 
-def test_no_row_is_saved_twice_in_a_step():
-    """Where equal histories end together, only one of them is kept."""
-    core = EngineCore(MODELS["lfm2"], EngineSettings(max_model_len=256, max_num_seqs=4), num_pages=400)
-    plans, launch = [], core.runner.launch
-    core.runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign]
-    equal = [core.add(ids(20), params(9, 1)) for _ in range(3)]
-    while not all(request.slot >= 0 for request in equal):
-        core.step()
-    for _ in range(3):
-        core.step()
-    core.drain()
-    other = core.add(ids(30, 4), params(9, 2))
-    while other.slot < 0:
-        core.step()
-    core.drain()
-    core.abort([*equal, other])  # all before the next step
-    again = core.add([*other.ids, *ids(3, 5)], params(4, 3))
-    drain(core)
-    saved = [[row for _, row in plan.saves] for plan in plans]
-    assert max(map(len, saved)) >= 2 and all(len(set(rows)) == len(rows) for rows in saved)
-    assert error(REFERENCES["lfm2"], again) <= TOLERANCE
-
-
 def test_snapshots_end_with_their_node_and_the_least_used_makes_room():
     pool = PagePool(8)
     states = StateStore({"s": (torch.Size([2]), torch.float32)}, slots=1, snapshots=2, device=torch.device("cpu"))

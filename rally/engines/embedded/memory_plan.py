@@ -40,7 +40,9 @@ def plan_memory(model: PreTrainedModel, settings: EngineSettings, parts: CachedP
     memory is shared. `parts` are what the model stores; without them the configuration tells.
     Half of the memory at most is for states, a third of it for running requests."""
     on_gpu = model.device.type == "cuda"
-    wanted = sys.maxsize if on_gpu else 2 * settings.max_num_seqs * settings.max_model_len
+    needed = 2 * settings.max_num_seqs * settings.max_model_len
+    nothing = parts is not None and not any(layer.numbers for layer in parts.layers)  # states alone
+    wanted = sys.maxsize if on_gpu and not nothing else needed
     config, width = model.config, _width(model)
     stored = None if parts is None else sum(layer.numbers for layer in parts.layers) * width
     per_token = max(1, kv_bytes_per_token(config, width) if stored is None else stored)
@@ -95,7 +97,11 @@ def step_bytes(config: PreTrainedConfig, settings: EngineSettings, width: int, p
     vision = vision_bytes(config, settings.max_model_len, settings.max_num_batched_tokens, width, patches)
     config = config.get_text_config()
     _, kv_heads, size = shape_of(config)
-    wide = 4 * config.hidden_size + (2 * config.num_attention_heads + 2 * kv_heads) * size + 3 * mlp_size(config)
+    wide = (
+        4 * config.hidden_size
+        + (2 * getattr(config, "num_attention_heads", 0) + 2 * kv_heads) * size
+        + 3 * mlp_size(config)
+    )
     logits = 2 * 4 * min(settings.max_num_seqs, settings.max_num_batched_tokens) * config.vocab_size
     return int(settings.max_num_batched_tokens * wide * width + logits + vision)
 

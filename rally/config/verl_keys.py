@@ -530,7 +530,8 @@ def _losses(work: _Work, choices: Mapping[str, str]) -> None:
         return
     mode, aggregation = at(work.tree, f"{A}.policy_loss.loss_mode"), f"{A}.loss_agg_mode"
     if mode in ("gspo", "geo_mean", "gmpo") and at(work.tree, aggregation, "token-mean") == "token-mean":
-        work.drop(aggregation, f"{mode} always averages over sequences") if at(work.tree, aggregation) else None
+        if written := at(work.tree, aggregation):  # told although it is the default: another mean is taken
+            work.dropped.append(Dropped(aggregation, written, f"{mode} always averages over sequences"))
         work.tree = put(work.tree, aggregation, "seq-mean-token-mean")
     if at(work.tree, f"{A}.use_kl_loss") is False:
         for name in ("kl_loss_coef", "kl_loss_type"):

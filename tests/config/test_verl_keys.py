@@ -114,7 +114,8 @@ def test_earlier_rejection_tests_get_the_names_of_today() -> None:
 
 def test_objectives_over_sequences_average_over_sequences() -> None:
     config, note = load(f"{A}.policy_loss.loss_mode=geo_mean", f"{A}.loss_agg_mode=token-mean")
-    assert config.actor.loss_agg_mode == "seq-mean-token-mean" and note == ""
+    assert config.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert f"{A}.loss_agg_mode=token-mean: geo_mean always averages over sequences" in note
 
 
 def test_a_group_of_one_is_noted() -> None:

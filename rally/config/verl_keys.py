@@ -119,7 +119,6 @@ HINTS: tuple[Hint, ...] = (
         )
         for section in (A, REF, "critic")
     ),
-    Hint("trainer.device", "a GPU is taken if there is one", ("npu",)),
     Hint("critic.data_loader_seed", "trainer.seed sets it", (None, 42)),
     Hint("critic.loss_scale_factor", "it is not set", (None,)),
     Hint("skip", "it is off", (None, False, {}, [])),
@@ -128,7 +127,7 @@ HINTS: tuple[Hint, ...] = (
         for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "use_policy_gradient")
     ),
     *(Hint(f"{section}.use_torch_compile", COMPILE) for section in (A, REF, "critic")),
-    Hint(f"{A}.use_prefix_grouper", "prompts that several episodes share are computed for each of them"),
+    Hint(f"{A}.use_prefix_grouper", "prompts that several episodes share are computed once in any case"),
     Hint(f"{A}.sum_pi_squared_checkpointing", CHUNKS),
     Hint(f"{REF}.use_remove_padding", "sequences are packed, so there is never any padding"),
     Hint(f"{REF}.use_fused_kernels", KERNELS),
@@ -164,7 +163,7 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{R}.checkpoint_engine.backend", "weights take the fastest way there is", ("nccl", "nixl", "hccl")),
     Hint(f"{R}.checkpoint_engine.engine_kwargs", "weights take the fastest way there is"),
     Hint(f"{R}.router_config_path", ENGINES),
-    Hint(f"{R}.moe_load_balance_metrics_interval", "the metric is not reported"),
+    Hint(f"{R}.moe_load_balance_metrics_interval", "expert loads are reported at every step, as actor/moe_load_*"),
     Hint(f"{R}.prometheus.*", "engines of Rally do not report to Prometheus"),
     Hint(f"{R}.over_sample_rate", DEAD, (0,)),
     Hint(f"{R}.multi_turn.num_repeat_rollouts", DEAD),
@@ -398,7 +397,8 @@ class _Work:
     def _asks_nothing(self, key: str, value: Any) -> bool:
         if key in self.known:
             nothing = value is None or (value == 0 and not isinstance(value, bool))
-            return bool(nothing or value == look_up(self.defaults, key))
+            default = look_up(self.defaults, key)
+            return bool(nothing or value == (list(default) if isinstance(default, tuple) else default))
         return value is not True and value in (None, False, 1, "", -1, {}, [])
 
 
@@ -504,6 +504,10 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
                 if not explicit:
                     work.drop(name, f"{key} is not set")
         work.tree = without(work.tree, key) if value not in SWITCHED_OFF else work.tree
+    mode = at(work.tree, "trainer.v1.trainer_mode")
+    if mode not in (None, "sync"):
+        work.problems.append(f"trainer.v1.trainer_mode={shown(mode)} {ASYNC.replace('async_training.*', 'it')}.")
+        work.tree = without(work.tree, "trainer.v1.trainer_mode")
     for section in ("async_training",):
         if section in work.tree:
             key, value = next(leaves(work.tree[section], f"{section}."))

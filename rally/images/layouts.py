@@ -32,7 +32,7 @@ class Patched(NamedTuple):
         return sum(array.nbytes for array in self.inputs.values())
 
 
-class Layout(Protocol):
+class ImageLayout(Protocol):
     """A family of vision models. `token` is the text of a feature token, which is also what chat templates print once
     for an image. `axes` is 3 if the positions of an image are a grid (M-RoPE), and 1 if its tokens are counted."""
 
@@ -193,7 +193,7 @@ def _named_tiles(config: Any, token: str) -> NamedTiles:
     return NamedTiles(token, "<fake_token_around_image>", "<global-img>", count, patches)
 
 
-FAMILIES: dict[str, Callable[[Any, str], Layout]] = {
+FAMILIES: dict[str, Callable[[Any, str], ImageLayout]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _grid),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), _grid),
     "internvl": _tiles,

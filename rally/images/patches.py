@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rally.images.layouts import Layout, Patched
+from rally.images.layouts import ImageLayout, Patched
 from rally.images.loading import MAX_CACHED, ImageError, decoded
 from rally.types import Image
 
@@ -34,7 +34,7 @@ class Patches:
     def __init__(
         self,
         processor: Any,
-        layout: Layout,
+        layout: ImageLayout,
         encode: Callable[[str], Sequence[int]],
         kept_bytes: int = KEPT_BYTES,
     ) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rally.models.attention import Scores, packed_hidden
 from rally.models.kernels.attention_tiles import group_parts
-from rally.models.state_layers import Segment, SegmentTree
+from rally.models.state_layers import SegmentTree, StateSegment
 
 
 class KVLayer(NamedTuple):
@@ -46,19 +46,19 @@ class _Recorder:
     keeps_states = True
 
     def __init__(self, device: torch.device) -> None:
-        self.tree = SegmentTree([Segment(2)], device)
+        self.tree = SegmentTree([StateSegment(2)], device)
         self.states: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self.layers: list[KVLayer] = []
         self.groups: set[int] = set()
         self.chunks: set[int] = set()
-        self._keys: list[Tensor] = []  # kept, so that no later tensor gets the same address
+        self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that no later tensor gets the same address
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Scores) -> Tensor:
-        same = [i for i, k in enumerate(self._keys) if k.data_ptr() == k_TKD.data_ptr() and k.shape == k_TKD.shape]
+        same = [i for i, stored in enumerate(self._stored) if all(map(_same, stored, (k_TKD, v_TKD)))]
         inside = v_TKD.data_ptr() == k_TKD.data_ptr()
         source = same[0] if same else None
         self.layers.append(KVLayer(k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2], inside, source))
-        self._keys.append(k_TKD)
+        self._stored.append((k_TKD, v_TKD))
         self.groups.add(q_THD.shape[1] // k_TKD.shape[1])
         self.chunks |= set() if scores.chunk is None else {scores.chunk}
         return q_THD.new_zeros((*q_THD.shape[:2], v_TKD.shape[2]))
@@ -68,6 +68,10 @@ class _Recorder:
 
     def store_final_states(self, name: str, states: Tensor) -> None:
         self.states[name] = (states.shape[1:], states.dtype)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 class CachedParts(NamedTuple):

@@ -37,7 +37,7 @@ class RoutingError(RallyError):
     """Routes that do not fit the model."""
 
 
-class Router(NamedTuple):
+class ExpertRouter(NamedTuple):
     """One router: its layer in the decoder, how many experts it chooses from, and how many it chooses."""
 
     layer: int
@@ -157,10 +157,10 @@ def install(model: nn.Module) -> None:
                 kind.forward = _following(kind.forward)
 
 
-def routers_of(model: nn.Module) -> list[Router]:
+def routers_of(model: nn.Module) -> list[ExpertRouter]:
     """The routers that can be replayed, in order; `install` must have been called."""
     found: list[Any] = [module for module in model.modules() if hasattr(module, "rally_router")]
-    return [Router(module.rally_layer, max(_experts(module)), module.top_k) for module in found]
+    return [ExpertRouter(module.rally_layer, max(_experts(module)), module.top_k) for module in found]
 
 
 def _is_router(module: Any) -> bool:
@@ -210,7 +210,7 @@ class _Choice(TorchFunctionMode):
         return self.routing.choose(self.router.rally_router, scores, output)
 
 
-def fitting(routes: np.ndarray[Any, Any], routers: list[Router], decoder_layers: int) -> np.ndarray[Any, Any]:
+def fitting(routes: np.ndarray[Any, Any], routers: list[ExpertRouter], decoder_layers: int) -> np.ndarray[Any, Any]:
     """Routes [tokens, L, k] from routes of some engine, which may count layers without a router too."""
     layers, chosen = routes.shape[1:]
     if not routers or chosen != routers[0].chosen or layers not in (len(routers), decoder_layers):

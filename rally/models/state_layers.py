@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from rally.models.forward_variables import forward_variable
@@ -44,7 +43,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Plan = TypeVar("Plan")
 
 
-class Segment(NamedTuple):
+class StateSegment(NamedTuple):
     """Consecutive packed tokens of one history. It continues segment `parent`, or row `initial` of the initial states;
     with neither, its state is empty at first. Segments may stand before their parents."""
 
@@ -103,7 +102,7 @@ class ChunkPlan(NamedTuple):
     final_N: Tensor  # into the chunks by depth: the last one of each segment
 
 
-class StepPlan(NamedTuple):
+class StepwisePlan(NamedTuple):
     """Tokens by depth: each depth holds the next token of every history."""
 
     order_T: Tensor
@@ -116,7 +115,7 @@ class StepPlan(NamedTuple):
 class SegmentTree:
     """The segments of a packed batch, in order. What layers need is computed once per batch."""
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(self, segments: Sequence[StateSegment], device: torch.device) -> None:
         self.segments = list(segments)
         self.device = device
         self.ends = np.cumsum([segment.length for segment in segments])
@@ -139,7 +138,7 @@ class SegmentTree:
         for number, (begin, end) in enumerate(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)):
             parent = before.get(begin, begin - 1)
             assert begin in before or ending[begin] == number - 1
-            segments.append(Segment(end - begin, ending[parent + 1] if parent >= 0 else -1))
+            segments.append(StateSegment(end - begin, ending[parent + 1] if parent >= 0 else -1))
         return cls(segments, device)
 
     @functools.cached_property
@@ -160,7 +159,7 @@ class SegmentTree:
     def chunk_plan(self, size: int) -> ChunkPlan:
         return self._planned("chunk", size, self._chunk_plan)
 
-    def step_plan(self) -> StepPlan:
+    def step_plan(self) -> StepwisePlan:
         return self._planned("step", 1, lambda _: self._step_plan())
 
     def _planned(self, kind: str, size: int, make: Callable[[int], Plan]) -> Plan:
@@ -251,7 +250,7 @@ class SegmentTree:
             final_N=self._placed(np.array(finals, np.int64)),
         )
 
-    def _step_plan(self) -> StepPlan:
+    def _step_plan(self) -> StepwisePlan:
         order: list[list[int]] = []
         sources: list[list[int]] = []
         after: dict[int, tuple[int, int]] = {}
@@ -271,7 +270,7 @@ class SegmentTree:
         flat = np.array([token for level in order for token in level], np.int64)
         before = np.cumsum([0, *counts])
         finals = [before[after[n][0]] + after[n][1] for n in range(len(self.segments))]
-        return StepPlan(
+        return StepwisePlan(
             order_T=self._placed(flat),
             counts=counts,
             parents=self._parents([np.array(s, np.int64) for s in sources], counts),
@@ -540,12 +539,12 @@ def _initial(rows: Tensor, zeros: Tensor, tree: SegmentTree, initial: Tensor | N
 
 
 @dataclass
-class _Layer:
+class _StateLayer:
     """A layer that is being computed in a packed forward. Its convolutions and scans are numbered by their calls."""
 
     context: StateContext
     name: str
-    outer: _Layer | None
+    outer: _StateLayer | None
     calls: dict[str, int]
 
     def run(self, kind: str, compute: Callable[..., tuple[Tensor, Tensor | None]], *arguments: Any) -> Tensor:
@@ -562,13 +561,18 @@ class _Layer:
 
 
 _context: ContextVar[StateContext | None] = forward_variable("packed forward")
-_layer: ContextVar[_Layer | None] = ContextVar("layer of a packed forward", default=None)
+_layer: ContextVar[_StateLayer | None] = ContextVar("layer of a packed forward", default=None)
 
 Original = Callable[..., Any]
 
 
 def _conv1d(
-    layer: _Layer, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
+    layer: _StateLayer,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Any = None,
+    **_: Any,
 ) -> Tensor:
     output_CT = layer.run("conv", conv, hidden_states[0], weight, bias)
     if activation is not None:
@@ -577,7 +581,7 @@ def _conv1d(
 
 
 def _gated_delta_rule(
-    layer: _Layer,
+    layer: _StateLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -596,7 +600,7 @@ def _gated_delta_rule(
 
 
 def _mamba2_scan(
-    layer: _Layer,
+    layer: _StateLayer,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -624,7 +628,7 @@ def _mamba2_scan(
 
 
 def _selective_scan(
-    layer: _Layer,
+    layer: _StateLayer,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -657,7 +661,7 @@ def _selective_scan(
 
 
 def _rwkv_attention(
-    layer: _Layer, time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, **_: Any
+    layer: _StateLayer, time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     """RWKV 4. The state is numerator and denominator of a weighted mean, and the exponent that both are scaled by."""
     decay = -torch.exp(time_decay.float())
@@ -672,13 +676,14 @@ def _rwkv_attention(
         return torch.stack([old * numerator + new * v, old * denominator + new, top], -1), output
 
     inputs = (key[0].float(), value[0].float())
-    empty = torch.tensor([0.0, 0.0, -1e38], device=key.device).expand(key.shape[-1], 3)
+    empty = key.new_zeros((key.shape[-1], 3), dtype=torch.float32)
+    empty[:, 2] = -1e38
     output_TC = layer.run("scan", stepwise, step, inputs, empty)
     return output_TC.to(key.dtype)[None], None
 
 
 def _lightning_attention(
-    layer: _Layer, self: Any, hidden_states: Tensor, *_: Any, **__: Any
+    layer: _StateLayer, self: Any, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor | None]:
     qkv_TH = self.act_fn(self.qkv_proj(hidden_states[0])).unflatten(-1, (self.num_attention_heads, -1))
     q, k, v = (x.float() for x in qkv_TH.split(self.head_dim, -1))
@@ -689,7 +694,7 @@ def _lightning_attention(
 
 
 def _rg_lru_scan(
-    layer: _Layer, self: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, *_: Any, **__: Any
+    layer: _StateLayer, self: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     gate = (recurrent_gate * ~reset)[0].float()
     return layer.run("scan", stepwise_scan, gate, hidden_states[0].float()).to(hidden_states.dtype)[None], None
@@ -712,11 +717,11 @@ class TreeShift(nn.ZeroPad2d):
         layer = _layer.get()
         if layer is None:
             return super().forward(input)
-        before = input.new_tensor([1.0, 0.0]).expand(input.shape[-1], 2)
+        before = F.pad(input.new_ones((input.shape[-1], 1)), (0, 1))
         return layer.run("conv", conv, input[0].t(), before, None).t()[None]
 
 
-def _no_fused_kernel(layer: _Layer, *_: Any, **__: Any) -> None:
+def _no_fused_kernel(layer: _StateLayer, *_: Any, **__: Any) -> None:
     """The module computes the convolution and the scan separately."""
 
 
@@ -808,7 +813,7 @@ def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if context is not None:
         if not hasattr(context, "tree"):
             raise TypeError(f"this forward does not support {type(module).__name__}, which holds state")
-        _layer.set(_Layer(context, str(module.rally_name), _layer.get(), {}))
+        _layer.set(_StateLayer(context, str(module.rally_name), _layer.get(), {}))
         if "attention_mask" in kwargs:  # these layers know masks of padding, and a packed forward has none
             kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs
@@ -818,34 +823,3 @@ def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
     layer = _layer.get()
     if layer is not None and layer.name == module.rally_name:
         _layer.set(layer.outer)
-
-
-class _Shapes:
-    """A context of one token that notes the states' shapes."""
-
-    keeps_states, compressed = True, False
-
-    def __init__(self, device: torch.device) -> None:
-        self.tree = SegmentTree([Segment(1)], device)
-        self.found: dict[str, tuple[torch.Size, torch.dtype]] = {}
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, scores: Any) -> Tensor:
-        return v_TKD.repeat_interleave(q_THD.shape[1] // v_TKD.shape[1], 1)
-
-    def initial_states(self, name: str) -> None:
-        return None
-
-    def store_final_states(self, name: str, states: Tensor) -> None:
-        self.found[name] = (states.shape[1:], states.dtype)
-
-
-@torch.no_grad()
-def state_shapes(
-    model: PreTrainedModel, forward: Callable[[PreTrainedModel, Tensor, Tensor, Any], Tensor]
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape, without the row, and dtype of each state by its name; in the order of the layers. Measured by a forward of
-    one token; `forward` is `rally.models.attention.packed_hidden`."""
-    zero = torch.zeros(1, dtype=torch.long, device=model.device)
-    context = _Shapes(model.device)
-    forward(model, zero, zero, context)
-    return context.found

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from rally.hub import on_disk_alone
-from rally.images.layouts import FAMILIES, Layout
+from rally.images.layouts import FAMILIES, ImageLayout
 from rally.images.patches import Patches
 from rally.models.vision import image_parts_of, patches_of, set_patches
 from rally.types import RallyError
@@ -97,7 +97,7 @@ MOST_LOADED = 8
 _loaded: OrderedDict[tuple[object, ...], Patches] = OrderedDict()
 
 
-def layout_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> Layout:
+def layout_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> ImageLayout:
     """The layout of images in a model of a supported family."""
     token = config.image_token_id
     known = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None

@@ -1,5 +1,7 @@
 """Keys of verl that are moved, dropped with one note, or refused in one sentence."""
 
+from pathlib import Path
+
 import pytest
 
 from rally.config import Config, ConfigError, SftConfig, load_config, load_sft_config
@@ -28,7 +30,7 @@ HINTS = (
     *("+ray_kwargs.ray_init.runtime_env.py_executable=uv", "global_profiler.steps=[2]", f"{A}.profiler.enable=True"),
     *(f"{M}.use_liger=True", "trainer.logger=[console,swanlab]", f"{A}.checkpoint.save_contents=['hf_model']"),
     *(f"{R}.val_kwargs={{do_sample: false, temperature: 1.0}}", "critic.optim.lr=0.1", "algorithm.lam=0.95"),
-    *(f"{R}.engine_kwargs.sglang.attention_backend=fa3", "trainer.resume_from_path=nowhere/", "trainer.device=npu"),
+    *(f"{R}.engine_kwargs.sglang.attention_backend=fa3", "trainer.resume_from_path=nowhere/"),
     *(f"{M}={{lora_rank: 0, lora_alpha: 32}}", f"{A}={{use_kl_loss: false, kl_loss_type: mse}}"),
 )
 
@@ -166,3 +168,23 @@ def test_an_sft_line_of_the_engine_trainer_resolves() -> None:
     assert "model.fsdp_config.ulysses_sequence_parallel_size=8" in note
     with pytest.raises(ConfigError, match="Megatron"):
         load_sft("engine=megatron")
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("trainer.v1.trainer_mode=colocate_async", "asynchronous trainer, which is not built yet; leave it out"),
+        ("trainer.device=npu", "trainer.device is npu"),
+    ],
+)
+def test_what_would_run_otherwise_than_asked_is_no_hint(word: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(word)
+
+
+def test_a_saved_configuration_gives_no_note(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(load()[0].to_yaml(), encoding="utf-8")
+    notes: list[str] = []
+    load_config(saved, note=notes.append)
+    assert notes == []

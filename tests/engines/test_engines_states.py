@@ -164,6 +164,22 @@ def test_a_turn_that_ends_before_a_step_without_work_is_saved():
     assert error(REFERENCES["lfm2"], second) <= TOLERANCE
 
 
+def test_no_row_is_saved_twice_in_a_step():
+    """Of several requests that end with the same history, one keeps its snapshot; the row that the others took is
+    free again, and no save into it may be left."""
+    core = EngineCore(MODELS["lfm2"], EngineSettings(max_model_len=256, max_num_seqs=8), num_pages=400)
+    plans, launch = [], core.runner.launch
+    core.runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign]
+    equal = [core.add(ids(20), params(9, 1)) for _ in range(4)]
+    drain(core)
+    again = core.add([*equal[0].ids, *ids(3, 5)], params(4, 3))
+    drain(core)
+    assert len({tuple(request.ids) for request in equal}) == 1
+    saved = [[row for _, row in plan.saves] for plan in plans]
+    assert sum(map(len, saved)) == 1 and again.cached_tokens >= len(equal[0].ids) - 1
+    assert error(REFERENCES["lfm2"], again) <= TOLERANCE
+
+
 def test_snapshots_end_with_their_node_and_the_least_used_makes_room():
     pool = PagePool(8)
     states = StateStore({"s": (torch.Size([2]), torch.float32)}, slots=1, snapshots=2, device=torch.device("cpu"))

@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.architectures import small_model, words
 from rally.models import attention, state_layers
 from rally.models.attention import packed_hidden
-from rally.models.state_layers import Segment, SegmentTree, chunked_scan, conv, state_shapes, stepwise_scan
+from rally.models.kv_layers import cached_parts
+from rally.models.state_layers import SegmentTree, StateSegment, chunked_scan, conv, stepwise_scan
 
 CPU = torch.device("cpu")
 HEADS, KEY, VALUE, WIDTH = 2, 5, 3, 4
@@ -24,10 +25,10 @@ def random_tree(rng: random.Random, rows: int = 0) -> SegmentTree:
     parents = [rng.randrange(-1, number) for number in range(count)]
     places = list(range(count))
     rng.shuffle(places)
-    segments = [Segment(0)] * count
+    segments = [StateSegment(0)] * count
     for number, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
         initial = rng.randrange(-1, rows) if parent < 0 and rows else -1
-        segments[places[number]] = Segment(length, places[parent] if parent >= 0 else -1, initial)
+        segments[places[number]] = StateSegment(length, places[parent] if parent >= 0 else -1, initial)
     return SegmentTree(segments, CPU)
 
 
@@ -148,7 +149,7 @@ class Steps:
     def begin(self, *lengths: int) -> "Steps":
         """Each history goes on by so many tokens."""
         rows = range(len(lengths)) if self.states else [-1] * len(lengths)
-        self.tree = SegmentTree([Segment(n, initial=row) for n, row in zip(lengths, rows, strict=True)], CPU)
+        self.tree = SegmentTree([StateSegment(n, initial=row) for n, row in zip(lengths, rows, strict=True)], CPU)
         return self
 
     def initial_states(self, name: str) -> Tensor | None:
@@ -198,7 +199,7 @@ def test_kept_states_continue_a_history(name: str) -> None:
     assert done == [40, 31]
     for parts, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.cat(parts), whole, atol=2e-5, rtol=1e-4)
-    shapes = state_shapes(model, packed_hidden)
+    shapes = cached_parts(model).states
     assert {key: (shape, dtype) for key, (shape, dtype) in shapes.items()} == {
         key: (states.shape[1:], states.dtype) for key, states in context.states.items()
     }

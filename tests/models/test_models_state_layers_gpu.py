@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks.architectures import MAX_LENGTH, small_model, words
 from rally.models import attention
-from rally.models.state_layers import Segment, SegmentTree, chunked_scan, conv, stepwise_scan
+from rally.models.state_layers import SegmentTree, StateSegment, chunked_scan, conv, stepwise_scan
 from rally.train.forward.fused_layers import training_forward
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.startup_check import check_training, compared_rows
@@ -17,9 +17,9 @@ from rally.train.startup_check import check_training, compared_rows
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def segments(seed: int) -> list[Segment]:
+def segments(seed: int) -> list[StateSegment]:
     rng = random.Random(seed)
-    return [Segment(rng.choice((1, 17, 64, 130)), rng.randrange(-1, number)) for number in range(9)]
+    return [StateSegment(rng.choice((1, 17, 64, 130)), rng.randrange(-1, number)) for number in range(9)]
 
 
 @pytest.mark.parametrize("kind", ["delta", "delta per channel", "sum"])

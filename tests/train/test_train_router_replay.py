@@ -21,7 +21,7 @@ from rally.engines.remote.sglang_api import Sglang
 from rally.engines.remote.vllm_api import Vllm
 from rally.models import attention
 from rally.models.forward_variables import checkpoint_contexts
-from rally.models.routing import Router, Routing, RoutingError, fitting, load_metrics, routed, routers_of
+from rally.models.routing import ExpertRouter, Routing, RoutingError, fitting, load_metrics, routed, routers_of
 from rally.track.run_folder.episode_json import episode_from_json, episode_to_json
 from rally.train.batch import TrainBatch
 from rally.train.forward.fused_layers import choose_training_forward
@@ -180,7 +180,7 @@ def test_rows_keep_their_routes_on_the_way_to_other_ranks_and_to_disk() -> None:
 
 
 def test_servers_count_layers_without_a_router() -> None:
-    routers = [Router(1, 4, 2), Router(3, 4, 2)]
+    routers = [ExpertRouter(1, 4, 2), ExpertRouter(3, 4, 2)]
     numbers = np.arange(3 * 4 * 2).reshape(3, 4, 2)
     assert (fitting(numbers, routers, 4) == numbers[:, [1, 3]]).all()
     assert fitting(numbers[:, :2], routers, 4).shape == (3, 2, 2)

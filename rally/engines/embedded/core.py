@@ -97,7 +97,7 @@ class EngineCore:
         if parts.states:
             slots = slots if self.memory_plan is None else self.memory_plan.slots
             snapshots = 2 * slots if self.memory_plan is None else self.memory_plan.snapshots
-            lend = store.memory is not None
+            lend = store.memory.lent
             self.states = StateStore(parts.states, slots=slots, snapshots=snapshots, device=model.device, lend=lend)
         stride = 1 if paged else -(-self.settings.max_model_len // self.settings.page_size)
         self.pool = PagePool(pages, stride)
@@ -320,19 +320,18 @@ class EngineCore:
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
         """Release the KV memory inside the block, if `lend_memory` is set and no request is running."""
-        lend = self.store.memory is not None and not self.busy
+        lend = self.store.memory.lent and not self.busy
+        lent = [self.store.memory, *(() if self.states is None else (self.states.memory,))]
         if lend:
             self.index.forget()
-            self.store.release_memory()
-            if self.states is not None:
-                self.states.release_memory()
+            for memory in lent:
+                memory.release()
         try:
             yield
         finally:
             if lend:
-                self.store.restore_memory()
-                if self.states is not None:
-                    self.states.restore_memory()
+                for memory in lent:
+                    memory.restore()
 
     def reset(self) -> None:
         """Drop cached KV and restore the initial order of slots and pages, so that results are bit-identical to those

@@ -130,6 +130,35 @@ class VirtualMemory:
                 _call("cuMemAddressFree", self._address, ctypes.c_size_t(self.size))
 
 
+class LentMemory:
+    """`size` zeroed bytes as a tensor, `flat`. With `lend` they are memory of the GPU that can be released and mapped
+    again at the same address; its contents are then zeros."""
+
+    def __init__(self, size: int, device: torch.device, lend: bool) -> None:
+        size = max(size, ALIGNMENT)
+        self._virtual = VirtualMemory(size, device) if lend else None
+        if self._virtual is not None:
+            self.flat = self._virtual.tensor((size,), torch.uint8).zero_()
+        elif device.type == "cpu":
+            self.flat = _untouched_zeros(size)
+        else:
+            self.flat = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    @property
+    def lent(self) -> bool:
+        """Whether it can be released."""
+        return self._virtual is not None
+
+    def release(self) -> None:
+        assert self._virtual is not None
+        self._virtual.unmap()
+
+    def restore(self) -> None:
+        assert self._virtual is not None
+        self._virtual.map()
+        self.flat.zero_()
+
+
 FREE = b"\x01"
 
 
@@ -241,10 +270,10 @@ class KVStore:
         sizes = [-(-prod(shape) * item // ALIGNMENT) * ALIGNMENT for shape in shapes]
         # zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN from stale memory would be NaN
         route_size = (num_pages + 1) * page_size * prod(routes) * 2
-        self.memory, self._flat = flat_memory(sum(sizes) + route_size, device, lend)
+        self.memory = LentMemory(sum(sizes) + route_size, device, lend)
         starts = itertools.accumulate(sizes, initial=0)
         tensors = [
-            self._flat[start : start + prod(shape) * item].view(dtype).view(shape)
+            self.memory.flat[start : start + prod(shape) * item].view(dtype).view(shape)
             for start, shape in zip(starts, shapes, strict=False)
         ]
         rows = {shape[2] // page_size: iter(tensor) for shape, tensor in zip(shapes, tensors, strict=True)}
@@ -267,7 +296,7 @@ class KVStore:
         self.paged = tensors
         self.routes: Tensor | None = None  # int16 [slot, routers, experts of a token]
         if route_size:
-            flat = self._flat[sum(sizes) : sum(sizes) + route_size].view(torch.int16)
+            flat = self.memory.flat[sum(sizes) : sum(sizes) + route_size].view(torch.int16)
             self.paged = [*tensors, flat.view(1, num_pages + 1, -1)]
             self.routes = flat.view(-1, *routes)
 
@@ -279,17 +308,6 @@ class KVStore:
         self.keys[layer].index_copy_(0, places_T, k_TKD.to(self.keys[layer].dtype))
         if not kind.values_in_keys:
             self.values[layer].index_copy_(0, places_T, v_TKD.to(self.values[layer].dtype))
-
-    def release_memory(self) -> None:
-        """Return the memory to the driver; its contents are lost."""
-        assert self.memory is not None
-        self.memory.unmap()
-
-    def restore_memory(self) -> None:
-        """Map zeroed memory at the same address."""
-        assert self.memory is not None
-        self.memory.map()
-        self._flat.zero_()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (from, to) of all layers, in this order."""
@@ -309,16 +327,6 @@ def _stored_widths(layer: KVLayer) -> list[int]:
         return []
     key = layer.heads * layer.key_size
     return [key] if layer.values_in_keys else [key, layer.heads * layer.value_size]
-
-
-def flat_memory(size: int, device: torch.device, lend: bool) -> tuple[VirtualMemory | None, Tensor]:
-    """`size` zeroed bytes as a tensor; with `lend`, in memory of the GPU that can be released."""
-    size = max(size, ALIGNMENT)
-    if lend:
-        memory = VirtualMemory(size, device)
-        return memory, memory.tensor((size,), torch.uint8).zero_()
-    zeros = _untouched_zeros(size) if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
-    return None, zeros
 
 
 def _untouched_zeros(size: int) -> Tensor:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rally.engines.embedded.kv_cache import ALIGNMENT, VirtualMemory, flat_memory
-from rally.models.state_layers import DecodeTree, Segment, SegmentTree
+from rally.engines.embedded.kv_cache import ALIGNMENT, LentMemory
+from rally.models.state_layers import DecodeTree, SegmentTree, StateSegment
 
 Ints = npt.NDArray[np.int64]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -42,12 +42,11 @@ class StateStore:
             -(-rows * prod(shape) * torch.empty((), dtype=dtype).element_size() // ALIGNMENT) * ALIGNMENT
             for shape, dtype in shapes.values()
         ]
-        self.memory: VirtualMemory | None
-        self.memory, self._flat = flat_memory(sum(sizes), device, lend)
+        self.memory = LentMemory(sum(sizes), device, lend)
         self.tensors: dict[str, Tensor] = {}
         at = 0
         for (name, (shape, dtype)), size in zip(shapes.items(), sizes, strict=True):
-            whole = self._flat[at : at + size].view(dtype)
+            whole = self.memory.flat[at : at + size].view(dtype)
             self.tensors[name] = whole[: rows * prod(shape)].view(rows, *shape)
             at += size
         self.clear()
@@ -76,17 +75,6 @@ class StateStore:
             for tensor in self.tensors.values():
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def release_memory(self) -> None:
-        """Return the memory to the driver; its contents are lost."""
-        assert self.memory is not None
-        self.memory.unmap()
-
-    def restore_memory(self) -> None:
-        """Map zeroed memory at the same address."""
-        assert self.memory is not None
-        self.memory.map()
-        self._flat.zero_()
-
 
 class StepStates:
     """The states that one step reads and writes; a `StateContext`, together with the step's attention."""
@@ -98,7 +86,7 @@ class StepStates:
         self.store = store
         rows = iter(range(len(owners)))
         segments = [
-            Segment(length, initial=next(rows) if start else -1)
+            StateSegment(length, initial=next(rows) if start else -1)
             for length, start in zip(tokens.tolist(), starts.tolist(), strict=True)
         ]
         self.tree: SegmentTree | DecodeTree = SegmentTree(segments, store.device)

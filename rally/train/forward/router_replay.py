@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rally.models.routing import Router, Routing, fitting, routers_of
+from rally.models.routing import ExpertRouter, Routing, fitting, routers_of
 from rally.models.sharding import ranks_of
 from rally.train.forward.logprobs import token_logprobs
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
@@ -18,7 +18,7 @@ from rally.train.packing import Row, pack, route_array
 from rally.types import Routes
 
 
-def fitted_row(row: Row, routers: list[Router], decoder_layers: int) -> Row:
+def fitted_row(row: Row, routers: list[ExpertRouter], decoder_layers: int) -> Row:
     """The row with one route per router; servers also count layers without one."""
     assert row.routes is not None
     return _with_routes(row, fitting(route_array(row.routes)[: len(row.inputs)], routers, decoder_layers))

@@ -24,7 +24,7 @@ from rally.config.reward import (
     RewardShaping,
 )
 from rally.config.rollout import RolloutConfig
-from rally.config.trainer import GlobalProfiler, RayKwargs, TrainerConfig, TransferQueue
+from rally.config.trainer import AsyncTraining, GlobalProfiler, RayKwargs, TrainerConfig, TransferQueue
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_HYDRA = "Rally has its own defaults and does not compose files with Hydra"
@@ -87,6 +87,7 @@ class Config(Root):
     global_profiler: GlobalProfiler = GlobalProfiler()
     transfer_queue: TransferQueue = TransferQueue()
     ray_kwargs: RayKwargs = RayKwargs()
+    async_training: AsyncTraining = AsyncTraining()
 
     @property
     def model(self) -> ModelConfig:
@@ -99,6 +100,19 @@ class Config(Root):
     @property
     def rollout(self) -> RolloutConfig:
         return self.actor_rollout_ref.rollout
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether batches are sampled ahead of the updates that train on them."""
+        return self.trainer.v1.trainer_mode != "sync"
+
+    @property
+    def batches_ahead(self) -> float:
+        """How many batches start before the update of the weights they begin with."""
+        modes, threshold = self.trainer.v1, self.async_training.staleness_threshold
+        ahead = modes.colocate_async.num_warmup_batches if threshold is None else threshold
+        versions = modes.sampler.max_off_policy_threshold
+        return ahead if versions is None else min(ahead, versions - 1)
 
     @property
     def run_dir(self) -> Path:

@@ -78,7 +78,35 @@ class RunConfig(Section):
         return Path(self.default_local_dir or Path("runs") / self.project_name / self.experiment_name)
 
 
+class ColocateAsync(Section):
+    """trainer_mode=colocate_async: how far batches are sampled ahead (docs/asynchronous.md)."""
+
+    num_warmup_batches: NonNegative = 1.0
+    """Batches that start before the update of the weights they begin with. A fraction is that share of a batch. No
+    token is older than this many versions, rounded up, when it is trained."""
+    fixed_lag: bool = False
+    """Sample each batch as a whole with the weights of one version, one update before they are trained on. A resumed
+    run is then bit-identical with rollout.deterministic=true. Otherwise episodes go on across updates."""
+
+
+class OffPolicySampler(Section):
+    max_off_policy_threshold: Count | None = 8
+    """trainer_mode=colocate_async: the most weight versions that a trajectory may span, from its first token to the
+    update that trains on it. null sets no limit beside num_warmup_batches."""
+    max_off_policy_strategy: Literal["drop", "wait"] = "drop"
+    """Every value is correct: batches are trained in the order in which they started, so none becomes too old."""
+
+
+class TrainerModes(Section):
+    trainer_mode: Literal["sync", "colocate_async"] = "sync"
+    """sync samples a batch with the current weights and then trains on it. colocate_async samples batches ahead on the
+    same device (docs/asynchronous.md)."""
+    colocate_async: ColocateAsync = ColocateAsync()
+    sampler: OffPolicySampler = OffPolicySampler()
+
+
 class TrainerConfig(RunConfig):
+    v1: TrainerModes = TrainerModes()
     guards: Guards = Guards()
     val_before_train: bool = True
     """Validate before the first step."""
@@ -107,6 +135,20 @@ class TrainerConfig(RunConfig):
     esi_redundant_time: NonNegative = 0
     del_local_ckpt_after_load: bool = False
     ray_wait_register_center_timeout: Count = 300
+
+
+PER_UPDATE = "rollout and trainer share their weights, so every update reaches the rollout at once"
+
+
+class AsyncTraining(Section):
+    """verl's earlier keys of asynchronous training, for trainer.v1.trainer_mode=colocate_async."""
+
+    staleness_threshold: NonNegative | None = None
+    """Batches that are sampled ahead; the same as trainer.v1.colocate_async.num_warmup_batches."""
+    partial_rollout: bool = True
+    """Let episodes go on across an update. false waits until none is running before each update."""
+    trigger_parameter_sync_step: Annotated[int, Only(1, because=PER_UPDATE)] = 1
+    require_batches: Annotated[int, Only(1, because="an update trains on data.train_batch_size prompts")] = 1
 
 
 class GlobalProfiler(Section):

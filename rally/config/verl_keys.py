@@ -174,7 +174,10 @@ HINTS: tuple[Hint, ...] = (
     Hint("transfer_queue.*", "everything runs in one process"),
     Hint("trainer.use_legacy_worker_impl", "there is one worker implementation"),
     Hint("trainer.use_v1", "there is one trainer implementation"),
-    Hint("trainer.v1.*", "there is one trainer implementation"),
+    Hint("trainer.v1.sync", "it has no options", (None, {})),
+    Hint("trainer.v1.separate_async.*", "the mode separate_async is not used"),
+    Hint("trainer.v1.sampler.sync_refill_failed_groups", "failed groups follow rollout.on_error", (False,)),
+    Hint("trainer.v1.sampler.custom_sampler.*", "it is not set", (None,)),
     Hint("trainer.esi_redundant_time", "there is no instance that expires"),
     Hint("trainer.ray_wait_register_center_timeout", NO_RAY),
     Hint("trainer.del_local_ckpt_after_load", "checkpoints are kept"),
@@ -297,7 +300,10 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (f"{R}.qat", "enable", "asks for quantization-aware training, which is not built yet; leave qat.* out"),
 )
-ASYNC = "asks for verl's asynchronous trainer, which is not built yet; leave async_training.* out"
+ASYNC = (
+    "asks for a trainer and a rollout on separate GPUs, which is not built yet; set "
+    "trainer.v1.trainer_mode=colocate_async to sample batches ahead on one GPU"
+)
 GROUPS = ("engine", "optim", "model", "model_engine", "critic", "algorithm", "reward_model", "checkpoint")
 """Keys that Hydra reads as the name of a file when their value is text."""
 BACKENDS = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed", "mindspeed_mm")
@@ -505,14 +511,13 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
                     work.drop(name, f"{key} is not set")
         work.tree = without(work.tree, key) if value not in SWITCHED_OFF else work.tree
     mode = at(work.tree, "trainer.v1.trainer_mode")
-    if mode not in (None, "sync"):
-        work.problems.append(f"trainer.v1.trainer_mode={shown(mode)} {ASYNC.replace('async_training.*', 'it')}.")
+    if mode == "separate_async":
+        work.problems.append(f"trainer.v1.trainer_mode=separate_async {ASYNC}.")
         work.tree = without(work.tree, "trainer.v1.trainer_mode")
-    for section in ("async_training",):
-        if section in work.tree:
-            key, value = next(leaves(work.tree[section], f"{section}."))
-            work.problems.append(f"{key}={shown(value)} {ASYNC}.")
-            work.tree = without(work.tree, section)
+    if "async_training" in work.tree and mode in (None, "sync"):
+        key, value = next(leaves(work.tree["async_training"], "async_training."))
+        work.problems.append(f"{key}={shown(value)} {ASYNC}.")
+        work.tree = without(work.tree, "async_training")
 
 
 def _estimator(work: _Work, choices: Mapping[str, str]) -> None:

@@ -43,6 +43,7 @@ PER_ROW = {
     "logprobs": torch.float64,
     "advantages": torch.float64,
     "weights": torch.float64,
+    "stale": torch.bool,
     "marked": torch.bool,
     "values": torch.float64,
     "returns": torch.float64,

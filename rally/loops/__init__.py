@@ -2,11 +2,12 @@
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
 from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register
-from rally.loops.runner import Finish, Job, Runner, codec_for
+from rally.loops.runner import Admit, Finish, Job, Runner, codec_for
 from rally.loops.single_turn import SingleTurnAgentLoop
 from rally.loops.tool_agent import ToolAgentLoop
 
 __all__ = [
+    "Admit",
     "AgentLoopBase",
     "AgentLoopOutput",
     "EpisodeServer",

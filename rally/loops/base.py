@@ -21,7 +21,18 @@ from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
 from rally.tools.invoke import is_outage
-from rally.types import Generation, ImageSpan, RallyError, Routes, SamplingParams, Segment, StopReason, Task, Turn
+from rally.types import (
+    Generation,
+    ImageSpan,
+    RallyError,
+    Routes,
+    SamplingParams,
+    Segment,
+    StopReason,
+    Task,
+    Turn,
+    WeightSpan,
+)
 
 
 class LoopError(RallyError):
@@ -118,10 +129,26 @@ class AgentLoopOutput:
                 response_ids=tuple(self.response_ids),
                 response_mask=tuple(map(int, self.response_mask)),
                 response_logprobs=tuple(logprobs),
+                spans=self._engine_spans(generations),
                 images=tuple(self.images) or self._located(codec),
                 routes=self._engine_routes(generations),
             ),
         )
+
+    def _engine_spans(self, generations: Sequence[Generation]) -> tuple[WeightSpan, ...]:
+        """The weight versions of the sampled tokens; none if these are not the ones that the engine sampled."""
+        places = [at for at, mask in enumerate(self.response_mask) if mask]
+        known = [token for generation in generations for token in generation.ids]
+        if [self.response_ids[at] for at in places] != known[: len(places)]:
+            return ()
+        versions = [s.version for g in generations for s in g.spans for _ in range(s.end - s.start)]
+        spans: list[WeightSpan] = []
+        for at, version in zip(places, versions, strict=False):
+            if spans and (spans[-1].version, spans[-1].end) == (version, at):
+                spans[-1] = replace(spans[-1], end=at + 1)
+            else:
+                spans.append(WeightSpan(version, at, at + 1))
+        return tuple(spans) if len(versions) >= len(places) else ()
 
     def _engine_routes(self, generations: Sequence[Generation]) -> Routes | None:
         """The last generation's routes of the tokens before the last sampled one, if this history ends with what it

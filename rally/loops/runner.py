@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +45,13 @@ class Job:
     validate: bool = False
     check_tokens: bool = True
     baseline: bool = False  # sampled greedily, whatever the run's sampling parameters
+    place: int = 0  # of its prompt within the step
 
 
 Finish = Callable[[Episode], Awaitable[Episode]]
 More = Callable[[Episode], Sequence[Job]]
+Admit = Callable[[Job], AbstractAsyncContextManager[None]]
+"""A context in which the episode of a job runs; entering it waits until the job may start."""
 
 
 @dataclass(kw_only=True)
@@ -73,10 +77,11 @@ class Runner:
         finish: Finish | None = None,
         more: More | None = None,
         timeout: float | None = None,
+        admit: Admit | None = None,
     ) -> list[Episode]:
         """Run all jobs concurrently and return their episodes in order. `finish` (scoring, progress) is awaited for
         each episode as soon as it ends; then the jobs that `more` returns for it start. After `timeout` seconds, the
-        episodes still running end as `deadline` with the turns they have."""
+        episodes still running end as `deadline` with the turns they have. `admit` may hold jobs back."""
 
         engine = self.engine if isinstance(self.engine, LockstepEngine) else None
         ends_at = None if timeout is None else time.perf_counter() + timeout
@@ -90,7 +95,8 @@ class Runner:
 
         async def one(job: Job) -> Episode:
             try:
-                episode = await self.episode(job, sampling, ends_at)
+                async with nullcontext() if admit is None else admit(job):
+                    episode = await self.episode(job, sampling, ends_at)
                 if engine and more is None:
                     engine.dismiss(job.episode_id)  # the engine need not wait for the score: no job depends on it
                 episode = await finish(episode) if finish else episode

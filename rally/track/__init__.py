@@ -8,7 +8,7 @@ from rally.track.curve_page import CurveFiles, write_curve
 from rally.track.display_text import conversation_text
 from rally.track.export import ExportSettings, TraceSettings
 from rally.track.metric_loggers import MetricSink, Sinks, build_sinks
-from rally.track.metrics.episode_metrics import rollout_metrics
+from rally.track.metrics.episode_metrics import off_policy_metrics, rollout_metrics
 from rally.track.metrics.tool_metrics import tool_warnings
 from rally.track.metrics.validation_metrics import validation_metrics
 from rally.track.run_folder.episode_json import Opaque, episode_from_json, episode_to_json
@@ -32,6 +32,7 @@ __all__ = [
     "conversation_text",
     "episode_from_json",
     "episode_to_json",
+    "off_policy_metrics",
     "rollout_metrics",
     "run_summary",
     "sole_writer",

@@ -150,6 +150,27 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     return [Row.of(segment, i) for i, e in enumerate(episodes) for segment in e.segments if segment.sampled]
 
 
+def with_stale_tokens(batch: TrainBatch, episodes: Sequence[Episode], version: int) -> TrainBatch:
+    """The batch with tokens marked that were not sampled by `version`, or in a turn that began with an older one: the
+    KV of such a turn may still be of the older version."""
+    segments = [segment for e in episodes for segment in e.segments if segment.sampled]
+    rows = [
+        replace(row, stale=_stale(segment, row.sampled, version))
+        for row, segment in zip(batch.rows, segments, strict=True)
+    ]
+    return replace(batch, rows=rows)
+
+
+def _stale(segment: Segment, sampled: Sequence[int], version: int) -> tuple[bool, ...]:
+    fresh: set[int] = set()
+    end = -1
+    for span in segment.spans:
+        if span.version == version and span.start != end:
+            fresh.update(range(len(segment.prompt_ids) + span.start, len(segment.prompt_ids) + span.end))
+        end = span.end
+    return tuple(position not in fresh for position in sampled)
+
+
 def build_batch(
     episodes: Sequence[Episode],
     credit: CreditSettings | None = None,

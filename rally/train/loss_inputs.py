@@ -63,7 +63,19 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
         replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
         for row, p, w in zip(rows, old, weights, strict=True)
     ]
-    return CorrectedRows(changed, _metrics(logp_M, recorded_M, weights_M, kept_M, settings) if rows else {})
+    metrics = _metrics(logp_M, recorded_M, weights_M, kept_M, settings) if rows else {}
+    fresh_M = fresh_tokens(rows)
+    if fresh_M.any():
+        k3_M, apart_M = kl_estimate(recorded_M, logp_M, "k3")[fresh_M], (logp_M - recorded_M).abs()[fresh_M]
+        metrics["actor/rollout_mismatch_kl"] = float(k3_M.mean(dtype=torch.float64))
+        metrics["actor/rollout_mismatch_max"] = float(apart_M.max())
+    return CorrectedRows(changed, metrics)
+
+
+def fresh_tokens(rows: Sequence[Row]) -> Tensor:
+    """Which sampled tokens of rows are of the weight version that the update begins with."""
+    fresh = [not stale for row in rows for stale in row.stale or (False,) * len(row.sampled)]
+    return torch.tensor(fresh, dtype=torch.bool)
 
 
 def _metrics(
@@ -71,8 +83,6 @@ def _metrics(
 ) -> dict[str, float]:
     k3 = float(kl_estimate(recorded_M, logp_M, "k3").mean(dtype=torch.float64))
     metrics = {
-        "actor/rollout_mismatch_kl": k3,
-        "actor/rollout_mismatch_max": float((logp_M - recorded_M).abs().max()),
         "rollout_corr/kl": float((recorded_M - logp_M).mean(dtype=torch.float64)),
         "rollout_corr/k3_kl": k3,
     }

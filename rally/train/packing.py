@@ -39,6 +39,7 @@ class Row:
     episode: int
     advantages: tuple[float, ...] = ()  # one per sampled token, like the fields below; () is 0 for all
     weights: tuple[float, ...] = ()  # of a token's policy loss; () is 1 for all
+    stale: tuple[bool, ...] = ()  # tokens that an older version sampled, or whose KV may be of one; () is none
     marked: tuple[bool, ...] = ()  # tokens that the objective treats separately; () is none
     values: tuple[float, ...] = ()  # the critic's values at these tokens
     returns: tuple[float, ...] = ()  # the critic's targets
@@ -46,7 +47,7 @@ class Row:
     routes: Routes | None = None  # the experts that its tokens are computed with
 
     def __post_init__(self) -> None:
-        per_token = (self.advantages, self.weights, self.marked, self.values, self.returns)
+        per_token = (self.advantages, self.weights, self.stale, self.marked, self.values, self.returns)
         assert all(len(values) in (0, len(self.sampled)) for values in per_token), "one value per sampled token"
 
     @classmethod

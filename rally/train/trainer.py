@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from rally.algos.credit_assignment import CreditSettings
 from rally.chat import ChatCodec
 from rally.data import RowSampler, TaskSet, draw, draw_further, learned, steps_per_epoch
 from rally.engines.base import TrainingEngine
-from rally.loops import Job
+from rally.loops import Admit, Job
 from rally.rewards import reward_metrics
 from rally.track import (
     RunConsole,
@@ -73,6 +73,18 @@ class TrainerSettings:
     show_validation: int = 0  # conversations printed after a validation
 
 
+class StepStart(NamedTuple):
+    """When a step began, and how long the engine had been busy until then."""
+
+    at: float
+    busy_seconds: float
+
+    def idle_share(self, engine: TrainingEngine) -> float:
+        """The share of the time since then in which the engine had no work."""
+        used = (engine.busy_seconds - self.busy_seconds) / max(1e-9, time.perf_counter() - self.at)
+        return max(0.0, 1 - used)  # an aborted request may end only now
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """The components of a run, and the loop over its steps."""
@@ -98,6 +110,7 @@ class Trainer:
     critic: Critic | None = None
     startup_texts: Sequence[Sequence[int]] = ()  # to compare the rollout with the model's own forward; () compares not
     extra_episode_folders: dict[bool, RunFolder] = field(default_factory=dict)  # by validate: rollout_data_dir, ...
+    admit: Admit | None = None  # holds training episodes back; None: all of a step start at once
     start_step: int = 0
     recorder: BackgroundWriter = field(default_factory=BackgroundWriter)
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -146,26 +159,33 @@ class Trainer:
 
     async def train_step(self, step: int) -> dict[str, float]:
         clock = PhaseClock(self.folder, step)
-        began, busy = time.perf_counter(), self.engine.busy_seconds
+        began = StepStart(time.perf_counter(), self.engine.busy_seconds)
         with clock("gen"):
             result = await self._collect(step, clock)
-        used = (self.engine.busy_seconds - busy) / (time.perf_counter() - began)
-        metrics = {"engine/idle_share": max(0.0, 1 - used)}  # an aborted request may end only in this rollout
-        metrics |= rollout_metrics(result.sampled, self.settings.max_prompt_length)
+        metrics = {"engine/idle_share": began.idle_share(self.engine)}
+        return metrics | await self._learn(step, result, clock, began)
+
+    async def _learn(self, step: int, result: RolloutResult, clock: PhaseClock, began: StepStart) -> dict[str, float]:
+        """Record a rollout, train on it, and return the metrics of the step."""
+        metrics = rollout_metrics(result.sampled, self.settings.max_prompt_length)
         metrics |= result.metrics() | reward_metrics(result.scored)
         metrics |= self._update_sampler(step, result.scored)
         self._record(step, result.everything, validate=False)
         self._check_lost(step, result)
-        with clock("update_weights"):
-            await self.engine.rest()
-        with clock("update_actor"):
-            metrics |= self._update(step, result.episodes, clock)
-        with clock("update_weights"):
-            metrics |= await self.engine.publish()
-        metrics |= clock.metrics() | {"timing_s/step": time.perf_counter() - began}
+        metrics |= await self._apply(step, result.episodes, clock)
+        metrics |= clock.metrics() | {"timing_s/step": time.perf_counter() - began.at}
         self._add_rates(metrics, step, result.everything)
         self._watch(metrics, result.everything)
         return metrics
+
+    async def _apply(self, step: int, episodes: Sequence[Episode], clock: PhaseClock) -> dict[str, float]:
+        """Update the policy, and give its weights to the engine."""
+        with clock("update_weights"):
+            await self.engine.rest()
+        with clock("update_actor"):
+            metrics = self._update(step, episodes, clock)
+        with clock("update_weights"):
+            return metrics | await self.engine.publish()
 
     def _check_lost(self, step: int, result: RolloutResult) -> None:
         """Stop a run whose steps lose all their groups to failures or outages: it would go on without learning."""
@@ -195,7 +215,7 @@ class Trainer:
         total = len(jobs) if groups is None else None  # unknown: dynamic sampling may add groups
         with self.console.phase(f"rollout {step}/{settings.total_steps}", total) as phase, self._kept(step):
             result = await self.rollout.collect(
-                jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed)
+                jobs, self.sampling, on_done=phase.advance, refill=groups, timed=self._shown(timed), admit=self.admit
             )
         if groups is not None and groups.missing:
             self.console.warn_once("missing", f"step {step}: {groups.shortage}")

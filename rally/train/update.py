@@ -26,7 +26,7 @@ from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
 from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
 from rally.train.forward.router_replay import fitted_row, recorded_rows
-from rally.train.loss_inputs import corrected_rows, marked_rows, over_rows
+from rally.train.loss_inputs import corrected_rows, fresh_tokens, marked_rows, over_rows
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
 from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
@@ -98,8 +98,9 @@ class UpdateMetrics:
     recorded: list[Tensor] = field(default_factory=list)
     routing: Routing = field(default_factory=Routing)
 
-    def add(self, result: MicroBatchResult, *, fresh: bool, counts: bool) -> None:
-        """Add a micro-batch. `fresh`: its mini-batch is the first, whose weights are still those of the rollout."""
+    def add(self, result: MicroBatchResult, *, fresh: Tensor | None, counts: bool) -> None:
+        """Add a micro-batch. `fresh`: which of its tokens were sampled with the weights that it was computed with; None
+        is none."""
         limit = None if counts else 0
         self.tokens += result.logp_M[:limit].numel()
         for name, values_M in result.values.items():
@@ -107,9 +108,10 @@ class UpdateMetrics:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
         if counts and result.routing is not None:
             self.routing.add(result.routing)
-        if fresh:
-            self.trained.append(result.logp_M[:limit])
-            self.recorded.append(result.recorded_M[:limit])
+        if fresh is not None:
+            chosen_M = fresh.to(result.logp_M.device)
+            self.trained.append(result.logp_M[chosen_M][:limit])
+            self.recorded.append(result.recorded_M[chosen_M][:limit])
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """The metrics over all ranks, which have run the same mini-batches."""
@@ -122,7 +124,8 @@ class UpdateMetrics:
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
         if self.trained:
-            means |= _mismatch(*(torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)))
+            compared = [torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)]
+            means |= _mismatch(*compared) if len(compared[0]) else {}
         means["actor/trained_tokens"] = tokens
         return means | self._routing_metrics(ranks)
 
@@ -248,7 +251,8 @@ def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> C
 
     logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
     recorded_M = torch.tensor([p for row in batch.rows for p in row.logprobs])
-    _check_mismatch([logp_M], [recorded_M], settings.mismatch_limit, ALONE)  # every rank has all of them
+    fresh_M = fresh_tokens(batch.rows)
+    _check_mismatch([logp_M[fresh_M]], [recorded_M[fresh_M]], settings.mismatch_limit, ALONE)  # on every rank
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
 
@@ -296,7 +300,7 @@ def _mini_batch(
         packed = pack(part.rows, policy.device)
         loss_M, result = _loss(policy, packed, weights_N, settings, reference)
         (loss_M.sum() * part.counts).backward()
-        metrics.add(result, fresh=fresh, counts=part.counts)
+        metrics.add(result, fresh=fresh_tokens(part.rows) if fresh else None, counts=part.counts)
         if part.counts:
             total = total + loss_M.detach().sum()
             tried.append(Tried(part.rows, loss_M.detach()))

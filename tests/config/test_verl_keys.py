@@ -130,7 +130,7 @@ def test_a_group_of_one_is_noted() -> None:
         (("reward_model.enable=true", "reward_model.model.path=m"), "reward_model.enable=true asks for a reward model"),
         (("distillation.enabled=true", "distillation.nnodes=2"), "distillation.enabled=true asks for a teacher"),
         ((f"{A}.fsdp_config.qat.enable=true",), "asks for quantization-aware training"),
-        (("async_training.staleness_threshold=0.1",), "asks for verl's asynchronous trainer"),
+        (("async_training.staleness_threshold=0.1",), "asks for a trainer and a rollout on separate GPUs"),
         ((f"{A}.fsdp_config.model_dtype=float16",), "model_dtype=float16 is not built yet"),
         ((f"{R}.repetition_penalty=1.1",), "repetition_penalty=1.1 is not built yet"),
         (("trainer.nnodes=2",), "set it to 1 to train on this machine"),
@@ -173,7 +173,7 @@ def test_an_sft_line_of_the_engine_trainer_resolves() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("trainer.v1.trainer_mode=colocate_async", "asynchronous trainer, which is not built yet; leave it out"),
+        ("trainer.v1.trainer_mode=separate_async", "separate GPUs, which is not built yet"),
         ("trainer.device=npu", "trainer.device is npu"),
     ],
 )

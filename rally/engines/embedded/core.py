@@ -319,8 +319,11 @@ class EngineCore:
 
     @contextmanager
     def memory_lent(self) -> Iterator[None]:
-        """Release the KV memory inside the block, if `lend_memory` is set and no request is running."""
-        lend = self.store.memory.lent and not self.busy
+        """Release the KV memory inside the block, if `lend_memory` is set and no request needs what it holds. With
+        `in_flight=recompute` none does: requests are computed again after the update anyway."""
+        if self.store.memory.lent and self.settings.in_flight == "recompute":
+            self._preempt_all()
+        lend = self.store.memory.lent and not self.scheduler.running
         lent = [self.store.memory, *(() if self.states is None else (self.states.memory,))]
         if lend:
             self.index.forget()
@@ -348,8 +351,7 @@ class EngineCore:
         policy `abort` ended."""
         assert self._launched is None, "steps in flight must be drained before weights change"
         scheduler = self.scheduler
-        for request in scheduler.running:
-            request.close_span(scheduler.version, int(self.slots.known[request.slot]) - request.prompt_len)
+        self._close_spans()
         in_flight = [*scheduler.running, *(r for r in scheduler.waiting if r.sampled)]  # the latter were preempted
         if self.settings.in_flight == "abort":
             self.abort(in_flight)
@@ -362,9 +364,18 @@ class EngineCore:
             for request in scheduler.running:
                 request.pure_version = None
         if self.settings.in_flight == "recompute":
-            for request in list(reversed(scheduler.running)):
-                scheduler.preempt(request)
+            self._preempt_all()
         return in_flight if self.settings.in_flight == "abort" else []
+
+    def _close_spans(self) -> None:
+        """End the spans of running requests with the tokens of this version."""
+        for request in self.scheduler.running:
+            request.close_span(self.scheduler.version, int(self.slots.known[request.slot]) - request.prompt_len)
+
+    def _preempt_all(self) -> None:
+        self._close_spans()
+        for request in list(reversed(self.scheduler.running)):
+            self.scheduler.preempt(request)
 
     def _finish_reason(self, request: Request, stopped: bool) -> FinishReason | None:
         if stopped:

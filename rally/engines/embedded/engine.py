@@ -12,6 +12,7 @@ The composition of a batch then depends neither on timing nor on what the engine
 from __future__ import annotations
 
 import asyncio
+import copy
 import operator
 import sys
 import threading
@@ -22,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rally.engines.base import EngineError, UtilizationClock
@@ -354,6 +356,42 @@ class EmbeddedEngine:
             self._arrivals = []
         for loop, future in waiting:
             _post(loop, [(future, failure)])
+
+
+class MirroredEngine(EmbeddedEngine):
+    """An embedded engine with its own copy of the weights, so that it can sample while the policy is being updated. It
+    samples from the weights that `model` had at the last `publish`. Parameters that are not trained are shared."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSettings | None = None,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._source = model
+        shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+        super().__init__(copy.deepcopy(model, shared), settings, decode=decode)
+
+    @contextmanager
+    def updating(self, version: int | None = None) -> Iterator[None]:
+        """The policy may change; `publish` begins the new version."""
+        yield
+
+    async def publish(self) -> dict[str, float]:
+        await asyncio.to_thread(self._copy_weights)
+        return {}
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        with super().updating():
+            for mine, new in zip(_tensors(self.core.model), _tensors(self._source), strict=True):
+                if mine is not new:
+                    mine.copy_(new)
+
+
+def _tensors(model: PreTrainedModel) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _count_turns(loop: asyncio.AbstractEventLoop, done: threading.Event, turns: int) -> None:

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from rally.config import Config
 from rally.engines import EmbeddedEngine
 from rally.engines.base import EngineError, TrainingEngine
+from rally.engines.embedded.engine import MirroredEngine
 from rally.engines.remote import (
     ClientSettings,
     CudaIpcWeights,
@@ -332,4 +333,13 @@ def engine_of(config: Config, inputs: RunInputs, policy: Policy) -> TrainingEngi
     if config.rollout.name != "embedded":
         return remote_engine_of(config, policy.model, sampling_of(config, inputs.codec), inputs.codec.decode)
     settings = engine_settings_of(config)
+    if samples_during_update(config, policy.model):
+        attention.install(policy.model)  # the engine installs it in its copy
+        return MirroredEngine(policy.model, settings, decode=inputs.codec.decode)
     return EmbeddedEngine(policy.model, settings, decode=inputs.codec.decode)
+
+
+def samples_during_update(config: Config, model: PreTrainedModel) -> bool:
+    """Whether a batch is sampled while the policy trains on the one before. On a GPU the two would share its memory and
+    its kernels' streams; there a fixed lag samples first and updates then."""
+    return config.asynchronous and config.trainer.v1.colocate_async.fixed_lag and model.device.type == "cpu"

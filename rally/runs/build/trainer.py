@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rally.models.lora import unadapted_experts
 from rally.models.sharding import ALONE, Ranks
 from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_tokens
 from rally.runs.build.data import sampler_of
-from rally.runs.build.engines import engine_of
+from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
 from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of
 from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
@@ -23,6 +23,7 @@ from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
 from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
 from rally.track import RunConsole, RunFolder
+from rally.train.async_trainer import AsyncSettings, AsyncTrainer, read_sampled_ahead
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
 from rally.train.startup_check import NO_TEXT, check_critic, check_training, compared_rows
@@ -70,7 +71,19 @@ def trainer_of(
     if critic is not None and compared and ranks.world_size == 1:
         check_critic(critic.learner, compared, config.max_model_len, partial(console.warn_once, "critic"))
     sampling = sampling_of(config, inputs.codec)
-    return Trainer(
+    make: Callable[..., Trainer] = Trainer
+    if config.asynchronous and steps:
+        make = partial(
+            AsyncTrainer,
+            schedule=AsyncSettings(
+                ahead=config.batches_ahead,
+                partial_rollout=config.async_training.partial_rollout,
+                fixed_lag=config.trainer.v1.colocate_async.fixed_lag,
+            ),
+            sampled_ahead=read_sampled_ahead(checkpoint) if checkpoint else None,
+            overlap=samples_during_update(config, policy.model),
+        )
+    return make(
         settings=trainer_settings_of(config, steps),
         update=update_settings_of(config),
         policy=policy,

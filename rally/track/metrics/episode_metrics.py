@@ -75,6 +75,24 @@ def rollout_metrics(episodes: Sequence[Episode], max_prompt_length: int | None =
     return metrics | _slowest(episodes) | _engine_waits(episodes) | _prefix_cache(episodes)
 
 
+def off_policy_metrics(episodes: Sequence[Episode], version: int) -> Metrics:
+    """How many versions older than `version`, which is about to be trained, the tokens of each trajectory are on
+    average and at most, and how many versions sampled it. Trajectories without recorded versions are left out."""
+    averages, oldest, counts = [], [], []
+    for episode in episodes:
+        spans = [span for segment in episode.segments for span in segment.spans if span.end > span.start]
+        if tokens := sum(span.end - span.start for span in spans):
+            averages.append(sum((version - span.version) * (span.end - span.start) for span in spans) / tokens)
+            oldest.append(version - min(span.version for span in spans))
+            counts.append(len({span.version for span in spans}))
+    prefix = "training/off_policy/trajectory"
+    return (
+        spread(f"{prefix}_staleness", averages)
+        | spread(f"{prefix}_staleness_worst", oldest)
+        | spread(f"{prefix}_spans", counts)
+    )
+
+
 def _token_metrics(episodes: Sequence[Episode], max_prompt_length: int | None) -> Metrics:
     sampled = [sum(s.sampled for s in e.segments) for e in episodes]
     lengths = [sum(len(s.response_ids) for s in e.segments) for e in episodes]

@@ -2,8 +2,8 @@
 
 Records are written as they happen and survive a kill at any moment.
 
-    config.yaml  versions.json  metrics.jsonl  timeline.jsonl  episodes/train_000001.jsonl  episodes/val_000010.jsonl
-    advantages/train_000001.jsonl  images/<hash>.png  rewound-1/
+    config.yaml  versions.json  metrics.jsonl  timeline.jsonl  consumed.jsonl  rewound-1/
+    episodes/train_000001.jsonl  episodes/val_000010.jsonl  advantages/train_000001.jsonl  images/<hash>.png
 
 Metrics and the timeline are appended line by line; every other file is written atomically. If a step is written again
 (validation after a resume), the last version counts.
@@ -149,6 +149,14 @@ class PhaseRow(NamedTuple):
     end: float
 
 
+class ConsumedRow(NamedTuple):
+    """The groups that an update trained on, in order, and the weight version that it began with."""
+
+    step: int
+    version: int
+    groups: tuple[str, ...]
+
+
 class AdvantageSpan(NamedTuple):
     """The response tokens [start, end) of a segment, all sampled, and their advantage."""
 
@@ -173,6 +181,7 @@ class RunFolder:
         self.episodes_path = self.path / "episodes"
         self.images = ImageFolder(self.path)
         self._metrics, self._timeline = StepLines(self.metrics_path), StepLines(self.timeline_path)
+        self._consumed = StepLines(self.path / "consumed.jsonl")
 
     def create(self) -> RunFolder:
         """Create the folder, or reopen it after a crash: torn last lines and partial files are removed."""
@@ -184,6 +193,7 @@ class RunFolder:
             part.unlink()
         self._metrics.repair()
         self._timeline.repair()
+        self._consumed.repair()
         return self
 
     def share(self) -> RunFolder:
@@ -241,6 +251,15 @@ class RunFolder:
         with self._reading(self.timeline_path):
             return [PhaseRow(row["step"], row["phase"], row["start"], row["end"]) for row in self._timeline.rows()]
 
+    def log_consumed(self, step: int, version: int, groups: Sequence[str]) -> None:
+        """Record that an update trains on `groups`, in this order, and begins with weights of `version`."""
+        self._consumed.append({"step": step, "version": version, "groups": list(groups)})
+
+    def read_consumed(self) -> list[ConsumedRow]:
+        """What each update of an asynchronous run trained on."""
+        with self._reading(self._consumed.path):
+            return [ConsumedRow(row["step"], row["version"], tuple(row["groups"])) for row in self._consumed.rows()]
+
     def log_episodes(self, step: int, episodes: Sequence[Episode], validate: bool = False) -> None:
         """Write all episodes of a step as JSON lines, without known secrets."""
         self.images.save(episodes)  # first, so that an episode never names a missing image
@@ -284,7 +303,7 @@ class RunFolder:
         """
         own = (p for name in _SETS for p in self.path.glob(f"{name}/*.jsonl") if _OF_A_STEP.fullmatch(p.stem))
         files = [path for path in own if _step_of(path) > step]
-        written = {lines: lines.rows() for lines in (self._timeline, self._metrics)}
+        written = {lines: lines.rows() for lines in (self._timeline, self._consumed, self._metrics)}
         if not files and not any(row["step"] > step for rows in written.values() for row in rows):
             return None
         aside = self._new_aside()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from rally.data import episode_seed
-from rally.loops import Finish, Job, Runner
+from rally.loops import Admit, Finish, Job, Runner
 from rally.rewards import Score, Scorer, Shaping
 from rally.track.timing import Timed, untimed
 from rally.train.batch import GREEDY
@@ -136,6 +136,7 @@ class Rollout:
                 validate=validate,
                 check_tokens=k == 0,  # one of a group is enough, and the full rendering is slow
                 baseline=k == n,
+                place=place,
             )
             for place, task in enumerate(tasks, first)
             for k in range(n + baseline)
@@ -149,6 +150,7 @@ class Rollout:
         on_done: Callable[[], None] = lambda: None,
         refill: Refill | None = None,
         timed: Timed = untimed,
+        admit: Admit | None = None,
     ) -> RolloutResult:
         async def finish(episode: Episode) -> Episode:
             scored = episode if self.in_batch else self.shaping.apply(await self._score(episode))
@@ -158,10 +160,10 @@ class Rollout:
         try:
             timeout = None if any(job.validate for job in jobs) else self.step_timeout
             if self.in_batch:
-                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout, timed)
+                episodes = await self._in_batches(jobs, sampling, finish, refill, timeout, timed, admit)
             else:
                 more = None if refill is None else lambda episode: refill.after([episode])
-                episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout)
+                episodes = await self.runner.run(jobs, sampling, finish=finish, more=more, timeout=timeout, admit=admit)
         except* RallyError as group:
             raise group.exceptions[0] from None
         try:
@@ -179,13 +181,14 @@ class Rollout:
         refill: Refill | None,
         timeout: float | None,
         timed: Timed,
+        admit: Admit | None,
     ) -> list[Episode]:
         """Run jobs and score them together; repeat with the jobs that `refill` adds."""
         episodes: list[Episode] = []
         began = time.perf_counter()
         while jobs:
             left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
-            ended = await self.runner.run(jobs, sampling, finish=finish, timeout=left)
+            ended = await self.runner.run(jobs, sampling, finish=finish, timeout=left, admit=admit)
             with timed("reward"):
                 scored = [self.shaping.apply(episode) for episode in await self._score_together(ended)]
             jobs = [] if refill is None else refill.after(scored)

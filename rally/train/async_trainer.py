@@ -170,7 +170,7 @@ class AsyncTrainer(Trainer):
     async def _update_aside(self, step: int, episodes: Sequence[Episode], clock: PhaseClock) -> dict[str, float]:
         """Update in a thread, so that tools, users and rewards go on."""
         with clock("update_actor"):
-            update = asyncio.ensure_future(asyncio.to_thread(self._update, step, episodes, clock))
+            update = asyncio.ensure_future(asyncio.to_thread(self.learn_from, step, episodes, clock))
             try:
                 return await asyncio.shield(update)
             except asyncio.CancelledError:  # a thread cannot be cancelled, and must not outlive what it changes

@@ -183,7 +183,7 @@ class Trainer:
         with clock("update_weights"):
             await self.engine.rest()
         with clock("update_actor"):
-            metrics = self._update(step, episodes, clock)
+            metrics = self.learn_from(step, episodes, clock)
         with clock("update_weights"):
             return metrics | await self.engine.publish()
 
@@ -246,7 +246,8 @@ class Trainer:
         """Update the sampler with the episodes, and return its metrics."""
         return {f"curriculum/{name}": value for name, value in (self.sampler.update(step, episodes) or {}).items()}
 
-    def _update(self, step: int, episodes: Sequence[Episode], timed: Timed) -> dict[str, float]:
+    def learn_from(self, step: int, episodes: Sequence[Episode], timed: Timed) -> dict[str, float]:
+        """Update the policy on scored episodes. A function of the state after the step before, and of the episodes."""
         if not episodes:
             self.console.warn_once("empty", f"step {step}: no group is left to train on; the policy is not updated")
             with self.engine.updating():

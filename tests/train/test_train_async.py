@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from small_models import make_model
 from train_cases import TASK, Paper, run_config, same, weights
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from rally.cli.main import app
 from rally.config import ConfigError
 from rally.data import batch_indices
 from rally.engines.embedded import EmbeddedEngine, EngineSettings
@@ -103,6 +105,17 @@ def test_episodes_of_any_length_are_trained_in_order_and_in_time(
         drawn = batch_indices(12, 3, seed=0, step=step, shuffle=True)
         assert [int(name.rpartition(":")[2]) for name in prompts] == drawn
     assert [row["engine/weight_version"] for row in steps] == [1, 2, 3, 4, 5]
+
+
+def test_an_update_can_be_repeated_from_the_record(home: Path, tmp_path: Path, loop_key: str) -> None:
+    train(run_config(home, tmp_path, MODE, loop_key, *QUIET), Paper().console)
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--update", "2"])
+    assert result.exit_code == 0 and "12 episodes" in result.output and "all bits are the same" in result.output
+    result = CliRunner().invoke(
+        app, ["replay", str(tmp_path), "--update", "2", "actor_rollout_ref.actor.optim.lr=1e-4"]
+    )
+    assert result.exit_code == 1 and "differ" in result.output
+    assert "give either" in CliRunner().invoke(app, ["replay", str(tmp_path)]).output
 
 
 def test_without_partial_rollout_no_episode_crosses_an_update(home: Path, tmp_path: Path) -> None:

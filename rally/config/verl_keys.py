@@ -178,6 +178,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("trainer.v1.separate_async.*", "the mode separate_async is not used"),
     Hint("trainer.v1.sampler.sync_refill_failed_groups", "failed groups follow rollout.on_error", (False,)),
     Hint("trainer.v1.sampler.custom_sampler.*", "it is not set", (None,)),
+    Hint("trainer.v1.sampler.sampler_kwargs", "it is not set", (None, {})),
     Hint("trainer.esi_redundant_time", "there is no instance that expires"),
     Hint("trainer.ray_wait_register_center_timeout", NO_RAY),
     Hint("trainer.del_local_ckpt_after_load", "checkpoints are kept"),
@@ -400,11 +401,16 @@ class _Work:
         self.dropped += [Dropped(name, item, why) for name, item in written if not self._asks_nothing(name, item)]
         self.tree = without(self.tree, key)
 
+    def is_default(self, key: str, value: Any) -> bool:
+        if key not in self.known:
+            return False
+        default = look_up(self.defaults, key)
+        return bool(value == (list(default) if isinstance(default, tuple) else default))
+
     def _asks_nothing(self, key: str, value: Any) -> bool:
         if key in self.known:
             nothing = value is None or (value == 0 and not isinstance(value, bool))
-            default = look_up(self.defaults, key)
-            return bool(nothing or value == (list(default) if isinstance(default, tuple) else default))
+            return bool(nothing or self.is_default(key, value))
         return value is not True and value in (None, False, 1, "", -1, {}, [])
 
 
@@ -515,8 +521,8 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
         work.problems.append(f"trainer.v1.trainer_mode=separate_async {ASYNC}.")
         work.tree = without(work.tree, "trainer.v1.trainer_mode")
     if "async_training" in work.tree and mode in (None, "sync"):
-        key, value = next(leaves(work.tree["async_training"], "async_training."))
-        work.problems.append(f"{key}={shown(value)} {ASYNC}.")
+        asked = [pair for pair in leaves(work.tree["async_training"], "async_training.") if not work.is_default(*pair)]
+        work.problems += [f"{key}={shown(value)} {ASYNC}." for key, value in asked[:1]]
         work.tree = without(work.tree, "async_training")
 
 

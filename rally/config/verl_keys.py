@@ -301,6 +301,12 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ),
     (f"{R}.qat", "enable", "asks for quantization-aware training, which is not built yet; leave qat.* out"),
 )
+SEPARATE_ONLY = (
+    *(".use_trainer_do_validate", ".use_dynamic_resource_scheduling", ".dynamic_schedule_policy"),
+    *(".dynamic_schedule_deactivate_ratio", ".dynamic_schedule_enable_rebalance", ".concurrent_samples_per_replica"),
+    *(".use_rollout_log_probs", ".compute_prox_log_prob"),
+)
+"""Keys of verl's `async_training` that are for separate GPUs."""
 ASYNC = (
     "asks for a trainer and a rollout on separate GPUs, which is not built yet; set "
     "trainer.v1.trainer_mode=colocate_async to sample batches ahead on one GPU"
@@ -521,9 +527,12 @@ def _switches(work: _Work, choices: Mapping[str, str]) -> None:
         work.problems.append(f"trainer.v1.trainer_mode=separate_async {ASYNC}.")
         work.tree = without(work.tree, "trainer.v1.trainer_mode")
     if "async_training" in work.tree and mode in (None, "sync"):
-        asked = [pair for pair in leaves(work.tree["async_training"], "async_training.") if not work.is_default(*pair)]
-        work.problems += [f"{key}={shown(value)} {ASYNC}." for key, value in asked[:1]]
-        work.tree = without(work.tree, "async_training")
+        pairs = list(leaves(work.tree["async_training"], "async_training."))
+        pairs = [(key, value) for key, value in pairs if key in work.known or key.endswith(SEPARATE_ONLY)]
+        asked = [f"{key}={shown(value)} {ASYNC}." for key, value in pairs if not work.is_default(key, value)]
+        work.problems += asked[:1]
+        for key, _ in pairs:
+            work.tree = without(work.tree, key)
 
 
 def _estimator(work: _Work, choices: Mapping[str, str]) -> None:

@@ -27,7 +27,7 @@ from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
 
 C = TypeVar("C", bound=Root)
-_KEY = re.compile(r"\w+(?:\.\w+)+|ulysses_sequence_parallel_size|\w+(?==)")
+_KEY = re.compile(r"\w+(?:\.\w+)+|ulysses_sequence_parallel_size|\w+(?==)|(?<=unknown key )\w+")
 
 
 def warn(text: str) -> None:
@@ -119,7 +119,7 @@ def explain(schema: type[Root], path: str | Path | None, overrides: Sequence[str
     rules = UNSUPPORTED if schema is Config else SFT_UNSUPPORTED
     _, found = _validated(schema, tree, rules, ())
     problems = _in_order((*translation.problems, *found), written)
-    refused = [next((key for key in _keys_in(problem) if key in written), None) for problem in problems]
+    refused = [next((key for key in keys_in(problem) if key in written), None) for problem in problems]
     return Explanation(translation.dropped, translation.moved, problems, tuple(key for key in refused if key))
 
 
@@ -188,15 +188,15 @@ def _validated(
     except ValidationError:
         return None, problems
     # A check that reads an invalid key, or a key that a misspelled one was meant to be, saw its default.
-    doubtful = {key for problem in problems for key in _keys_in(problem)}
-    return None, problems + [problem for problem in found if not doubtful & set(_keys_in(problem))]
+    doubtful = {key for problem in problems for key in keys_in(problem)}
+    return None, problems + [problem for problem in found if not doubtful & set(keys_in(problem))]
 
 
 def _checked(config: C, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]) -> list[str]:
     return [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
 
 
-def _keys_in(problem: str) -> list[str]:
+def keys_in(problem: str) -> list[str]:
     """The dotted keys that a sentence names."""
     return _KEY.findall(problem)
 
@@ -209,7 +209,7 @@ def _in_order(problems: Sequence[str], written: Sequence[str]) -> tuple[str, ...
             last[key] = number  # a section stands where its first key stands
 
     def place(problem: str) -> int:
-        return next((last[key] for key in (problem, *_keys_in(problem)) if key in last), len(written))
+        return next((last[key] for key in (problem, *keys_in(problem)) if key in last), len(written))
 
     return tuple(sorted(dict.fromkeys(problems), key=place))
 

@@ -649,7 +649,7 @@ def _correction(work: _Work, choices: Mapping[str, str]) -> None:
         work.tree = put(work.tree, f"{section}.rollout_rs_threshold", ",".join(str(b) for b in bounds if b is not None))
         work.moved.append((f"{section}.rollout_token_veto_threshold", f"{section}.rollout_rs=seq_min_k1"))
     bypass, loss = at(work.tree, f"{section}.bypass_mode"), at(work.tree, f"{section}.loss_type", "ppo_clip")
-    if bypass is True and loss == "ppo_clip" and at(work.tree, f"{section}.rollout_rs") is None:
+    if bypass is True and loss == "ppo_clip":
         for name in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"):
             if at(work.tree, f"{section}.{name}") is not None:
                 work.drop(f"{section}.{name}", "with bypass_mode the clipped ratio is the correction")

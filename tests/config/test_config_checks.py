@@ -215,9 +215,10 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
             "unless its components are among algorithm.gdpo_reward_keys",
         ),
         (
-            (f"{C}={{bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 2}}",),
-            "bypass_mode=true switches correction off",
+            (f"{C}.bypass_mode=true", "actor_rollout_ref.actor.policy_loss.loss_mode=cispo"),
+            "bypass_mode=true trains with algorithm.rollout_correction.loss_type=ppo_clip, not with",
         ),
+        ((f"{C}.loss_type=reinforce",), f"has no effect without {C}.bypass_mode=true"),
         ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),

@@ -81,7 +81,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.kl_penalty", "use kl", KL_KINDS),
     Unsupported("algorithm.use_pf_ppo", OUT),
     Unsupported("algorithm.pf_ppo", OUT),
-    Unsupported("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),

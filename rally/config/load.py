@@ -21,7 +21,18 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, leaves, translate, without
+from rally.config.verl_keys import (
+    HINTS,
+    OWN_FILES,
+    SFT_HINTS,
+    Dropped,
+    Translation,
+    group_choices,
+    hint_for,
+    leaves,
+    translate,
+    without,
+)
 from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
@@ -130,6 +141,7 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
     layers = []
     written: list[str] = []
     malformed: list[str] = []
+    composed: Any = None
     for layer in (base or {}, *document.layers, *_overrides(overrides)):
         if isinstance(layer, ConfigError):
             malformed += layer.problems
@@ -137,9 +149,11 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
             continue
         kept, chosen = group_choices(dict(layer))
         choices |= chosen
+        composed = kept.pop("defaults", composed)  # its interpolations are Hydra's
         layers.append(_expanded(kept))
         written += [key for key, _ in leaves(layers[-1])]
-    translation = translate(_merged(layers, schema), schema, choices, sft=schema is SftConfig)
+    tree = _merged(layers, schema) if composed is None else {"defaults": composed, **_merged(layers, schema)}
+    translation = translate(tree, schema, choices, sft=schema is SftConfig)
     problems = [*malformed, *translation.problems]
     tree = translation.tree
     for key, value in leaves(tree):
@@ -232,6 +246,8 @@ def _override(text: str) -> Tree:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.strip()}"]))
     except (yaml.YAMLError, OmegaConfBaseException, *UNREADABLE):
+        if (hint := hint_for(key, (*HINTS, *SFT_HINTS))) and not hint.values:
+            return {key: value}  # in Hydra's syntax, of a key without effect
         raise ConfigError(
             f"the value of the override {shown(text)!r} cannot be read; quote it and close every ${{."
         ) from None

@@ -329,7 +329,7 @@ def files(config: Config) -> Iterator[str]:
 def sft_files(config: SftConfig) -> Iterator[str]:
     for key in ("data.train_files", "data.val_files", "model.path", "model.partial_pretrain", "model.tokenizer_path"):
         yield from _missing(config, key)
-    if not config.data.val_files and config.trainer.test_freq > 0:
+    if not config.data.val_files and config.trainer.test_freq != -1:
         yield f"trainer.test_freq={config.trainer.test_freq} needs validation rows; set data.val_files."
     if config.optim.lr_warmup_steps >= 0 and config.optim.lr_warmup_steps_ratio > 0:
         yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio both set the warm-up; keep one of them."

@@ -168,9 +168,15 @@ def _document(path: Path | None) -> tuple[Document, dict[str, str]]:
     if path is None or path.name == "":
         return Document([], Notes()), {}
     name = path.name.removesuffix(".yaml").removesuffix(".yaml")
-    if not path.expanduser().exists() and (name in OWN_FILES or "megatron" in name):
+    if not path.expanduser().exists() and is_own_file(path):
         return Document([], Notes()), {"--config-name": name} if "megatron" in name or "veomni" in name else {}
     return read_document(path), {}
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether the name is that of a file of verl, whose place Rally's defaults take where it does not exist."""
+    name = path.name.removesuffix(".yaml").removesuffix(".yaml")
+    return name in OWN_FILES or "megatron" in name
 
 
 def _read(

@@ -482,7 +482,7 @@ def _backend(work: _Work, choices: Mapping[str, str]) -> None:
     optim = [key for key in written if _of_backend(key)]
     instead: dict[str, None] = {}
     for key in (*found, *optim):
-        head, _, _ = key.partition(f".{backend}.")
+        head, _, _ = key.partition(f".{backend}.")[0].partition(".engine.")
         section = head if head != key else key.partition(".optim.")[0]
         if (name := SAME_IN_FSDP.get(key.rpartition(".")[2])) is not None:
             instead[name.format(section if "." in section or section == "critic" else A)] = None
@@ -769,8 +769,8 @@ def _ray(work: _Work, choices: Mapping[str, str]) -> None:
             work.tree = without(work.tree, key)
         elif name in ("working_dir", "py_modules"):
             work.problems.append(
-                f"{key}={shown(value)} says where Ray's workers find files, and Rally does not run on Ray; leave it out "
-                "and start the run in that folder."
+                f"{key}={shown(value)} says where Ray's workers find files, and Rally does not run on Ray; leave it "
+                "out and start the run in that folder."
             )
             work.tree = without(work.tree, key)
 

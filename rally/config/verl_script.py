@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rally.config.errors import ConfigError, shown
-from rally.config.load import Explanation, explain, keys_in
+from rally.config.load import Explanation, explain, is_own_file, keys_in
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
 from rally.config.shell_script import LITERAL, read_commands
@@ -24,6 +24,12 @@ TRAINERS = {
     "verl.trainer.sft_trainer_ray": "sft",
 }
 """The modules of verl whose command lines are those of `rally train` and `rally sft`."""
+PROGRAMS = {
+    "main_generation": "rally eval, which samples and scores data.val_files",
+    "main_eval": "rally eval, which samples and scores data.val_files",
+    "model_merger": "rally merge, which takes the same options",
+}
+"""Modules of verl that train nothing, by the beginning of their name, and the command that does the same."""
 UNKNOWN = "set_by_the_shell"
 """Stands for a value that only a shell knows."""
 
@@ -43,6 +49,9 @@ def rally_command(module: str) -> str:
         return TRAINERS[module]
     if "async" in module or "one_step_off" in module or "partial_rollout" in module:
         raise ConfigError(f"{module} is an asynchronous trainer, which is not built; use verl.trainer.main_ppo.")
+    for name, instead in PROGRAMS.items():
+        if module.rpartition(".")[2].startswith(name):
+            raise ConfigError(f"{module} is no trainer; use {instead}.")
     known = "verl.trainer.main_ppo, recipe.dapo.main_dapo and verl.trainer.sft_trainer"
     raise ConfigError(f"{module} is a trainer of its own, which is not built; Rally runs the command lines of {known}.")
 
@@ -75,20 +84,35 @@ def from_verl(path: Path) -> str:
     command = rally_command(module)
     lines = [f"# assumed: {text}" for text in assumed]
     lines += [f"# not here: the script also starts {other.module}" for other in commands[:-1]]
-    file = None if config_name is None else Path(config_path or ".") / f"{config_name.removesuffix('.yaml')}.yaml"
+    file = _config_file(path, config_path, config_name)
+    if file is not None and not file.exists() and not is_own_file(file):
+        lines.append(f"# not read: {config_path or '.'}/{config_name} is not here, so its keys are not in these lines")
+        file = None
     report = _explained(Config if command == "train" else SftConfig, file, words)
     renamed = dict(report.moved)
     lines += [f"# renamed: {old} is {new} here" for old, new in report.moved]
     lines += [f"# dropped: {key}={shown(value)}: {why}" for key, value, why in report.dropped]
     lines += [f"# refused: {problem}" for problem in report.problems]
     gone = {key for key, _, _ in report.dropped} | set(report.refused)
-    options = [f"--config-path {shlex.quote(config_path)}"] if config_path and file and file.exists() else []
-    options += [f"--config-name {shlex.quote(config_name)}"] if config_name and file and file.exists() else []
+    named = config_name and not (file is not None and is_own_file(file) and not file.exists())
+    options = [f"--config-path {_quoted(config_path)}"] if named and config_path else []
+    options += [f"--config-name {_quoted(config_name)}"] if named and config_name else []
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not _within(key, gone):
             options.append(f"{renamed.get(key, key)}={_quoted(value)}")
     return "\n".join((*lines, " \\\n    ".join((f"rally {command}", *options))))
+
+
+def _config_file(script: Path, folder: str | None, name: str | None) -> Path | None:
+    """The configuration file that a command names. Scripts are started in the root of their repository, so a relative
+    folder is looked for in all folders above the script."""
+    if not name:
+        return None
+    here = re.sub(r"^(\$\(pwd\)|\$PWD|\$\{PWD\})/", "", (folder or ".").replace(LITERAL, "$"))
+    relative = Path(here) / f"{name.removesuffix('.yaml')}.yaml"
+    places = (relative, *(above / relative for above in script.absolute().parents))
+    return next((place for place in places if place.exists()), relative)
 
 
 def _explained(schema: type[Config] | type[SftConfig], file: Path | None, words: Sequence[str]) -> Explanation:

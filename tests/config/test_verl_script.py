@@ -171,6 +171,21 @@ def test_what_was_assumed_is_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_the_configuration_file_is_found_above_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "config"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("data: {no_such_key: 1}\n")
+    text = 'python3 -m verl.trainer.main_ppo --config-path="$(pwd)/examples/config" --config-name=NAME trainer.seed=1'
+    found = from_verl(script(text.replace("NAME", "mine"), folder))
+    assert found.startswith("# refused: unknown key data.no_such_key")
+    assert '--config-path "$(pwd)/examples/config" \\\n    --config-name mine' in found
+    other = from_verl(script(text.replace("NAME", "theirs"), folder)).splitlines()
+    assert (
+        other[0] == ("# not read: $(pwd)/examples/config/theirs is not here, so its keys are not in these lines")
+        and "    --config-name theirs \\" in other
+    )
+
+
 def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_path: Path) -> None:
     words = "trainer.project_name='${data.prompt_key}' trainer.experiment_name=\"\\${x}-$Y\""
     command = from_verl(script(f"python3 -m verl.trainer.main_ppo {words}", tmp_path))
@@ -184,6 +199,8 @@ def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_
         ("python3 -m recipe.prime.main_prime a=1", "recipe.prime.main_prime is a trainer of its own"),
         ("python3 -m verl.experimental.fully_async_policy.fully_async_main a=1", "is an asynchronous trainer"),
         ("python3 examples/split/main_ppo_split.py a=1", "is a trainer of its own"),
+        ("python3 -m verl.model_merger merge --backend fsdp", "verl.model_merger is no trainer; use rally merge"),
+        ("python3 -m verl.trainer.main_generation_server a=1", "is no trainer; use rally eval"),
     ],
 )
 def test_a_script_without_an_equivalent_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:

@@ -327,7 +327,8 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in error_text(f"{key}=gdpo")
+    assert load(f"{key}=gdpo").reward_manager_name == "gdpo"
+    assert f"{key} is unheard (text); it must be one of" in error_text(f"{key}=unheard")
 
 
 def test_rate_limits_need_the_rate_limited_manager() -> None:

@@ -23,16 +23,22 @@ REJECTIONS = (
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
     """`level`: importance weights, truncated at `threshold` and, if `normalize`, scaled to mean 1. `rejections`: tests
-    with (lowest, highest) that tokens must pass to be trained on."""
+    with (lowest, highest) that tokens must pass to be trained on. `bypass`: the policy of each mini-batch is compared
+    with the sampler, whose log-probabilities stay the old ones; else the policy of the whole step is, once."""
 
     level: Literal["token", "sequence"] | None = None
     threshold: float = 2.0
     normalize: bool = False
     rejections: tuple[tuple[str, float, float], ...] = ()
+    bypass: bool = False
 
     @property
-    def active(self) -> bool:
-        return self.level is not None or bool(self.rejections)
+    def per_step(self) -> bool:
+        return not self.bypass and (self.level is not None or bool(self.rejections))
+
+    @property
+    def per_mini_batch(self) -> bool:
+        return self.bypass and (self.level is not None or bool(self.rejections))
 
 
 def truncated_weights(

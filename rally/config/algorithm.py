@@ -44,10 +44,17 @@ class RolloutCorrection(Section):
     """The largest divergence that passes, or for k1 the lowest and highest ratio, such as 0.5_2.0. One for all tests,
     or one for each."""
     bypass_mode: bool = False
-    """Take the recorded log-probabilities as the old ones. This is also what happens without any correction."""
+    """Take the recorded log-probabilities as the old ones, as without any correction. Weights and rejection tests then
+    compare the policy of each mini-batch with the sampler, in a forward pass of their own."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """The objective with bypass_mode: ppo_clip, whose ratio takes the place of rollout_is, or reinforce, the policy
+    gradient times the weights of rollout_is."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights of rollout_is by their mean over the batch."""
+
+    @property
+    def is_reinforce(self) -> bool:
+        return self.bypass_mode and self.loss_type == "reinforce"
 
     @property
     def tests(self) -> tuple[str, ...]:

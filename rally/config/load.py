@@ -21,13 +21,24 @@ from rally.config.checks.unsupported import SFT_UNSUPPORTED, UNSUPPORTED, Unsupp
 from rally.config.errors import ConfigError, sentence, shown
 from rally.config.schema import Config
 from rally.config.sft import SftConfig
-from rally.config.verl_keys import OWN_FILES, Dropped, Translation, group_choices, leaves, translate, without
+from rally.config.verl_keys import (
+    HINTS,
+    OWN_FILES,
+    SFT_HINTS,
+    Dropped,
+    Translation,
+    group_choices,
+    hint_for,
+    leaves,
+    translate,
+    without,
+)
 from rally.config.yaml_files import DEEPEST, Document, Notes, Tree, check_values, first_line, merge, read_document
 from rally.redact import learn_tree
 from rally.util.checksums import UNREADABLE
 
 C = TypeVar("C", bound=Root)
-_KEY = re.compile(r"\w+(?:\.\w+)+|ulysses_sequence_parallel_size|\w+(?==)")
+_KEY = re.compile(r"\w+(?:\.\w+)+|ulysses_sequence_parallel_size|\w+(?==)|(?<=unknown key )\w+")
 
 
 def warn(text: str) -> None:
@@ -119,7 +130,7 @@ def explain(schema: type[Root], path: str | Path | None, overrides: Sequence[str
     rules = UNSUPPORTED if schema is Config else SFT_UNSUPPORTED
     _, found = _validated(schema, tree, rules, ())
     problems = _in_order((*translation.problems, *found), written)
-    refused = [next((key for key in _keys_in(problem) if key in written), None) for problem in problems]
+    refused = [next((key for key in keys_in(problem) if key in written), None) for problem in problems]
     return Explanation(translation.dropped, translation.moved, problems, tuple(key for key in refused if key))
 
 
@@ -130,6 +141,7 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
     layers = []
     written: list[str] = []
     malformed: list[str] = []
+    composed: Any = None
     for layer in (base or {}, *document.layers, *_overrides(overrides)):
         if isinstance(layer, ConfigError):
             malformed += layer.problems
@@ -137,9 +149,11 @@ def _translated(schema: type[Root], sources: Sources) -> tuple[Translation, Note
             continue
         kept, chosen = group_choices(dict(layer))
         choices |= chosen
+        composed = kept.pop("defaults", composed)  # its interpolations are Hydra's
         layers.append(_expanded(kept))
         written += [key for key, _ in leaves(layers[-1])]
-    translation = translate(_merged(layers, schema), schema, choices, sft=schema is SftConfig)
+    tree = _merged(layers, schema) if composed is None else {"defaults": composed, **_merged(layers, schema)}
+    translation = translate(tree, schema, choices, sft=schema is SftConfig)
     problems = [*malformed, *translation.problems]
     tree = translation.tree
     for key, value in leaves(tree):
@@ -154,9 +168,15 @@ def _document(path: Path | None) -> tuple[Document, dict[str, str]]:
     if path is None or path.name == "":
         return Document([], Notes()), {}
     name = path.name.removesuffix(".yaml").removesuffix(".yaml")
-    if not path.expanduser().exists() and (name in OWN_FILES or "megatron" in name):
+    if not path.expanduser().exists() and is_own_file(path):
         return Document([], Notes()), {"--config-name": name} if "megatron" in name or "veomni" in name else {}
     return read_document(path), {}
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether the name is that of a file of verl, whose place Rally's defaults take where it does not exist."""
+    name = path.name.removesuffix(".yaml").removesuffix(".yaml")
+    return name in OWN_FILES or "megatron" in name
 
 
 def _read(
@@ -188,15 +208,15 @@ def _validated(
     except ValidationError:
         return None, problems
     # A check that reads an invalid key, or a key that a misspelled one was meant to be, saw its default.
-    doubtful = {key for problem in problems for key in _keys_in(problem)}
-    return None, problems + [problem for problem in found if not doubtful & set(_keys_in(problem))]
+    doubtful = {key for problem in problems for key in keys_in(problem)}
+    return None, problems + [problem for problem in found if not doubtful & set(keys_in(problem))]
 
 
 def _checked(config: C, rules: Sequence[Unsupported], checks: Sequence[Callable[[C], Iterator[str]]]) -> list[str]:
     return [*unsupported_values(config, rules), *(problem for check in checks for problem in check(config))]
 
 
-def _keys_in(problem: str) -> list[str]:
+def keys_in(problem: str) -> list[str]:
     """The dotted keys that a sentence names."""
     return _KEY.findall(problem)
 
@@ -209,7 +229,7 @@ def _in_order(problems: Sequence[str], written: Sequence[str]) -> tuple[str, ...
             last[key] = number  # a section stands where its first key stands
 
     def place(problem: str) -> int:
-        return next((last[key] for key in (problem, *_keys_in(problem)) if key in last), len(written))
+        return next((last[key] for key in (problem, *keys_in(problem)) if key in last), len(written))
 
     return tuple(sorted(dict.fromkeys(problems), key=place))
 
@@ -232,6 +252,8 @@ def _override(text: str) -> Tree:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.strip()}"]))
     except (yaml.YAMLError, OmegaConfBaseException, *UNREADABLE):
+        if (hint := hint_for(key, (*HINTS, *SFT_HINTS))) and not hint.values:
+            return {key: value}  # in Hydra's syntax, of a key without effect
         raise ConfigError(
             f"the value of the override {shown(text)!r} cannot be read; quote it and close every ${{."
         ) from None

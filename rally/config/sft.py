@@ -182,7 +182,14 @@ class SftOptim(Section):
         return 0.5
 
 
+EveryEpoch = Literal["after_each_epoch"]
+
+
 class SftTrainer(RunConfig):
+    save_freq: Limit | EveryEpoch = -1
+    """Steps between checkpoints, or after_each_epoch. The last step is always saved; -1 saves no other."""
+    test_freq: Limit | EveryEpoch = -1
+    """Steps between validations, or after_each_epoch. -1 validates after the last step only. Needs data.val_files."""
     max_ckpt_to_keep: Count | None = None
     """The number of newest checkpoints to keep. null keeps all."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -53,10 +53,6 @@ class RunConfig(Section):
     """auto takes a GPU if there is one, else the CPU."""
     seed: Int = 0
     """The seed of everything random that has no seed key of its own."""
-    save_freq: Limit = -1
-    """Steps between checkpoints. The last step is always saved; -1 saves no other."""
-    test_freq: Limit = -1
-    """Steps between validations. -1 validates after the last step only. Needs data.val_files."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto resumes from the newest checkpoint of the run folder, if any. resume_path resumes from resume_from_path.
     disable starts anew, and is an error if checkpoints would be overwritten."""
@@ -108,6 +104,10 @@ class TrainerModes(Section):
 class TrainerConfig(RunConfig):
     v1: TrainerModes = TrainerModes()
     guards: Guards = Guards()
+    save_freq: Limit = -1
+    """Steps between checkpoints. The last step is always saved; -1 saves no other."""
+    test_freq: Limit = -1
+    """Steps between validations. -1 validates after the last step only. Needs data.val_files."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

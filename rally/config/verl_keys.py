@@ -68,7 +68,13 @@ NO_RAY = "Rally does not run on Ray"
 COMPILE = "the forward passes are not compiled by torch.compile"
 KERNELS = "Rally has kernels of its own"
 OWN_FOLDER = "files are read from their own folder"
-FLOAT32 = "the optimizer always keeps float32 weights, which are more precise than bfloat16"
+FLOAT32 = (
+    f"weights are updated in float32 and rounded to {M}.dtype for forward passes; updates in bfloat16 would lose small "
+    "steps to rounding"
+)
+REFERENCE_DTYPE = f"the reference has the dtype of {M}.dtype; the difference is one of rounding"
+MIXED = f"{M}.dtype sets the dtype of forward passes, and gradients are always summed in float32"
+ACTIVATIONS = "activations stay on the device or are computed again, which needs more memory and gives the same result"
 PLACEMENT = "the place of the engine does not change a result"
 ENGINES = "the engines of Rally do not need it"
 MESSAGES = "loops render prompts from messages"
@@ -86,20 +92,32 @@ FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("dtype", "model.dtype sets it", ("bf16", "bfloat16")),
     ("seed", "trainer.seed sets it", (42, 0, None)),
     ("full_determinism", "it is off", (False, None)),
-    ("mixed_precision", "gradients are always summed in float32", (None, "bf16", "bfloat16", "fp32", "float32")),
+    ("mixed_precision", MIXED, (None, "bf16", "bfloat16", "fp32", "float32")),
     ("entropy_from_logits_chunk_size", CHUNKS, ()),
     ("pad_to_length*", "sequences are packed, so there is never any padding", ()),
     ("turbo_config", KERNELS, ()),
     ("param_offload", STAYS, ()),
     ("cpu_offload", STAYS, ()),
     ("offload_params", STAYS, ()),
-    ("activation_gpu_memory*", STAYS, ()),
+    ("activation_gpu_memory*", ACTIVATIONS, ()),
+    ("use_no_sync_for_gradient_accumulation", "it concerns communication only", ()),
 )
+RAY = (
+    *("num_cpus", "num_gpus", "address", "object_store_memory", "ignore_reinit_error", "log_to_driver", "_temp_dir"),
+    *("include_dashboard", "dashboard_host", "dashboard_port", "namespace", "logging_level", "timeline_json_file"),
+    *("runtime_env.py_executable", "runtime_env.config", "runtime_env.env_vars.RAY_*"),
+    *(f"runtime_env.env_vars.{name}" for name in ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "TRANSFER_QUEUE_ENABLE")),
+)
+"""Keys of Ray that change no result. Others, such as variables of the environment, may."""
 TRAINED, REFERENCE = (f"{A}.fsdp_config", "critic.fsdp_config"), f"{REF}.fsdp_config"
 
 HINTS: tuple[Hint, ...] = (
     *(Hint(f"{section}.{name}", why, values) for section in TRAINED for name, why, values in FSDP),
-    *(Hint(f"{REFERENCE}.{name}", why, values) for name, why, values in FSDP if name != "param_offload"),
+    *(
+        Hint(f"{REFERENCE}.{name}", REFERENCE_DTYPE if name == "model_dtype" else why, values)
+        for name, why, values in FSDP
+        if name != "param_offload"
+    ),
     Hint(f"{REFERENCE}.optimizer_offload", "the reference has no optimizer"),
     Hint(f"{REFERENCE}.forward_only", "the reference is never trained"),
     *(Hint(f"{section}.ulysses_sequence_parallel_size", WHOLE) for section in (A, REF, "critic")),
@@ -134,7 +152,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("*.rollout_n", f"{R}.n sets it", (None,)),
     *(Hint(f"{model}.{name}", KERNELS) for model in (M, "critic.model") for name in ("use_liger", "tiled_mlp.*")),
     *(Hint(f"{model}.fused_kernel_options.*", KERNELS) for model in (M, "critic.model")),
-    *(Hint(f"{model}.enable_activation_offload", STAYS) for model in (M, "critic.model")),
+    *(Hint(f"{model}.enable_activation_offload", ACTIVATIONS) for model in (M, "critic.model")),
     *(Hint(f"{model}.use_shm", OWN_FOLDER) for model in (M, "critic.model", "data")),
     Hint(f"{M}.lora.merge", LORA),
     Hint("data.trust_remote_code", f"{M}.trust_remote_code also controls the tokenizer"),
@@ -165,12 +183,15 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{R}.router_config_path", ENGINES),
     Hint(f"{R}.moe_load_balance_metrics_interval", "expert loads are reported at every step, as actor/moe_load_*"),
     Hint(f"{R}.prometheus.*", "engines of Rally do not report to Prometheus"),
-    Hint(f"{R}.over_sample_rate", DEAD, (0,)),
+    Hint(f"{R}.over_sample_rate", f"verl does not read it either; {R}.step_timeout bounds stragglers"),
     Hint(f"{R}.multi_turn.num_repeat_rollouts", DEAD),
     Hint("*.profiler", PROFILER),
     Hint("global_profiler.*", PROFILER),
-    Hint("ray_kwargs.*", NO_RAY),
-    Hint("ray_init.*", NO_RAY),
+    *(
+        Hint(f"{section}.{name}", NO_RAY)
+        for section in ("ray_kwargs.ray_init", "ray_init", "ray_kwargs")
+        for name in RAY
+    ),
     Hint("transfer_queue.*", "everything runs in one process"),
     Hint("trainer.use_legacy_worker_impl", "there is one worker implementation"),
     Hint("trainer.use_v1", "there is one trainer implementation"),
@@ -182,6 +203,9 @@ HINTS: tuple[Hint, ...] = (
     Hint("trainer.esi_redundant_time", "there is no instance that expires"),
     Hint("trainer.ray_wait_register_center_timeout", NO_RAY),
     Hint("trainer.del_local_ckpt_after_load", "checkpoints are kept"),
+    Hint("trainer.checkpoint_callback_class", "it is not set", (None,)),
+    Hint("trainer.tensorboard_dir", f"{DEAD}; TensorBoard files are in the run folder"),
+    Hint("trainer.rl_logging_board_dir", DEAD),
     Hint("critic.checkpoint.async_save", "the critic is saved with the policy"),
     Hint(f"{A}.checkpoint.mbridge_config", "it belongs to Megatron"),
     Hint("critic.checkpoint.mbridge_config", "it belongs to Megatron"),
@@ -196,7 +220,7 @@ SFT_HINTS: tuple[Hint, ...] = (
     Hint("model.use_fused_kernels", KERNELS),
     Hint("model.fused_kernel_options.*", KERNELS),
     Hint("model.tiled_mlp.*", KERNELS),
-    Hint("model.enable_activation_offload", STAYS),
+    Hint("model.enable_activation_offload", ACTIVATIONS),
     Hint("model.use_shm", OWN_FOLDER),
     Hint("data.use_shm", OWN_FOLDER),
     Hint("data.balance_dp_token", "micro-batches are always split by tokens"),
@@ -206,7 +230,9 @@ SFT_HINTS: tuple[Hint, ...] = (
     Hint("trainer.balance_batch", "micro-batches are always split by tokens"),
     Hint("profiler", PROFILER),
     Hint("global_profiler.*", PROFILER),
-    Hint("ray_kwargs.*", NO_RAY),
+    Hint("trainer.profile_interval", PROFILER),
+    Hint("data.enable_thinking_default", "it is not set", (None, "none")),
+    *(Hint(f"{section}.{name}", NO_RAY) for section in ("ray_kwargs.ray_init", "ray_kwargs") for name in RAY),
 )
 
 MOVES: tuple[tuple[str, str], ...] = (
@@ -227,6 +253,7 @@ MOVES: tuple[tuple[str, str], ...] = (
     *((f"{M}.lora.{old}", f"{M}.lora_{old}") for old in ("rank", "alpha", "adapter_path")),
     *((f"{M}.lora.{name}", f"{M}.{name}") for name in ("target_modules", "exclude_modules")),
     (f"{M}.fused_kernel_options.impl", f"{M}.fused_kernel_options.impl_backend"),
+    (f"{M}.torch_dtype", f"{M}.dtype"),
     ("sandbox_fusion", "reward.sandbox_fusion"),
     ("skip.rollout.enable", f"{R}.skip_rollout"),
     ("skip.rollout.dump_dir", f"{R}.skip_dump_dir"),
@@ -287,6 +314,7 @@ NULLS = (
     *("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches", "data.reward_fn_key"),
     *("reward.custom_reward_function.name", "reward_model.launch_reward_fn_async", "reward_model.num_workers"),
     *(f"{R}.agent.default_agent_loop", f"{R}.max_num_batched_tokens", f"{R}.multi_turn.format"),
+    *(f"{section}.lr_warmup_steps" for section in (f"{A}.optim", "critic.optim", "optim")),
 )
 """Keys that verl's own files set to null, which means that they are not set."""
 
@@ -313,11 +341,18 @@ ASYNC = (
 )
 GROUPS = ("engine", "optim", "model", "model_engine", "critic", "algorithm", "reward_model", "checkpoint")
 """Keys that Hydra reads as the name of a file when their value is text."""
-BACKENDS = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed", "mindspeed_mm")
+BACKENDS = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed", "mindspeed_mm", "mlite")
+BACKEND_NAMES = {"megatron": "Megatron", "veomni": "VeOmni", "mlite": "Megatron Lite"}
 MEGATRON_OPTIM = (
     *("lr_decay_style", "lr_decay_steps", "lr_warmup_init", "min_lr", "weight_decay_incr_style", "lr_wsd_decay_style"),
     *("lr_wsd_decay_steps", "use_checkpoint_opt_param_scheduler", "override_optimizer_config"),
+    *("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "name", "eps"),
+    *("decay_type", "min_lr_factor", "lr_min", "lr_start", "lr_decay_ratio", "optimizer"),
+    "use_layer_wise_distributed_optimizer",
 )
+"""Keys of `optim` that belong to another backend than FSDP, with those that begin with `muon_`."""
+BACKEND_ONLY = ("load_weight", "nccl_timeout", "layer_name_map")
+"""Keys that verl's files have for Megatron alone."""
 SAME_IN_FSDP = {
     "param_offload": "{0}.fsdp_config.param_offload",
     "optimizer_offload": "{0}.fsdp_config.optimizer_offload",
@@ -330,6 +365,8 @@ SAME_IN_FSDP = {
     "fsdp_size": "{0}.fsdp_config.fsdp_size",
     "lr_decay_style": "{0}.optim.lr_scheduler_type",
     "min_lr": "{0}.optim.min_lr_ratio",
+    "tp": "trainer.n_gpus_per_node",
+    "ep": "trainer.n_gpus_per_node",
     "seed": "trainer.seed",
     "dtype": f"{M}.dtype",
 }
@@ -435,8 +472,9 @@ def _without_targets(tree: Any) -> Any:
 def _defaults(work: _Work, choices: Mapping[str, str]) -> None:
     """`defaults:` of a file of verl names verl's own files, whose place Rally's defaults take."""
     named = work.tree.get("defaults")
-    if isinstance(named, list) and "_self_" in map(str, named) and not any("megatron" in str(name) for name in named):
-        own = all(isinstance(name, dict) or name in (*OWN_FILES, "_self_") for name in named)
+    if isinstance(named, list) and len(named) > 1 and not any(name in str(named) for name in BACKENDS):
+        composed = any(isinstance(name, dict) and "actor@actor_rollout_ref.actor" in name for name in named)
+        own = composed or all(isinstance(name, dict) or name in (*OWN_FILES, "_self_") for name in named)
         work.tree = without(work.tree, "defaults") if own else work.tree
 
 
@@ -453,30 +491,43 @@ def _backend(work: _Work, choices: Mapping[str, str]) -> None:
         for name in BACKENDS:
             if name in value:
                 found[key] = name
-    listed = [str(name) for name in work.tree.get("defaults") or () if "megatron" in str(name)]
+    listed = [str(name) for name in work.tree.get("defaults") or () if any(name_ in str(name) for name_ in BACKENDS)]
     if listed:
-        found["defaults"] = "megatron"
+        found["defaults"] = next(name for name in BACKENDS if name in listed[0])
     if not found:
         return
     backend = next(iter(found.values()))
-    optim = [key for key in written if f".{key}".partition(".optim.")[2].partition(".")[0] in MEGATRON_OPTIM]
-    optim += [key for key in written if ".model.lora." in f".{key}" or ".mbridge_config" in key]
+    optim = [key for key in written if _of_backend(key)]
     instead: dict[str, None] = {}
     for key in (*found, *optim):
-        head, _, _ = key.partition(f".{backend}.")
+        head, _, _ = key.partition(f".{backend}.")[0].partition(".engine.")
         section = head if head != key else key.partition(".optim.")[0]
         if (name := SAME_IN_FSDP.get(key.rpartition(".")[2])) is not None:
             instead[name.format(section if "." in section or section == "critic" else A)] = None
     same = ", ".join(instead) or f"{A}.strategy=fsdp2, {A}.fsdp_config.* and trainer.n_gpus_per_node"
     first = next(iter(found))
     key = f"{first}={shown(written[first])}" if first in written else f"{first}={choices.get(first, listed)}"
-    name = {"megatron": "Megatron", "veomni": "VeOmni"}.get(backend, backend)
+    name = BACKEND_NAMES.get(backend, backend)
     work.problems.append(
         f"{key} asks for {name}, but Rally shards with FSDP2; leave the keys of {name} out, set {A}.strategy=fsdp2, "
         f"and say the same with {same}."
     )
     for key in (*found, *optim):
         work.tree = without(work.tree, key)
+
+
+def _of_backend(key: str) -> bool:
+    """Whether a key beside those of a backend's own section belongs to it."""
+    optim = f".{key}".partition(".optim.")[2].partition(".")[0]
+    if optim in MEGATRON_OPTIM or optim.startswith("muon_") or key.startswith(f"{REF}.optim."):
+        return True
+    inside = any(f".{key}".startswith(f".{section}.engine.") for section in (A, REF, "critic"))
+    return (
+        inside
+        or ".model.lora." in f".{key}"
+        or ".mbridge_config" in key
+        or not set(BACKEND_ONLY).isdisjoint(key.split("."))
+    )
 
 
 def _moved(work: _Work, choices: Mapping[str, str]) -> None:
@@ -492,6 +543,8 @@ def _moved(work: _Work, choices: Mapping[str, str]) -> None:
         for name, item in written:
             source, target = (f"{old}.{name}", f"{new}.{name}") if name else (old, new)
             there = at(work.tree, target)
+            if there is not None and item is None:
+                continue  # null is not set
             if there is not None and there != item:
                 problem = f"{source}={shown(item)} and {target}={shown(there)} set the same thing to different values"
                 work.problems.append(f"{problem}; keep one of them.")
@@ -567,6 +620,12 @@ def _losses(work: _Work, choices: Mapping[str, str]) -> None:
                 work.drop(name, "algorithm.use_kl_in_reward is false")
 
 
+GREEDY = (
+    "do_sample=false validates greedily, once per prompt; verl does not read do_sample and validates with these "
+    "values, for which do_sample=true stands here"
+)
+
+
 def _validation(work: _Work, choices: Mapping[str, str]) -> None:
     if work.sft:
         return
@@ -574,7 +633,7 @@ def _validation(work: _Work, choices: Mapping[str, str]) -> None:
     if at(work.tree, f"{settings}.do_sample") is False:
         for name in ("temperature", "top_p", "top_k", "n"):
             if at(work.tree, f"{settings}.{name}") is not None:
-                work.drop(f"{settings}.{name}", "do_sample=false validates greedily, once per prompt")
+                work.drop(f"{settings}.{name}", GREEDY)
     same = at(work.tree, f"{R}.n", 8)
     for key in (f"{A}.rollout_n", f"{REF}.rollout_n", "critic.rollout_n"):
         if at(work.tree, key) == same:
@@ -669,13 +728,34 @@ def _correction(work: _Work, choices: Mapping[str, str]) -> None:
         work.tree = put(work.tree, f"{section}.rollout_rs_threshold", ",".join(str(b) for b in bounds if b is not None))
         work.moved.append((f"{section}.rollout_token_veto_threshold", f"{section}.rollout_rs=seq_min_k1"))
     bypass, loss = at(work.tree, f"{section}.bypass_mode"), at(work.tree, f"{section}.loss_type", "ppo_clip")
-    if bypass is True and loss == "ppo_clip" and at(work.tree, f"{section}.rollout_rs") is None:
+    if bypass is True and loss == "ppo_clip":
         for name in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"):
             if at(work.tree, f"{section}.{name}") is not None:
                 work.drop(f"{section}.{name}", "with bypass_mode the clipped ratio is the correction")
 
 
+def _frequencies(work: _Work, choices: Mapping[str, str]) -> None:
+    """false and 0 switch validation and checkpoints between steps off, as -1 does."""
+    for key in ("trainer.test_freq", "trainer.save_freq"):
+        if at(work.tree, key) in (False, 0):
+            work.tree = put(work.tree, key, -1)
+
+
+def _switched_parts(work: _Work, choices: Mapping[str, str]) -> None:
+    """Sections that are switched off in a place of their own are not validated."""
+    overlong = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    if not work.sft and at(work.tree, f"{overlong}.enable") is False:
+        work.tree = put(work.tree, overlong, {"enable": False})
+    if work.sft and at(work.tree, "data.multiturn.enable") is False and at(work.tree, "data.prompt_key") is not None:
+        for key in ("data.multiturn", "data.messages_key"):
+            if at(work.tree, key) is not None:
+                work.drop(key, "data.multiturn.enable is false, so rows are of data.prompt_key and data.response_key")
+
+
 def _groups(work: _Work, choices: Mapping[str, str]) -> None:
+    started, trained = (at(work.tree, f"data.{name}_batch_size") for name in ("gen", "train"))
+    if started is not None and started == trained and at(work.tree, "algorithm.filter_groups.enable") is not True:
+        work.drop("data.gen_batch_size", "it equals data.train_batch_size")
     estimator = at(work.tree, "algorithm.adv_estimator", "grpo")
     if not work.sft and at(work.tree, f"{R}.n") == 1 and estimator in ("grpo", "grpo_vectorized"):
         work.remarks.append(f"{R}.n=1 leaves {estimator} no group: the advantage of an episode is its reward.")
@@ -692,6 +772,27 @@ def _loggers(work: _Work, choices: Mapping[str, str]) -> None:
         why = "this tracker is not built; metrics go to metrics.jsonl in the run folder"
         work.dropped += [Dropped(key, name, why) for name in unbuilt]
         work.tree = put(work.tree, key, [name for name in named if name in LOGGERS] or ["console", "file"])
+
+
+def _ray(work: _Work, choices: Mapping[str, str]) -> None:
+    """What Ray would give its workers is given to the run itself."""
+    section = "ray_kwargs.ray_init.runtime_env"
+    for key, value in list(leaves(at(work.tree, section) or {}, f"{section}.")):
+        name = key.removeprefix(f"{section}.").removeprefix("env_vars.")
+        if value is None or hint_for(key, HINTS) is not None:
+            continue
+        if ".env_vars." in key:
+            work.problems.append(
+                f"{key}={shown(value)} sets a variable of Ray's workers, and Rally does not run on Ray; leave it out "
+                f"and set {name} in the environment of the run."
+            )
+            work.tree = without(work.tree, key)
+        elif name in ("working_dir", "py_modules"):
+            work.problems.append(
+                f"{key}={shown(value)} says where Ray's workers find files, and Rally does not run on Ray; leave it "
+                "out and start the run in that folder."
+            )
+            work.tree = without(work.tree, key)
 
 
 def _hints(work: _Work, choices: Mapping[str, str]) -> None:
@@ -725,5 +826,5 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
 
 STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
     *(_defaults, _backend, _switches, _moved, _switches, _estimator, _losses, _validation, _micro_batches, _nulls),
-    *(_engine, _adapters, _checkpoints, _correction, _groups, _loggers, _hints),
+    *(_engine, _adapters, _checkpoints, _correction, _groups, _frequencies, _switched_parts, _loggers, _ray, _hints),
 )

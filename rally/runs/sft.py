@@ -298,6 +298,7 @@ def _train(run: SftRun, steps: range) -> _Trained:
     config, trainer = run.config, run.config.trainer
     seed = trainer.seed if config.data.seed is None else config.data.seed
     rows, last = run.train.rows, {}
+    test_freq, save_freq = (_in_steps(run, freq) for freq in (trainer.test_freq, trainer.save_freq))
     with run.console.phase("sft", len(steps)) as phase:
         for step, batch in sft_batches(rows, run.settings, steps=steps, seed=seed, shuffle=config.data.shuffle):
             run.store.check()
@@ -305,10 +306,10 @@ def _train(run: SftRun, steps: range) -> _Trained:
             with keeping_diverged(config.run_dir, step, run.train.sources):
                 last = _timed_step(run, step, batch)
             final = step == steps.stop - 1
-            if run.val.rows and (final or due(step, trainer.test_freq)):
+            if run.val.rows and (final or due(step, test_freq)):
                 last["val/loss"] = sft_loss(run.policy, run.val.rows, run.settings)
             run.sinks.log(step, last)
-            saved = final or run.interrupt.requested or due(step, trainer.save_freq)
+            saved = final or run.interrupt.requested or due(step, save_freq)
             if saved:
                 run.store.save(step, run.policy, run.tokenizer)
             phase.advance()
@@ -316,6 +317,13 @@ def _train(run: SftRun, steps: range) -> _Trained:
                 break
     run.store.wait()
     return _Trained(step, last)
+
+
+def _in_steps(run: SftRun, freq: int | str) -> int:
+    """A frequency in steps."""
+    if isinstance(freq, int):
+        return freq
+    return steps_per_epoch(len(run.train.rows), run.settings.batch_size)
 
 
 def _timed_step(run: SftRun, step: int, batch: Sequence[Row]) -> dict[str, float]:

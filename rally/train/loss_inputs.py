@@ -47,7 +47,10 @@ def over_rows(
 
 
 def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSettings) -> CorrectedRows:
-    """Rows whose old log-probabilities are `logp_M`, the trainer's own. The engine's become importance weights."""
+    """Rows whose old log-probabilities are `logp_M`, the trainer's own. The engine's become importance weights.
+
+    With `settings.bypass` the old log-probabilities stay those of the engine.
+    """
     recorded_M, row_M = _recorded(rows), _row_numbers(rows)
     weights_M, kept_M = torch.ones_like(logp_M), torch.ones_like(logp_M, dtype=torch.bool)
     if settings.level is not None:
@@ -58,7 +61,7 @@ def corrected_rows(rows: Sequence[Row], logp_M: Tensor, settings: CorrectionSett
     if settings.normalize and settings.level is not None:
         used_M = of_mean_one(weights_M, row_M, settings.level)
     sizes = [len(row.sampled) for row in rows]
-    old, weights = logp_M.split(sizes), (used_M * kept_M).split(sizes)
+    old, weights = (recorded_M if settings.bypass else logp_M).split(sizes), (used_M * kept_M).split(sizes)
     changed = [
         replace(row, logprobs=tuple(p.tolist()), weights=tuple(w.tolist()))
         for row, p, w in zip(rows, old, weights, strict=True)

@@ -97,6 +97,7 @@ class UpdateMetrics:
     trained: list[Tensor] = field(default_factory=list)
     recorded: list[Tensor] = field(default_factory=list)
     routing: Routing = field(default_factory=Routing)
+    corrections: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, result: MicroBatchResult, *, fresh: Tensor | None, counts: bool) -> None:
         """Add a micro-batch. `fresh`: which of its tokens were sampled with the weights that it was computed with; None
@@ -126,8 +127,14 @@ class UpdateMetrics:
         if self.trained:
             compared = [torch.cat(ranks.all_gather(torch.cat(x))) for x in (self.trained, self.recorded)]
             means |= _mismatch(*compared) if len(compared[0]) else {}
+        means |= {k: sum(one[k] for one in self.corrections) / len(self.corrections) for k in self.correction_names}
         means["actor/trained_tokens"] = tokens
         return means | self._routing_metrics(ranks)
+
+    @property
+    def correction_names(self) -> list[str]:
+        """The metrics of a correction per mini-batch. The mismatch is that of the first one."""
+        return [name for name in (self.corrections or [{}])[0] if name.startswith("rollout_corr/")]
 
     def _routing_metrics(self, ranks: Ranks) -> dict[str, float]:
         loads = [self.routing.counts[number].double().cpu() for number in sorted(self.routing.counts)]
@@ -208,14 +215,14 @@ def update_policy(
         if settings.router_replay != "disabled":
             with timed("router_replay"):
                 batch = replace(batch, rows=_routed_rows(policy, batch.rows, settings))
-        if settings.correction.active:
+        if settings.correction.per_step:
             with timed("old_log_prob"):
                 batch, correction = _corrected(policy, batch, settings)
         with policy.training():
             for epoch in range(settings.epochs):
                 order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
                 for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
-                    fresh = epoch == number == 0 and not settings.correction.active  # which measures the mismatch
+                    fresh = epoch == number == 0 and not settings.correction.per_step  # which measures the mismatch
                     _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
                     progress()
         rate = policy.optimizer.param_groups[0]["lr"]
@@ -245,16 +252,21 @@ def _routed_rows(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) 
 
 def _corrected(policy: Policy, batch: TrainBatch, settings: UpdateSettings) -> CorrectedBatch:
     """The batch with the trainer's own log-probabilities as the old ones, and with importance weights."""
-
-    def forward(packed: PackedRows) -> Tensor:
-        return _logprobs(policy, packed, settings, _routing(policy, packed, settings)).logp_M
-
-    logp_M = over_rows(batch.rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
+    logp_M = _present_logprobs(policy, batch.rows, settings)
     recorded_M = torch.tensor([p for row in batch.rows for p in row.logprobs])
     fresh_M = fresh_tokens(batch.rows)
     _check_mismatch([logp_M[fresh_M]], [recorded_M[fresh_M]], settings.mismatch_limit, ALONE)  # on every rank
     rows, metrics = corrected_rows(batch.rows, logp_M, settings.correction)
     return CorrectedBatch(replace(batch, rows=rows), metrics)
+
+
+def _present_logprobs(policy: Policy, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
+    """The policy's log-probability of each sampled token of the rows, without a gradient."""
+
+    def forward(packed: PackedRows) -> Tensor:
+        return _logprobs(policy, packed, settings, _routing(policy, packed, settings)).logp_M
+
+    return over_rows(rows, forward, policy.device, settings.log_prob_limits or settings.limits, policy.ranks)
 
 
 def reference_logprobs(policy: Policy, reference: Reference, rows: Sequence[Row], settings: UpdateSettings) -> Tensor:
@@ -293,6 +305,9 @@ def _mini_batch(
     rows = [r for r in batch.rows if r.episode in chosen]
     if settings.surrogate.marks_tokens:
         rows = marked_rows(rows, settings.surrogate)
+    if settings.correction.per_mini_batch:
+        rows, measured = corrected_rows(rows, _present_logprobs(policy, rows, settings), settings.correction)
+        metrics.corrections.append(measured)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total, tried = torch.zeros(()), []
     parts = micro_batches_for(policy.ranks, rows, settings.limits)

@@ -215,9 +215,10 @@ def test_without_a_token_budget_the_micro_batch_size_is_required(key: str, count
             "unless its components are among algorithm.gdpo_reward_keys",
         ),
         (
-            (f"{C}={{bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 2}}",),
-            "bypass_mode=true switches correction off",
+            (f"{C}.bypass_mode=true", "actor_rollout_ref.actor.policy_loss.loss_mode=cispo"),
+            "bypass_mode=true trains with algorithm.rollout_correction.loss_type=ppo_clip, not with",
         ),
+        ((f"{C}.loss_type=reinforce",), f"has no effect without {C}.bypass_mode=true"),
         ((f"{C}.rollout_is_batch_normalize=true",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_is_threshold=3",), f"has no effect without {C}.rollout_is"),
         ((f"{C}.rollout_rs=token_k9", f"{C}.rollout_rs_threshold=2"), f"{C}.rollout_rs=token_k9 is unknown; use"),
@@ -326,7 +327,8 @@ OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 def test_the_reward_manager_has_three_spellings(key: str) -> None:
     assert load(f"{key}=dapo").reward_manager_name == "dapo"
     assert load(f"{key}=naive").reward_manager_name == "naive"
-    assert f"{key}=gdpo is not built yet; use naive, dapo or batch." in error_text(f"{key}=gdpo")
+    assert load(f"{key}=gdpo").reward_manager_name == "gdpo"
+    assert f"{key} is unheard (text); it must be one of" in error_text(f"{key}=unheard")
 
 
 def test_rate_limits_need_the_rate_limited_manager() -> None:

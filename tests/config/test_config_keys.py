@@ -258,6 +258,8 @@ def test_every_rule_reports_each_of_its_keys_by_name(schema: type[Root], rules: 
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction={rollout_is: token, rollout_is_batch_normalize: true}",
         "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce, rollout_is: sequence}",
+        "algorithm.rollout_correction={bypass_mode: true, rollout_rs: token_k1, rollout_rs_threshold: 2}",
         "algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc, format], norm_adv_by_std_in_grpo: false}",
         "algorithm.filter_groups={enable: true, metric: acc, max_num_gen_batches: 10}",
         "trainer.critic_warmup=0",

@@ -31,6 +31,9 @@ HINTS = (
     *(f"{M}.use_liger=True", "trainer.logger=[console,swanlab]", f"{A}.checkpoint.save_contents=['hf_model']"),
     *(f"{R}.val_kwargs={{do_sample: false, temperature: 1.0}}", "critic.optim.lr=0.1", "algorithm.lam=0.95"),
     *(f"{R}.engine_kwargs.sglang.attention_backend=fa3", "trainer.resume_from_path=nowhere/"),
+    *(f"{R}.over_sample_rate=0.1", "trainer.tensorboard_dir=logs", "+ray_kwargs.ray_init.num_gpus=4"),
+    *(f"{A}.fsdp_config.use_no_sync_for_gradient_accumulation=True", "data={train_batch_size: 32, gen_batch_size: 32}"),
+    f"+{A}.fsdp_config.turbo_config.plan={{model.layers.\\{{*\\}}:{{}},lm_head:{{}}}}",
     *(f"{M}={{lora_rank: 0, lora_alpha: 32}}", f"{A}={{use_kl_loss: false, kl_loss_type: mse}}"),
 )
 
@@ -38,7 +41,7 @@ HINTS = (
 @pytest.mark.parametrize("line", HINTS)
 def test_a_hint_is_named_in_the_note_and_leaves_the_configuration_as_it_is(line: str) -> None:
     config, note = load(line)
-    key = line.lstrip("+").partition("=")[0]
+    key = line.lstrip("+").partition("=")[0].removesuffix("data") or "gen_batch_size"
     assert note.startswith("these keys have no effect here:") and key.split(".")[-1].split("=")[0] in note
     assert config.trainer.logger in (("console", "file"), ("console",))
     unlike = {k: v for k, v in config.flat().items() if v != Config().flat()[k] and k != "trainer.logger"}
@@ -60,10 +63,29 @@ def test_a_hint_is_named_in_the_note_and_leaves_the_configuration_as_it_is(line:
         "algorithm.rollout_correction={rollout_token_veto_threshold: null, rollout_rs: null}",
         "model_engine=dp",
         "reward_model.reward_manager=null",
+        "trainer.test_freq=False",
+        f"{A}.optim.lr_warmup_steps=null",
+        "trainer.checkpoint_callback_class=null",
+        "reward_model.overlong_buffer={enable: false, len: 0}",
+        f"{M}.torch_dtype=bfloat16",
+        "reward.reward_manager.name=gdpo",
     ],
 )
 def test_what_asks_for_nothing_is_accepted_without_a_word(line: str) -> None:
     assert load(line)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (f"{A}.fsdp_config.model_dtype=bf16", "updates in bfloat16 would lose small steps to rounding"),
+        ("actor_rollout_ref.ref.fsdp_config.model_dtype=bf16", "the difference is one of rounding"),
+        (f"{R}.val_kwargs={{do_sample: false, temperature: 1.0}}", "verl does not read do_sample and validates with"),
+        (f"{M}.enable_activation_offload=True", "activations stay on the device or are computed again"),
+    ],
+)
+def test_a_note_says_what_differs_from_verl(line: str, reason: str) -> None:
+    assert reason in load(line)[1]
 
 
 def test_all_keys_without_effect_are_in_one_note_by_reason() -> None:
@@ -135,6 +157,8 @@ def test_a_group_of_one_is_noted() -> None:
         ((f"{R}.repetition_penalty=1.1",), "repetition_penalty=1.1 is not built yet"),
         (("trainer.nnodes=2",), "set it to 1 to train on this machine"),
         ((f"{M}.use_shm=often",), "it must be true or false"),
+        (("+ray_kwargs.ray_init.runtime_env.env_vars.SCALE=2",), "leave it out and set SCALE in the environment"),
+        (("+ray_kwargs.ray_init.runtime_env.working_dir=/x",), "start the run in that folder"),
     ],
 )
 def test_what_changes_results_and_is_not_built_is_one_sentence(lines: tuple[str, ...], sentence: str) -> None:
@@ -150,6 +174,8 @@ def test_what_changes_results_and_is_not_built_is_one_sentence(lines: tuple[str,
         (f"{A}.megatron={{param_offload: true, tensor_model_parallel_size: 4}}", f"{A}.optim.lr_decay_style=cosine"),
         ("model_engine=megatron", f"{A}.megatron.param_offload=True", f"{A}.optim.override_optimizer_config.x=1"),
         ("actor@actor_rollout_ref.actor=megatron_actor", f"{A}.megatron.param_offload=True"),
+        ("actor@actor_rollout_ref.actor=mlite_actor", f"{A}.engine={{tp: 2, param_offload: true}}"),
+        (f"{A}.megatron.param_offload=True", f"{R}.layer_name_map.qkv=x", f"{A}.optim={{muon_momentum: 0.9, eps: 1}}"),
     ],
 )
 def test_a_megatron_line_gets_one_sentence_with_the_keys_of_fsdp(lines: tuple[str, ...]) -> None:
@@ -157,6 +183,44 @@ def test_a_megatron_line_gets_one_sentence_with_the_keys_of_fsdp(lines: tuple[st
         load(*lines)
     [sentence] = caught.value.problems
     assert "Megatron" in sentence and f"{A}.fsdp_config.param_offload" in sentence
+
+
+def test_a_composed_file_of_verl_has_the_defaults_of_rally(tmp_path: Path) -> None:
+    file, mine = tmp_path / "ppo_trainer.yaml", tmp_path / "mine.yaml"
+    file.write_text(
+        "defaults:\n  - model_engine: dp\n  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
+        "  - legacy_reward_impl\n  - _self_\ntrainer: {seed: 3}\n"
+    )
+    assert load_config(file).trainer.seed == 3
+    mine.write_text("defaults: [ppo_trainer, my_other_file, _self_]\n")
+    with pytest.raises(ConfigError, match="does not compose files with Hydra"):
+        load_config(mine)
+    mine.write_text("defaults: [ppo_trainer, {override model_engine: megatron}, _self_]\n")
+    with pytest.raises(ConfigError, match="asks for Megatron"):
+        load_config(mine)
+
+
+def test_problems_of_file_line_and_checks_are_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {no_such_key: 1}\nalgorithm: {use_pf_ppo: true}\nactor_rollout_ref: {rollout: {temperature: hot}}\n"
+    )
+    line = ("data.train_files=none.parquet", f"{A}.megatron.param_offload=true", "trainer.seed=x", "bare")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, line)
+    parts = ("no_such_key", "use_pf_ppo", "temperature", "data.train_files", "Megatron", "trainer.seed", "'bare'")
+    assert len(caught.value.problems) == len(parts)
+    assert all(part in problem for part, problem in zip(parts, caught.value.problems, strict=True))
+
+
+def test_an_sft_file_of_question_and_answer_switches_conversations_off() -> None:
+    config, note = load_sft(
+        "data={prompt_key: question, response_key: answer, multiturn: {enable: false, messages_key: messages}}",
+        "trainer.save_freq=after_each_epoch",
+    )
+    assert config.data.prompt_key == "question" and "data.multiturn.enable is false" in note
+    with pytest.raises(ConfigError, match="rows are always conversations"):
+        load_sft("data.multiturn.enable=false")
 
 
 def test_an_sft_line_of_the_engine_trainer_resolves() -> None:

@@ -67,7 +67,7 @@ def test_variables_arrays_and_arithmetic_are_expanded_and_nothing_is_run(tmp_pat
         "trainer.nnodes=1",
         "trainer.total_epochs=2",
         "actor_rollout_ref.model.path=$HOME/models/qwen",
-        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.n=16",
         'trainer.logger=["console","wandb"]',
         "trainer.project_name=DAPO",
@@ -84,6 +84,7 @@ def test_the_command_names_what_became_of_each_key(tmp_path: Path) -> None:
     assert result.exit_code == 0
     comments = [line for line in result.output.splitlines() if line.startswith("#")]
     assert [line.split()[1:3] for line in comments] == [
+        ["assumed:", "DEVICE"],
         ["renamed:", "reward_model.overlong_buffer.enable"],
         ["dropped:", "actor_rollout_ref.actor.fsdp_config.param_offload=true:"],
         ["refused:", "actor_rollout_ref.rollout.quantization=fp8"],
@@ -115,10 +116,74 @@ def test_the_command_names_what_became_of_each_key(tmp_path: Path) -> None:
         ("p=$1\npython3 -m verl.trainer.main_ppo a=${1:-7} b=$p", ("a=7", "b=")),
         ("X=$((10 / 0))\npython3 -m verl.trainer.main_ppo a=$((2*3)) b=$((9**9**9))", ("a=6", "b=$((9**9**9))")),
         ("python3 -m verl.trainer.main_ppo --config-path /c --config-name x a=1", ("a=1",)),
+        ('E=${E:-"-m verl.trainer.main_ppo"}\ntorchrun ${E} a=$(((1 + 2) * 2)) b=${B:-${C:-${D:-4}}}', ("a=6", "b=4")),
+        ("cat <<EOF\nX=5\nEOF\npython3 -m verl.trainer.main_ppo a=${X:-1} ${@:2}", ("a=1",)),
+        ('X=1 ls\n[ -z "$X" ] && Y=2\n[ -n "$X" ] || Z=3\npython3 -m verl.trainer.main_ppo a=$Y$Z', ("a=23",)),
     ],
 )
 def test_one_construct_of_the_shell(text: str, expected: tuple[str, ...]) -> None:
     assert read_script(text).words == expected
+
+
+BRANCHES = """
+B=${{B:-vllm}}
+D=${{D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}}
+A=()
+case "$D" in
+    gpu | tpu)
+        case "$B" in trtllm) A+=(a=1) ;; *) A+=(a=2) ;; esac
+        if [ "$B" = sglang ]; then A+=(b=1); elif [[ $B == v* && $D != npu ]]; then A+=(b=2); else A+=(b=3); fi
+        ;;
+    *) A+=(a=3) ;;
+esac
+if {condition}; then A+=(c=1); else A+=(c=2); fi
+python3 -m verl.trainer.main_ppo "${{A[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ('[ "$B" != vllm ] || { [ "$D" = gpu ] && [ 8 -gt 4 ]; }', "c=1"),
+        ('! [ "$B" = vllm ]', "c=2"),
+        ('[ -n "${NOT_SET:-}" ]', "c=2"),
+        ("true && false", "c=2"),
+        ("[ -f /tmp/x ]", "c=1"),
+        ("command -v nvidia-smi >/dev/null 2>&1", "c=1"),
+    ],
+)
+def test_conditions_are_decided_and_only_one_branch_is_taken(condition: str, taken: str) -> None:
+    assert read_script(BRANCHES.format(condition=condition)).words == ("a=2", "b=2", taken)
+
+
+def test_what_was_assumed_is_a_line(tmp_path: Path) -> None:
+    text = 'if [ -d /data ]; then N=4; fi\nif [ "$FAST" = 1 ]; then N=5; fi\npython3 -m verl.trainer.main_generation\n'
+    words = "data.train_batch_size=$N +xyzzy=$UNSET actor_rollout_ref.rollout.enable_chunked_prefill=$P"
+    lines = from_verl(script(f"{text}python3 -m verl.trainer.main_ppo {words}", tmp_path)).splitlines()
+    assert lines == [
+        "# assumed: `if [ -d /data ]` depends on the machine; the first branch is taken",
+        "# assumed: FAST is not set",
+        "# not here: the script also starts verl.trainer.main_generation",
+        "# refused: unknown key xyzzy; no known key is similar, so leave it out.",
+        "rally train \\",
+        "    data.train_batch_size=4 \\",
+        '    actor_rollout_ref.rollout.enable_chunked_prefill="$P"',
+    ]
+
+
+def test_the_configuration_file_is_found_above_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "config"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("data: {no_such_key: 1}\n")
+    text = 'python3 -m verl.trainer.main_ppo --config-path="$(pwd)/examples/config" --config-name=NAME trainer.seed=1'
+    found = from_verl(script(text.replace("NAME", "mine"), folder))
+    assert found.startswith("# refused: unknown key data.no_such_key")
+    assert '--config-path "$(pwd)/examples/config" \\\n    --config-name mine' in found
+    other = from_verl(script(text.replace("NAME", "theirs"), folder)).splitlines()
+    assert (
+        other[0] == ("# not read: $(pwd)/examples/config/theirs is not here, so its keys are not in these lines")
+        and "    --config-name theirs \\" in other
+    )
 
 
 def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_path: Path) -> None:
@@ -134,6 +199,8 @@ def test_interpolations_of_the_configuration_are_not_variables_of_the_shell(tmp_
         ("python3 -m recipe.prime.main_prime a=1", "recipe.prime.main_prime is a trainer of its own"),
         ("python3 -m verl.experimental.fully_async_policy.fully_async_main a=1", "is an asynchronous trainer"),
         ("python3 examples/split/main_ppo_split.py a=1", "is a trainer of its own"),
+        ("python3 -m verl.model_merger merge --backend fsdp", "verl.model_merger is no trainer; use rally merge"),
+        ("python3 -m verl.trainer.main_generation_server a=1", "is no trainer; use rally eval"),
     ],
 )
 def test_a_script_without_an_equivalent_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:

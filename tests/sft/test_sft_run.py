@@ -146,7 +146,12 @@ def config(home: Path, out: Path, *overrides: str) -> SftConfig:
             },
             "model": {"path": str(home / "model"), "enable_gradient_checkpointing": False},
             "optim": {"lr": 5e-3},
-            "trainer": {"default_local_dir": str(out), "total_epochs": 2, "save_freq": 2, "test_freq": 3},
+            "trainer": {
+                "default_local_dir": str(out),
+                "total_epochs": 2,
+                "save_freq": 2,
+                "test_freq": "after_each_epoch",
+            },
         },
     )
 

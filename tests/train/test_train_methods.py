@@ -190,6 +190,41 @@ def test_correction_weighs_by_the_trainers_own_old_policy() -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6) and metrics["actor/rollout_mismatch_kl"] > 0.01
 
 
+def test_reinforce_in_bypass_mode_is_the_gradient_of_weight_times_advantage_times_log_prob() -> None:
+    batch = on_other_weights()
+    chosen = CorrectionSettings(level="sequence", threshold=1.5, normalize=True, bypass=True)
+    settings = settings_of("gpg", correction=chosen)
+    model = calm_model()
+    logp_M = padded_logprobs(model, batch, 1.0)
+    sizes = [len(row.sampled) for row in batch.rows]
+    ratios_R = [
+        torch.exp(p.detach().sum() - sum(row.logprobs)).clamp(max=1.5)
+        for p, row in zip(logp_M.split(sizes), batch.rows, strict=True)
+    ]
+    mean = sum(ratios_R) / len(ratios_R)
+    weights_M = torch.cat([(ratio / mean).expand(size) for ratio, size in zip(ratios_R, sizes, strict=True)])
+    counts_N = losses.token_weights(batch.tokens_N, settings.aggregation)
+    counts_M = counts_N[torch.tensor([row.episode for row in batch.rows for _ in row.sampled])]
+    (-logp_M * batch.advantages_M * weights_M * counts_M).sum().backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_equal(gradient(batch, settings), expected, tolerance=1e-5)  # the ratio of a sequence is a float32 sum
+    assert_equal(gradient(batch, replace(settings, max_rows=2)), expected, tolerance=1e-5)
+
+
+def test_bypass_mode_rejects_by_the_policy_of_each_mini_batch_and_keeps_the_samplers_ratio() -> None:
+    batch, model = on_other_weights(), calm_model()
+    chosen = CorrectionSettings(rejections=(("token_k1", 0.9, 1.1),), bypass=True)
+    settings = settings_of("vanilla", correction=chosen)
+    with torch.no_grad():
+        logp_M = padded_logprobs(model, batch, 1.0)
+    rows, _ = corrected_rows(batch.rows, logp_M, chosen)
+    assert [row.logprobs for row in rows] == [row.logprobs for row in batch.rows]
+    assert_equal(gradient(batch, settings), gradient(replace(batch, rows=rows), settings_of("vanilla")))
+    step = replace(settings, mini_batch_groups=1)
+    metrics = update_policy(KeepingPolicy(calm_model()), batch, step)
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1 and abs(metrics["actor/ppo_kl"]) > 1e-3
+
+
 @pytest.mark.parametrize("cut", [{"max_tokens": 1}, {"max_rows": 2}])
 def test_correction_is_the_same_however_the_batch_is_cut(cut: dict[str, int]) -> None:
     chosen = CorrectionSettings(level="sequence", threshold=2.0, rejections=(("token_k1", 0.5, 2.0),))

@@ -229,8 +229,12 @@ def dynamic_sampling(config: Config) -> Iterator[str]:
 
 def off_policy_correction(config: Config) -> Iterator[str]:
     key, settings = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    if settings.bypass_mode and (settings.rollout_is is not None or settings.tests):
-        yield f"{key}.bypass_mode=true switches correction off; leave it out, or {key}.rollout_is and rollout_rs."
+    mode = config.actor.policy_loss.loss_mode
+    if settings.bypass_mode and mode != "vanilla":
+        problem = f"{key}.bypass_mode=true trains with {key}.loss_type={settings.loss_type}"
+        yield f"{problem}, not with {ACTOR}.policy_loss.loss_mode={mode}; leave one of them out."
+    if settings.loss_type == "reinforce" and not settings.bypass_mode:
+        yield f"{key}.loss_type=reinforce has no effect without {key}.bypass_mode=true; set that, or leave it out."
     if settings.rollout_is_batch_normalize and settings.rollout_is is None:
         yield f"{key}.rollout_is_batch_normalize has no effect without {key}.rollout_is; set it to token or sequence."
     if settings.rollout_is is None and settings.rollout_is_threshold != 2.0:
@@ -350,7 +354,7 @@ def files(config: Config) -> Iterator[str]:
 def sft_files(config: SftConfig) -> Iterator[str]:
     for key in ("data.train_files", "data.val_files", "model.path", "model.partial_pretrain", "model.tokenizer_path"):
         yield from _missing(config, key)
-    if not config.data.val_files and config.trainer.test_freq > 0:
+    if not config.data.val_files and config.trainer.test_freq != -1:
         yield f"trainer.test_freq={config.trainer.test_freq} needs validation rows; set data.val_files."
     if config.optim.lr_warmup_steps >= 0 and config.optim.lr_warmup_steps_ratio > 0:
         yield "optim.lr_warmup_steps and optim.lr_warmup_steps_ratio both set the warm-up; keep one of them."

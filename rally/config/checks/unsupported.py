@@ -28,7 +28,6 @@ SERVERS = "leave it out: no engine of Rally uses it"
 NO_VIDEOS = "leave it out, rows hold text and images"
 OUT = "leave it out"
 RULE_REWARDS = "leave it out and score with custom_reward_function"
-MANAGED, MANAGERS = "use naive, dapo or batch", ("dapo", "batch", "prime", "rate_limited", "remote")
 LOGGERS = ("console", "file", "tensorboard", "mlflow", "wandb")
 LOGGER = "use console, file, tensorboard, mlflow or wandb"
 ESTIMATORS = (
@@ -68,7 +67,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(f"{R}limit_images", "leave it out: the token budgets also limit images"),
     # sampling
     Unsupported(f"{R}repetition_penalty", "leave it out: the sampled distribution must be that of the trained policy"),
-    Unsupported(f"{R}over_sample_rate", f"leave it out, or bound stragglers with {R}step_timeout"),
     Unsupported(f"{R}quantization", OUT),
     Unsupported(f"{R}quantization_config_file", OUT),
     Unsupported(f"{R}qat", OUT),
@@ -81,7 +79,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("algorithm.kl_penalty", "use kl", KL_KINDS),
     Unsupported("algorithm.use_pf_ppo", OUT),
     Unsupported("algorithm.pf_ppo", OUT),
-    Unsupported("algorithm.rollout_correction.loss_type", f"leave it out, or set {A}policy_loss.loss_mode=gpg"),
     Unsupported("algorithm.filter_groups.max_inflight_gen_batches", "leave it out: prompts start one by one"),
     Unsupported("critic.strategy", ONE_DEVICE, ("fsdp", "fsdp2")),
     Unsupported("critic.optim.override_optimizer_config", OUT),
@@ -107,14 +104,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("trainer.default_hdfs_dir", "leave it out and set trainer.default_local_dir"),
     # rewards
     Unsupported("reward_manager.source", RULE_REWARDS),
-    Unsupported("reward_manager.name", MANAGED, MANAGERS),
     Unsupported("reward_manager.module", RULE_REWARDS),
     Unsupported("reward.reward_manager.source", RULE_REWARDS),
-    Unsupported("reward.reward_manager.name", MANAGED, MANAGERS),
     Unsupported("reward.reward_manager.module", RULE_REWARDS),
     Unsupported("reward.reward_model", RULE_REWARDS),
     Unsupported("reward.sandbox_fusion", RULE_REWARDS),
-    Unsupported("reward_model.reward_manager", MANAGED, MANAGERS),
     Unsupported("reward_model.enable", RULE_REWARDS),
     Unsupported("reward_model.enable_resource_pool", RULE_REWARDS),
     Unsupported("reward_model.n_gpus_per_node", RULE_REWARDS),

@@ -65,7 +65,7 @@ def update_settings_of(config: Config) -> UpdateSettings:
 def surrogate_settings_of(config: Config) -> SurrogateSettings:
     actor, chosen = config.actor, config.actor.policy_loss
     return SurrogateSettings(
-        mode=chosen.loss_mode,
+        mode="gpg" if config.algorithm.rollout_correction.is_reinforce else chosen.loss_mode,
         low=actor.clip_low,
         high=actor.clip_high,
         dual=actor.clip_ratio_c,
@@ -103,11 +103,13 @@ def filter_settings_of(config: Config) -> FilterSettings | None:
 
 def correction_settings_of(config: Config) -> CorrectionSettings:
     correction = config.algorithm.rollout_correction
+    clips = correction.bypass_mode and correction.loss_type == "ppo_clip"  # the ratio holds the importance weight
     return CorrectionSettings(
-        level=correction.rollout_is,
+        level=None if clips else correction.rollout_is,
         threshold=correction.rollout_is_threshold,
         rejections=correction.rejections,
         normalize=correction.rollout_is_batch_normalize,
+        bypass=correction.bypass_mode,
     )
 
 

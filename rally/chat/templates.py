@@ -17,15 +17,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat.formats import ToolFormat
 from rally.chat.render_limits import check_rendering
+from rally.chat.template_renderer import RENDERING_ERRORS, STARTED, TemplateRenderer
 from rally.images.loading import is_image
 from rally.types import Message, RallyError, ToolCall
 
@@ -98,10 +97,6 @@ TRIALS: list[list[Message]] = [
     [QUESTION, _ASKS, _TOOL, _TOOL, _ANSWER, QUESTION],
 ]
 _tried: set[str] = set()  # templates that have passed
-_RENDERING_ERRORS = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError, SyntaxError),  # the last for Python that a template becomes
-)
 MAX_SHAPES = 4096
 _SWITCH = re.compile(r"/(?:no_)?think")  # switches that some templates act on and do not print
 
@@ -160,7 +155,8 @@ class Template:
         self.tools = openai_shape(tools)
         self.source = chat_template
         # Templates that print the date read this name. It must not change during a run.
-        self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
+        self.kwargs = {"date_string": STARTED.strftime("%d %b %Y"), **kwargs}
+        self._renderer = TemplateRenderer(tokenizer, chat_template, self.tools, self.kwargs)
         self.placeholder = placeholder  # of images, for a vision model
         self.format = ToolFormat()  # its ids are those that templates of its family accept; `ChatCodec` sets it
         self.writes_calls = False  # the template omits calls, so that the format writes them into the content
@@ -225,20 +221,11 @@ class Template:
         if not messages:
             raise TemplateError("there is no message to render; a conversation needs at least one")
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[*self.tools] or None,
-                chat_template=self.source,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **self.kwargs,
-            )
-        except _RENDERING_ERRORS as error:
+            return self._renderer.text(messages, generation_prompt)
+        except RENDERING_ERRORS as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             problem = str(error) or type(error).__name__
             raise TemplateError(f"the chat template cannot render the roles {roles}: {problem}") from error
-        assert isinstance(rendered, str)
-        return rendered
 
     def tokens(self, text: str) -> list[int]:
         # A tool may print a lone surrogate, which no tokenizer accepts.

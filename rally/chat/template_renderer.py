@@ -74,7 +74,8 @@ class TemplateRenderer:
         functions = [tool.get("function", tool) for tool in self._tools]
         usual = {**self._kwargs, "tools": [*self._tools] or None}
         named = {"functions": json.dumps(functions, indent=4), "datetime": STARTED.strftime("%Y-%m-%d %H:%M:%S")}
-        for inputs in (usual, {**usual, "tools": functions or None}, {**named, **usual}):
+        open_objects = {**usual, "tools": [_with_open_objects(tool) for tool in self._tools] or None}
+        for inputs in (usual, {**usual, "tools": functions or None}, {**named, **usual}, open_objects):
             try:
                 self._text(_QUESTION, True, inputs)
                 return inputs
@@ -92,6 +93,18 @@ def _aliased(message: Message) -> Message:
     """The message with its thinking under the names that templates read, as transformers passes it."""
     thinking = next((message[name] for name in _THINKING_NAMES if message.get(name) is not None), None)
     return message if thinking is None else {"thinking": thinking, **message, "reasoning_content": thinking}
+
+
+def _with_open_objects(schema: Any) -> Any:
+    """The schema in which objects say that they may have other properties, as they may without saying so."""
+    if isinstance(schema, Mapping):
+        inside = {key: _with_open_objects(value) for key, value in schema.items()}
+        return (
+            {**inside, "additionalProperties": schema.get("additionalProperties", {})}
+            if (schema.get("type") == "object")
+            else inside
+        )
+    return [_with_open_objects(item) for item in schema] if isinstance(schema, list) else schema
 
 
 def _plain(value: Any) -> Any:

@@ -47,9 +47,11 @@ STOPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("[e~[", ("[e~[",)),
     ("<end_of_sentence>", ("<end_of_sentence>",)),
     ("<SPECIAL_12>", ("<SPECIAL_12>",)),
+    ("`function call`", ("</s>",)),  # GigaChat 3: a call follows <|message_sep|> in the same turn
     ("<|message_sep|>", ("<|message_sep|>",)),
     ("<|tool_result|>", ("</s>",)),
-    ("<|calls|>", ("<|flush|>", "<|end|>", "<|calls|>")),
+    ("<|calls|>", ("<|flush|>", "<|calls|>")),
+    ("{% else %}{{ eos_token }}", ("<|endoftext|>", "<|end|>")),
     ("<|end|>", ("<|end|>",)),
     ("<|extra_0|>", ("<|eos|>",)),
     ("</assistant>", ("</assistant>",)),
@@ -173,6 +175,9 @@ def _rerendered(codec: ChatCodec, messages: Sequence[Message]) -> str:
         for message in messages:
             if message["role"] == "assistant":
                 parsed = codec.parse(codec.encode_assistant(message))
+                good = [call for call in parsed.tool_calls if call.error is None]
+                if len(good) != len(message.get("tool_calls", ())):
+                    return "the call is not read back"
                 pairs = zip(message.get("tool_calls", ()), parsed.tool_calls, strict=False)
                 calls = [{**call, "id": one.id} for call, one in pairs]
                 meant.append({**message, "tool_calls": list(calls)} if calls else message)

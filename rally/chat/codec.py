@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rally.chat.deltas import THINKING, DeltaText, Kind, TurnTexts
+from rally.chat.deltas import THINKING, DeltaText, TurnTexts
 from rally.chat.format_choice import FormatChoice, choose_format
 from rally.chat.formats import AUTO, ToolFormat, get_format
 from rally.chat.image_tokens import EncodedMessages, ImageTokens
 from rally.chat.template_probe import SanityMode, TemplateReport, compare, probe
 from rally.chat.templates import Escaped, Template, TemplateError, content_of, openai_shape
+from rally.chat.turn_ends import Kind
 from rally.images.patches import Patches
 from rally.types import Image, ImageSpan, Message, RallyError, ToolCall
 
+ONE_CALL = "Only one tool call per turn is possible; this one was not run. Make it in your next turn"
 MAX_TOOL_LISTS = 256  # codecs to keep, one per tool list
 
 
@@ -238,6 +240,9 @@ class ChatCodec:
         stopped = bool(ids) and ids[-1] in self.stop_ids
         text = self.decode(ids[:-1] if stopped else ids)
         content, calls = self.format.parse(text, self.tools, start=self._calls_start(text))
+        if len(calls) > 1 and self._template.forms.one_call and not self._template.writes_calls:
+            # The template would drop the others from the history.
+            calls = (calls[0], *(call if call.error else replace(call, error=ONE_CALL) for call in calls[1:]))
         return Parsed(
             text=text,
             content=content,

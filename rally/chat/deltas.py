@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rally.chat.templates import (
     QUESTION,
@@ -25,6 +25,7 @@ from rally.chat.templates import (
     content_of,
     lost_message,
 )
+from rally.chat.turn_ends import KINDS, EndOfTurn, Kind, TurnEnds
 from rally.types import Message
 
 # Text that changes if a template strips, quotes or escapes message contents. Such a template gets no frame.
@@ -45,6 +46,7 @@ class ThinkingMarks(NamedTuple):
 THINKING = (
     ThinkingMarks("<think>", "</think>", as_field=False),
     ThinkingMarks("[THINK]", "[/THINK]", as_field=False),
+    ThinkingMarks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", as_field=False),
     ThinkingMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ThinkingMarks("<|channel>thought", "<channel|>"),
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -55,25 +57,6 @@ THINKING = (
     ThinkingMarks("<|inner_prefix|>", "<|inner_suffix|>"),
     ThinkingMarks("<|think|>", "<|end|>"),
 )
-
-
-Kind = Literal["content", "call"]
-KINDS: tuple[Kind, ...] = ("content", "call")
-
-
-class EndOfTurn(NamedTuple):
-    """The special token that ends an assistant turn, as the policy samples it.
-
-    `printed`: the template prints it after the last turn. `later` is the token that stands there once messages follow.
-    It is another one in gpt-oss's template, and empty if the following message begins with it, as GLM's do. `extra` is
-    what the template prints after a last turn instead.
-    """
-
-    id: int
-    text: str
-    printed: bool
-    later: str
-    extra: str = ""
 
 
 class DeltaText(NamedTuple):
@@ -90,102 +73,25 @@ class TurnTexts:
 
     def __init__(self, template: Template, stops: Sequence[int] = ()) -> None:
         self.template = template
-        self.stops = frozenset(stops)
+        self._ends = TurnEnds(template, stops)
         self._frames: dict[Shape, tuple[str, ...] | None] = {}
         self._closings: dict[Shape, str] = {}
 
-    @cached_property
+    @property
     def ends(self) -> Mapping[Kind, EndOfTurn]:
         """The end of a turn of text, and of a turn with calls."""
-        reply: Message = {"role": "assistant", "content": SENTINEL}
-        content = self._end(reply, {"role": "user", "content": "next"})
-        if content is None:
-            text = self.template.raw_text([QUESTION, reply], False)
-            if SENTINEL not in text:
-                raise TemplateError("the chat template does not render assistant messages; use another template")
-            raise TemplateError(
-                "the chat template does not end assistant turns with a special token; use one that does"
-            )
-        return {"content": content, "call": self._end_of_calls() or content}
+        return self._ends.by_kind
 
     @property
     def end(self) -> EndOfTurn:
         return self.ends["content"]
 
-    def _end_of_calls(self) -> EndOfTurn | None:
-        call_id = self.template.format.call_id("lookup", 0)
-        function = {"name": "lookup", "arguments": {"value": SENTINEL}}
-        call = {"id": call_id, "type": "function", "function": function}
-        reply = self.template.normal({"role": "assistant", "content": "", "tool_calls": [call]})
-        return self._end(reply, {"role": "tool", "name": "lookup", "tool_call_id": call_id, "content": "42"})
-
-    def _end(self, reply: Message, follower: Message) -> EndOfTurn | None:
-        """The end of `reply`: the token that follows it both at the end of a conversation and before `follower`. Of
-        several, one that the model stops at. None if there is none, or if the template leaves the reply out."""
-        try:
-            last = self.template.raw_text([QUESTION, reply], False)
-        except TemplateError:
-            return None
-        try:
-            later: str | None = self.template.raw_text([QUESTION, reply, follower], True)
-        except TemplateError:
-            later = None
-        syntax = self._rest_of_call(last) if follower["role"] == "tool" else ""
-        if syntax is None or SENTINEL not in last:
-            return None
-        last_tail = last.partition(SENTINEL)[2].removeprefix(syntax)
-        later_tail = last_tail if later is None else later.partition(SENTINEL)[2].removeprefix(syntax)
-        shared = self._specials(common_prefix(last_tail, later_tail))
-        if shared:
-            token_id = next((i for i in shared if i in self.stops), shared[0])
-            text = self._token(token_id)
-            return EndOfTurn(token_id, text, True, text)
-        at_end, following = self._specials(last_tail), self._specials(later_tail)
-        begins = following[0] if following and later_tail.lstrip().startswith(self._token(following[0])) else None
-        closer = begins is not None and self._asked_only.rstrip().endswith(self._token(begins))
-        if begins is not None and (begins in self.stops or not (at_end and closer)):
-            return EndOfTurn(begins, self._token(begins), False, "", last_tail)
-        if at_end:
-            token_id = next((i for i in at_end if i in self.stops), at_end[0])
-            text = self._token(token_id)
-            return EndOfTurn(token_id, text, True, text if begins is None else self._token(begins))
-        inside = self._specials(syntax)  # a turn that ends with the mark that closes its calls
-        if inside and syntax.rstrip().endswith(self._token(inside[-1])):
-            return EndOfTurn(inside[-1], self._token(inside[-1]), True, self._token(inside[-1]))
-        return None
-
-    def _rest_of_call(self, text: str) -> str | None:
-        """What the syntax of a call puts after its last argument; None if the format does not read it."""
-        place = text.find(SENTINEL)
-        try:
-            asked = self._asked if text.startswith(self._asked) else common_prefix(self._asked_only, text)
-            before = len(asked)
-            found = self.template.format.find(text[before:], {})
-        except NotImplementedError:
-            return None
-        ends = [one.end + before for one in found if one.call.error is None and one.end + before > place]
-        return text[place + len(SENTINEL) : ends[0]] if place >= 0 and ends else None
-
-    @cached_property
-    def _asked_only(self) -> str:
-        return self.template.raw_text([QUESTION], False)
-
-    def _specials(self, text: str) -> list[int]:
-        """The special tokens of the text, in order."""
-        tokenizer = self.template.tokenizer
-        added = tokenizer.added_tokens_decoder
-        known = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids) | self.stops
-        return [i for i in self.template.tokens(text) if i in known]
-
-    def _token(self, token_id: int) -> str:
-        return str(self.template.tokenizer.convert_ids_to_tokens(token_id))
-
     @cached_property
     def opening(self) -> str:
         """The generation prompt, which the template puts before an assistant turn."""
         before, after = self.template.text([QUESTION], False), self._asked
-        shared = common_prefix(before, after)
         # A template may end every conversation with the end-of-text token.
+        shared = common_prefix(before.rstrip().removesuffix(str(self.template.tokenizer.eos_token)), after)
         if before[len(shared) :].strip() not in ("", str(self.template.tokenizer.eos_token)):
             raise TemplateError(
                 "the chat template's generation prompt changes the text before it; use another template"
@@ -202,19 +108,36 @@ class TurnTexts:
     def reply(self, message: Message, before: Sequence[Message] = (QUESTION,)) -> str:
         """The turn as the policy would have sampled it after `before`, with the end-of-turn token."""
         start = self._asked if list(before) == [QUESTION] else self.template.text(before, True)
+        try:
+            return self._reply_after(start, message, before)
+        except TemplateError:
+            marks, content = self.prefilled_marks, message.get("content")
+            if marks is None or not isinstance(content, str) or marks.closing not in content:
+                raise
+        # The template drops the thinking of every finished turn, as R1's do.
+        thinking, _, answer = content.partition(marks.closing)
+        role = start.rstrip().removesuffix(marks.opening)
+        rest = self._reply_after(role, {**message, "content": answer.lstrip()}, before)
+        return f"{thinking.strip().removeprefix(marks.opening).strip()}\n{marks.closing}\n\n{rest}"
+
+    def _reply_after(self, start: str, message: Message, before: Sequence[Message]) -> str:
+        """What the template prints for the turn after `start`. Raises TemplateError."""
         whole = self.template.text([*before, message], False)
         body: str | None = whole[len(start) :]
         if not whole.startswith(start):
             body = self._after_role(start, whole)
             body = self._after_closed_thinking(start, whole) if body is None and self.thinking_closed else body
-        kinds: tuple[Kind, ...] = ("call", "content") if message.get("tool_calls") else ("content", "call")
+        kinds: tuple[Kind, ...] = ("call", "content")
+        if not self.template.normal(message).get("tool_calls"):
+            kinds = ("content", "call")
         end = self.ends[kinds[0]]
         if body is not None and not end.printed:
             return body.removesuffix(end.extra) + end.text
         for kind in kinds:
-            text, found, _ = (body or "").rpartition(self.ends[kind].text)
+            end = self.ends[kind]
+            text, found, _ = (body or "").removesuffix(end.extra).rpartition(end.written or end.text)
             if found:
-                return text + found
+                return text + end.text
         advice = (
             "give the replies their thinking (reasoning_content), or turn thinking off in apply_chat_template_kwargs"
             if self.thinking_prefilled
@@ -232,7 +155,7 @@ class TurnTexts:
         shared = shared[:tag] if tag > shared.rfind(">") else shared
         rest, body = start[len(shared) :], whole[len(shared) :]
         marks = next((marks for marks in THINKING if marks.closing in rest), None)
-        if marks is None or self._specials(rest.replace(marks.opening, "").replace(marks.closing, "")):
+        if marks is None or self._ends.specials(rest.replace(marks.opening, "").replace(marks.closing, "")):
             return None
         empty = re.match(rf"\s*(?:{re.escape(marks.opening)})?\s*{re.escape(marks.closing)}\s*", body)
         return body[empty.end() :] if empty else body
@@ -240,8 +163,8 @@ class TurnTexts:
     def _after_role(self, start: str, whole: str) -> str | None:
         """The reply if the template changes what stands before the last special token of the generation prompt, or the
         space after it; else None."""
-        specials = self._specials(start)
-        role = start[start.rfind(self._token(specials[-1])) :].rstrip() if specials else ""
+        specials = self._ends.specials(start)
+        role = start[start.rfind(self._ends.token(specials[-1])) :].rstrip() if specials else ""
         matches = list(re.finditer(r"\s*".join(map(re.escape, re.split(r"\s+", role))), whole)) if role else []
         return whole[matches[-1].end() :].lstrip() if matches else None
 
@@ -253,7 +176,12 @@ class TurnTexts:
     @cached_property
     def thinking_prefilled(self) -> bool:
         """Whether the generation prompt opens a thinking block."""
-        return any(self.opening.rstrip().endswith(marks.opening) for marks in THINKING)
+        return self.prefilled_marks is not None
+
+    @cached_property
+    def prefilled_marks(self) -> ThinkingMarks | None:
+        """The marks of the thinking block that the generation prompt opens; None if it opens none."""
+        return next((marks for marks in THINKING if self.opening.rstrip().endswith(marks.opening)), None)
 
     @cached_property
     def frames(self) -> Mapping[Kind, tuple[str, str]]:
@@ -302,7 +230,7 @@ class TurnTexts:
 
     def delta(self, messages: Sequence[Message]) -> DeltaText:
         """The text after a turn when `messages` follow, with the generation prompt."""
-        normal = [self.template.normal(m) for m in self.template.with_ids(messages)]
+        normal = self.template.normals(messages, after_calls=True)
         shape = _shape(normal)
         if shape is None:
             return self._rendered(normal)
@@ -319,7 +247,7 @@ class TurnTexts:
 
     def slow_delta(self, messages: Sequence[Message]) -> DeltaText:
         """The same by a full rendering. `delta` is tested against it."""
-        return self._rendered([self.template.normal(m) for m in self.template.with_ids(messages)])
+        return self._rendered(self.template.normals(messages, after_calls=True))
 
     def _frame(self, normal: Sequence[Message]) -> Frame:
         """The text around the contents of the messages; None if the template does not copy contents unchanged."""
@@ -356,6 +284,12 @@ class TurnTexts:
         end = self.ends["call" if stand_in.get("tool_calls") else "content"]
         # The first sentinel is the placeholder's, whatever a tool may have printed.
         _, found, tail = text.partition(SENTINEL)
+        if found and end.silent:
+            syntax = (
+                self._ends.rest_of_call(text, calls=len(stand_in["tool_calls"])) if stand_in.get("tool_calls") else ""
+            )
+            if syntax is not None:
+                return tail.removeprefix(syntax)
         if found and not end.later and not stand_in.get("tool_calls"):
             return tail  # the next message begins with the stop token
         _, closed, delta = tail.partition(end.later or end.text)

@@ -122,9 +122,10 @@ def _choice(template: Template, source: str, formats: Any) -> FormatChoice:
                 break
     found.sort(key=lambda pair: pair[0])
     shown = next((text for text in texts.values() if TOOL_NAME in text), "")
-    described = () if shown else tuple(one for one in formats if one.marks and _all_marks(one, source))
+    described = [] if shown else [one for one in formats if one.marks and _all_marks(one, source)]
+    described.sort(key=lambda one: -sum(len(mark) for mark in one.marks))  # the most specific first
     refusal = refusals[0] if refusals and not shown else ""
-    return FormatChoice(tuple(fit for _, fit in found), shown, described, refusal)
+    return FormatChoice(tuple(fit for _, fit in found), shown, tuple(described), refusal)
 
 
 def _all_marks(one: ToolFormat, source: str) -> bool:

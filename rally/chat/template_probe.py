@@ -193,16 +193,21 @@ def forms(turns: TurnTexts, messages: Sequence[Message]) -> list[Sequence[Messag
     messages = turns.template.with_ids(messages)
     if not turns.thinking_prefilled:
         return [messages]
-    return [messages, *([_thoughtful(m, in_content) for m in messages] for in_content in (True, False))]
+    marks = turns.prefilled_marks
+    assert marks is not None
+    prefix = f"{marks.opening}\n{THOUGHT}\n{marks.closing}\n\n"
+    prefixes = ("",) if marks.as_field else (prefix, "")
+    return [messages, *([_thoughtful(m, one) for m in messages] for one in prefixes)]
 
 
-def _thoughtful(message: Message, in_content: bool) -> Message:
-    if message["role"] != "assistant" or (in_content and THOUGHT in message["content"]):
+def _thoughtful(message: Message, prefix: str) -> Message:
+    """The reply with thinking, as text (`prefix`) or as a field."""
+    if message["role"] != "assistant":
         return message
-    if in_content:
-        return {**message, "content": _THINKING + message["content"]}
-    fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
-    return {**message, "content": message["content"].removeprefix(_THINKING), **fields}
+    content = message["content"].removeprefix(_THINKING)
+    if prefix:
+        return {**message, "content": prefix + content}
+    return {**message, "content": content, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)}
 
 
 def _as_sampled(turns: TurnTexts, messages: Sequence[Message]) -> _Sampled:

@@ -17,15 +17,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rally.chat.formats import ToolFormat
+from rally.chat.message_forms import MessageForms
 from rally.chat.render_limits import check_rendering
+from rally.chat.template_renderer import RENDERING_ERRORS, STARTED, TemplateRenderer
 from rally.images.loading import is_image
 from rally.types import Message, RallyError, ToolCall
 
@@ -98,10 +97,6 @@ TRIALS: list[list[Message]] = [
     [QUESTION, _ASKS, _TOOL, _TOOL, _ANSWER, QUESTION],
 ]
 _tried: set[str] = set()  # templates that have passed
-_RENDERING_ERRORS = (
-    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError, SyntaxError),  # the last for Python that a template becomes
-)
 MAX_SHAPES = 4096
 _SWITCH = re.compile(r"/(?:no_)?think")  # switches that some templates act on and do not print
 
@@ -133,6 +128,8 @@ def _texts(content: Any) -> list[str]:
 def _marked(message: Message, mark: str) -> Message:
     """The message with `mark` for its text."""
     content = message["content"]
+    if content is None:
+        return message
     if isinstance(content, str):
         return {**message, "content": mark if content and message["role"] != "assistant" else content}
     return {**message, "content": [{**part, "text": mark} if part.get("text") else part for part in content]}
@@ -160,11 +157,13 @@ class Template:
         self.tools = openai_shape(tools)
         self.source = chat_template
         # Templates that print the date read this name. It must not change during a run.
-        self.kwargs = {"date_string": datetime.now().strftime("%d %b %Y"), **kwargs}
+        self.kwargs = {"date_string": STARTED.strftime("%d %b %Y"), **kwargs}
+        self._renderer = TemplateRenderer(tokenizer, chat_template, self.tools, self.kwargs)
         self.placeholder = placeholder  # of images, for a vision model
         self.format = ToolFormat()  # its ids are those that templates of its family accept; `ChatCodec` sets it
         self.writes_calls = False  # the template omits calls, so that the format writes them into the content
         self.escaper = Escaper(tokenizer, placeholder)
+        self.forms = MessageForms(self._rendered_or_none, lambda name, number: self.format.call_id(name, number))
         self._complete: set[Hashable] = set()  # shapes of conversations of which the template prints every message
         source = str(self.source or tokenizer.chat_template)
         if source not in _tried:
@@ -196,7 +195,7 @@ class Template:
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Render messages. Raises MessageLost if one is left out."""
-        normal = [self.normal(m) for m in self.with_ids(messages)]
+        normal = self.normals(messages)
         return self.complete(normal, lambda some: self.raw_text(some, generation_prompt), generation_prompt)
 
     def complete(self, normal: Sequence[Message], render: Callable[[Sequence[Message]], str], key: Hashable) -> str:
@@ -225,20 +224,11 @@ class Template:
         if not messages:
             raise TemplateError("there is no message to render; a conversation needs at least one")
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[*self.tools] or None,
-                chat_template=self.source,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **self.kwargs,
-            )
-        except _RENDERING_ERRORS as error:
+            return self._renderer.text(messages, generation_prompt)
+        except RENDERING_ERRORS as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
             problem = str(error) or type(error).__name__
             raise TemplateError(f"the chat template cannot render the roles {roles}: {problem}") from error
-        assert isinstance(rendered, str)
-        return rendered
 
     def tokens(self, text: str) -> list[int]:
         # A tool may print a lone surrogate, which no tokenizer accepts.
@@ -246,16 +236,22 @@ class Template:
         ids: list[int] = self.tokenizer.encode(clean, add_special_tokens=False)
         return ids
 
+    def normals(self, messages: Sequence[Message], after_calls: bool = False) -> list[Message]:
+        """The messages in the form that the template takes. `after_calls`: a turn with calls is before them."""
+        return self.forms.answered([self.normal(m) for m in self.with_ids(messages)], after_calls, self.writes_calls)
+
     def normal(self, message: Message) -> Message:
         """The message in the form that templates expect, with tool and user text escaped."""
         result = {key: value for key, value in message.items() if value is not None}
         result["content"] = self.observed(str(result.get("role")), content_of(message.get("content")))
+        if result.get("role") == "assistant":
+            result = self.forms.reply(result)
         calls = [_normal_call(call) for call in result.pop("tool_calls", ())]
         if calls and self.writes_calls and isinstance(result["content"], str):
-            written = self.format.render([_tool_call(call) for call in calls])
+            written = self._written(calls)
             result["content"] = f"{result['content']}\n{written}" if result["content"].strip() else written
         elif calls:
-            result = {**result, "tool_calls": [self._as_taken(call) for call in calls]}
+            result = self.forms.turn({**result, "tool_calls": [self._as_taken(call) for call in calls]}, self._written)
         if self.placeholder is None:
             return result
         return {key: v if key == "content" else self._without_placeholder(v) for key, v in result.items()}
@@ -263,26 +259,18 @@ class Template:
     def _as_taken(self, call: dict[str, Any]) -> dict[str, Any]:
         """The call with its arguments as an object or, for templates that ask for it, as JSON text."""
         function = call["function"]
-        if not self._takes_json_text or isinstance(function["arguments"], str):
+        if isinstance(function["arguments"], str) or not self.forms.json_text:
             return call
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
-    @cached_property
-    def _takes_json_text(self) -> bool:
-        """Whether the template fails on arguments that are an object, and takes them as JSON text."""
-        results = []
-        for arguments in ({"query": "x"}, '{"query": "x"}'):
-            call = {
-                **_CALL,
-                "id": self.format.call_id("lookup", 0),
-                "function": {"name": "lookup", "arguments": arguments},
-            }
-            try:
-                self.raw_text([QUESTION, {**_ASKS, "tool_calls": [call]}], False)
-                results.append(True)
-            except TemplateError:
-                results.append(False)
-        return results == [False, True]
+    def _written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        return self.format.render([_tool_call(call) for call in calls])
+
+    def _rendered_or_none(self, messages: Sequence[Message]) -> str | None:
+        try:
+            return self.raw_text(messages, False)
+        except TemplateError:
+            return None
 
     def with_ids(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with call ids that templates of this family accept. Mistral's are 9 letters and digits; Kimi's
@@ -362,5 +350,9 @@ def _normal_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """A normalized call for a format to write."""
     function = call["function"]
-    arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
+    arguments = function["arguments"]
+    if isinstance(arguments, str):  # for a template that takes JSON text
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    arguments = arguments if isinstance(arguments, dict) else {}
     return ToolCall(name=str(function["name"]), arguments=arguments, id=str(call["id"]))

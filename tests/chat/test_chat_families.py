@@ -194,7 +194,8 @@ def test_another_format_is_refused_with_the_one_that_fits() -> None:
 
 
 def test_a_call_that_the_template_leaves_out_is_not_trained_without() -> None:
-    """Some templates print one of several calls, or none beside text; a row with such a reply is refused."""
+    """Some templates print one of several calls; a row with such a reply is refused. Others print none beside text; the
+    format writes them there."""
     one_call = "{% set c = m.tool_calls[0].function %}<tool_call>{{ c | tojson }}</tool_call>"
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     source += f"{{% if m.tool_calls and not m.content %}}{one_call}{{% endif %}}<|im_end|>\n{{% endfor %}}"
@@ -203,17 +204,20 @@ def test_a_call_that_the_template_leaves_out_is_not_trained_without() -> None:
     asked = {"role": "user", "content": "q"}
     calls = [call("search", {"query": "x"}), call("search", {"query": "y"})]
     assert codec.encode_conversation([asked, {"role": "assistant", "content": "", "tool_calls": calls[:1]}])
-    for reply in ({"content": "", "tool_calls": calls}, {"content": "I look.", "tool_calls": calls[:1]}):
-        with pytest.raises(MessageLost, match="does not print every call of search"):
-            codec.encode_conversation([asked, {"role": "assistant", **reply}])
+    with pytest.raises(MessageLost, match="does not print every call of search"):
+        codec.encode_conversation([asked, {"role": "assistant", "content": "", "tool_calls": calls}])
+    spoken = {"role": "assistant", "content": "I look.", "tool_calls": calls[:1]}
+    assert '"arguments": {"query": "x"}' in codec.decode(codec.encode_conversation([asked, spoken]).ids)
 
 
 @pytest.mark.drill("reliability", "A chat template prints the end of a turn before a call", "Refused at the start")
 def test_a_turn_that_would_end_before_its_call_is_refused() -> None:
     source = (FOLDER / "end_before_call.jinja").read_text(encoding="utf-8")
-    codec = ChatCodec(template_tokenizer(source, "</s>"), "auto", TOOLS)
+    codec = ChatCodec(template_tokenizer(source, "<|message_sep|>"), "auto", TOOLS)
     assert codec.format.name == "gigachat3"
     assert "prints <|message_sep|> before a call, and turns end with it" in codec.format_problem()
+    codec = ChatCodec(template_tokenizer(source, "</s>"), "auto", TOOLS)  # a model that does not stop at the mark
+    assert codec.format_problem() == "" and [codec.decode([i]) for i in codec.stop_ids] == ["</s>"]
 
 
 def test_the_choice_for_qwen_llama_and_the_demo_is_that_of_before(codecs: dict[str, ChatCodec]) -> None:

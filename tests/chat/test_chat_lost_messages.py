@@ -56,7 +56,6 @@ LOUD = template(ANSWER.replace("m.content", "m.content | upper"))
 BY_ID = template("{%- for c in last.calls if c.id == m.tool_call_id %}" + ANSWER + "{%- endfor %}")
 LOSES = {
     "never": template(""),
-    "inside": INSIDE_THE_TURN,
     "first": ONLY_FIRST,
     "last": ONLY_LAST,
     "cut": CUT,
@@ -115,7 +114,7 @@ def test_a_lost_tool_answer_is_an_error_in_every_rendering(name: str) -> None:
     assert report.refusal("append", tools=False, users=True) == ""
 
 
-@pytest.mark.parametrize("source", [template(), QUOTED, STRIPPED, OTHER_END])
+@pytest.mark.parametrize("source", [template(), QUOTED, STRIPPED, OTHER_END, INSIDE_THE_TURN])
 def test_a_template_that_quotes_or_strips_is_not_refused(source: str) -> None:
     codec = codec_of(source)
 
@@ -130,13 +129,16 @@ def test_a_template_that_quotes_or_strips_is_not_refused(source: str) -> None:
     assert report.refusal("append", tools=True, users=True) == report.refusal("rerender", tools=True, users=True) == ""
 
 
-def test_an_answer_after_a_broken_call_is_lost_only_when_it_is_rendered_again() -> None:
+def test_an_answer_after_a_broken_call_is_shown_as_a_user_message_when_it_is_rendered_again() -> None:
     """The delta is taken after a call. The whole rendering has the broken call as plain text."""
     for source in (template(AFTER_A_CALL), BY_ID):
         assert codec_of(source).probe().refusal("append", tools=True, users=False) == ""
     report = codec_of(template(AFTER_A_CALL)).probe()
     assert report.refusal("append", tools=True, users=False) == ""
-    assert "message 3 (tool)" in report.refusal("rerender", tools=True, users=False)
+    assert report.refusal("rerender", tools=True, users=False) == ""
+    codec = codec_of(template(AFTER_A_CALL))
+    text = codec.decode(codec.render([QUESTION, {"role": "assistant", "content": "x"}, answer("4")], True))
+    assert "<|im_start|>user\n4<|im_end|>" in text
 
 
 def test_system_and_user_messages_that_vanish() -> None:
@@ -188,6 +190,7 @@ def test_the_gateway_refuses_a_conversation_with_a_lost_answer() -> None:
     transcript = Transcript(codec, "append", 0.0)
     whole = ChatHistory.of([QUESTION, calling(), answer("4")], TOOLS)
     assert "<|im_start|>tool\n4" in codec.decode(transcript.draft(whole).ids)
+    transcript = Transcript(codec_of(template("")), "append", 0.0)
     with pytest.raises(MessageLost):
         transcript.draft(ChatHistory.of([QUESTION, {"role": "assistant", "content": "x"}, answer("4")], TOOLS))
 
@@ -195,7 +198,7 @@ def test_the_gateway_refuses_a_conversation_with_a_lost_answer() -> None:
 async def test_the_chat_endpoint_refuses_a_conversation_with_a_lost_answer() -> None:
     engine = EmbeddedEngine(make_model(), EngineSettings(max_model_len=128), num_pages=100)
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template(AFTER_A_CALL)
+    tokenizer.chat_template = template("")
     app = create_app(Served(engine=engine, tokenizer=tokenizer, name="tiny"), None)
     messages = [QUESTION, {"role": "assistant", "content": "x"}, answer("4")]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as http:

@@ -39,6 +39,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 MAX_DEPTH = 64
 MAX_BROKEN = 100
 MAX_LITERAL = 1_000_000
+MAX_PARAMETERS = 64
 
 
 class Split(NamedTuple):
@@ -191,8 +192,32 @@ def arguments_of(parts: Sequence[str], schema: Mapping[str, Any]) -> dict[str, A
         if keyword is None and place >= len(names):
             raise ValueError(f"it has no parameter for {part.strip()[:40]!r}")
         name = keyword[1] if keyword else names[place]
-        arguments[name] = _literal(part[keyword.end() :] if keyword else part, name, properties.get(name, {}))
+        text = part[keyword.end() :] if keyword else part
+        together = None
+        with contextlib.suppress(ValueError):
+            together = {name: _literal(text, name, {})}
+        together = together or _without_commas(text, name, properties)
+        arguments |= together or {name: _literal(text, name, properties.get(name, {}))}
     return arguments
+
+
+def _without_commas(text: str, name: str, properties: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments in `"x"topk=3exact=true`, as a chat template of Gemma 3 writes them; None if it is something else.
+    Only known parameters are separated so, and only where a literal ends."""
+    names = "|".join(re.escape(one) for one in sorted(properties, key=len, reverse=True) if one != name)
+    starts = list(re.finditer(rf"({names})=(?!=)", text))[:MAX_PARAMETERS] if names else []
+    for start in starts:
+        with contextlib.suppress(ValueError):
+            value = _literal(text[: start.start()], name, {})
+            later, rest = start[1], text[start.end() :]
+            try:
+                return {name: value, later: _literal(rest, later, {})}
+            except ValueError:
+                left = {key: schema for key, schema in properties.items() if key != name}
+                together = _without_commas(rest, later, left)
+                if together is not None:
+                    return {name: value, **together}
+    return None
 
 
 def _literal(text: str, name: str, schema: Mapping[str, Any]) -> Any:

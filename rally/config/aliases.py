@@ -23,6 +23,7 @@ SAME_AS: Pairs = (
     ("critic.optim.warmup_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.clip_grad", "critic.grad_clip"),
     ("reward_model.num_workers", "reward.num_workers"),
+    ("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu"),
 )
 """Pairs of an alias and its key."""
 SFT_SAME_AS: Pairs = (

@@ -40,10 +40,59 @@ class SandboxFusion(Section):
     memory_limit_mb: Count = 1024
 
 
+class RewardModelMemory(Section):
+    param_offload: bool = False
+    """Keep the reward model in main memory while it does not score."""
+
+
 class RewardModelWeights(Section):
     path: PathText | None = None
+    """The reward model: a folder or a Hub name. Without custom_reward_function.path it is a sequence classifier with
+    one label, and its logit is the reward. With it, it is a language model that is served to your function."""
+    input_tokenizer: PathText | None = None
+    """Accepted and has no effect: conversations are rendered with the reward model's own chat template."""
     external_lib: str | None = None
     trust_remote_code: bool = False
+    """Run code that the model's folder brings."""
+    dtype: str = "auto"
+    """The dtype of a classifier: auto is bfloat16 on a GPU that has it, else float32."""
+    fsdp_config: RewardModelMemory = RewardModelMemory()
+
+
+class JudgeServerKeys(Section):
+    url: str | None = None
+    """A running server with OpenAI's API, as http://HOST:PORT, for your reward function. null starts one."""
+    python: PathText | None = None
+    """The interpreter that has vLLM or SGLang. null is the run's own."""
+    max_start_wait_time: Positive = 600.0
+    """Seconds that the server may take to start."""
+
+
+class JudgeRollout(Section):
+    """The server that a run starts for a generative reward model."""
+
+    name: Literal["rally", "vllm", "sglang"] = "rally"
+    """Which server: Rally's own, vLLM or SGLang."""
+    dtype: str = "auto"
+    """The dtype of its weights."""
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.5
+    """Its share of the GPU memory."""
+    tensor_model_parallel_size: Count = 1
+    """Its number of GPUs. More than 1 needs vLLM or SGLang."""
+    max_model_len: Count | None = None
+    """Tokens of a prompt and its answer. null is prompt_length + response_length."""
+    prompt_length: Count = 2048
+    """Tokens of a prompt."""
+    response_length: Count = 2048
+    """Tokens of an answer."""
+    max_num_seqs: Count = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: Count = 8192
+    """Tokens of one step."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs (vLLM, SGLang)."""
+    seed: Natural = 0
+    """The seed of requests that have none."""
 
 
 class OverlongBuffer(Section):
@@ -81,11 +130,24 @@ class RewardModelConfig(Section):
     """Accepted and has no effect: episodes are always scored as they finish."""
 
     enable: bool = False
+    """Score with a reward model: a classifier in process, or, with custom_reward_function.path, a served language
+    model, whose address your function gets as reward_router_address."""
     enable_resource_pool: bool = False
+    """Accepted and has no effect, like the two keys below: a judge's server gets GPUs that the trainer leaves free."""
     n_gpus_per_node: Natural = 0
+    """See enable_resource_pool."""
     nnodes: Natural = 0
+    """See enable_resource_pool."""
     model: RewardModelWeights = RewardModelWeights()
-    rollout: dict[str, Any] = Field(default_factory=dict)
+    micro_batch_size_per_gpu: Count | None = None
+    """Conversations that a classifier scores at once. null is 8."""
+    micro_batch_size: Count | None = None
+    """The same as micro_batch_size_per_gpu."""
+    max_length: Count | None = None
+    """Tokens of the longest conversation that a classifier scores; a longer one is an error of its episode. null is
+    the limit of the model."""
+    rollout: JudgeRollout = JudgeRollout()
+    server: JudgeServerKeys = JudgeServerKeys()
     sandbox_fusion: SandboxFusion = SandboxFusion()
     reward_loop_source: Literal["register", "importlib"] = "register"
     reward_loop_module_path: PathText | None = None
@@ -108,15 +170,6 @@ class RewardModelConfig(Section):
         return min((limit for limit in (self.max_rpm, by_tokens) if limit), default=None)
 
 
-class NewRewardModel(Section):
-    enable: bool = False
-    enable_resource_pool: bool = False
-    n_gpus_per_node: Natural = 0
-    nnodes: Natural = 0
-    model_path: PathText | None = None
-    rollout: dict[str, Any] = Field(default_factory=dict)
-
-
 class RewardConfig(Section):
     num_workers: Count = 2
     """Processes that score episodes. verl's default of 8 is more than a laptop has."""
@@ -128,7 +181,6 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardFunction = CustomRewardFunction()
 
     reward_manager: RewardManagerConfig = RewardManagerConfig()
-    reward_model: NewRewardModel = NewRewardModel()
     sandbox_fusion: SandboxFusion = SandboxFusion()
 
 

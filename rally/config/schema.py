@@ -13,6 +13,7 @@ from rally.config.algorithm import AlgorithmConfig
 from rally.config.base import AsList, Count, Only, Root, Section, Texts, look_up
 from rally.config.critic import CriticConfig
 from rally.config.data import DataConfig
+from rally.config.distillation import DistillationConfig
 from rally.config.errors import ConfigError
 from rally.config.model import ModelConfig
 from rally.config.reward import (
@@ -84,6 +85,7 @@ class Config(Root):
 
     reward_manager: RewardManagerConfig = RewardManagerConfig()
     critic: CriticConfig = CriticConfig()
+    distillation: DistillationConfig = DistillationConfig()
     global_profiler: GlobalProfiler = GlobalProfiler()
     transfer_queue: TransferQueue = TransferQueue()
     ray_kwargs: RayKwargs = RayKwargs()
@@ -199,6 +201,16 @@ class Config(Root):
     def reward_kwargs(self) -> dict[str, Any]:
         """The extra keyword arguments of the reward function."""
         return {**(self.reward_model.reward_kwargs.model_extra or {}), **self.reward_function.reward_kwargs}
+
+    @property
+    def uses_classifier(self) -> bool:
+        """Whether a sequence classifier scores the episodes."""
+        return self.reward_model.enable and self.reward_function.path is None
+
+    @property
+    def uses_judge(self) -> bool:
+        """Whether the reward function is given the address of a served reward model."""
+        return self.reward_model.enable and self.reward_function.path is not None
 
     @property
     def reward_manager_name(self) -> Manager:

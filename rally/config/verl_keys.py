@@ -79,6 +79,16 @@ PLACEMENT = "the place of the engine does not change a result"
 ENGINES = "the engines of Rally do not need it"
 MESSAGES = "loops render prompts from messages"
 DEAD = "verl does not read it either"
+JUDGE_PLACE = "a classifier runs in process, and a judge's server gets GPUs that the trainer leaves free"
+JUDGE_ROLLOUT = "it changes no answer of the judge"
+SCORED_BATCHES = "reward_model.micro_batch_size_per_gpu conversations are scored at once"
+UNSHARDED = ("wrap_policy", "min_num_params", "fsdp_size", "forward_prefetch", "reshard_after_forward")
+JUDGE_HINTS = (
+    *("cudagraph_capture_sizes", "free_cache_engine", "data_parallel_size", "expert_parallel_size", "load_format"),
+    *("pipeline_model_parallel_size", "layered_summon", "scheduling_policy", "multi_stage_wake_up", "limit_images"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats", "skip_tokenizer_init"),
+    *("ignore_eos", "temperature", "top_k", "top_p", "do_sample", "n", "disaggregation"),
+)
 LORA = "merging adapters is a matter of how weights reach the engine"
 
 FSDP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -210,6 +220,16 @@ HINTS: tuple[Hint, ...] = (
     Hint(f"{A}.checkpoint.mbridge_config", "it belongs to Megatron"),
     Hint("critic.checkpoint.mbridge_config", "it belongs to Megatron"),
     Hint("reward_model.use_reward_loop", "episodes are scored as they finish"),
+    *(Hint(f"reward_model.{name}", JUDGE_PLACE) for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes")),
+    Hint("reward_model.model.input_tokenizer", "conversations are rendered with the reward model's own template"),
+    Hint("reward_model.model.use_remove_padding", "padding does not change a score"),
+    Hint("reward_model.model.use_shm", OWN_FOLDER),
+    *(Hint(f"reward_model.model.fsdp_config.{name}", "a reward model is not sharded") for name in UNSHARDED),
+    Hint("reward_model.rollout.engine_kwargs", JUDGE_ROLLOUT, ({}, None)),
+    *(Hint(f"reward_model.{name}", SCORED_BATCHES) for name in ("use_dynamic_bsz", "forward_max_token_len_per_gpu")),
+    Hint("reward_model.ulysses_sequence_parallel_size", WHOLE),
+    Hint("reward_model.strategy", "a reward model is not sharded"),
+    *(Hint(f"reward_model.rollout.{name}", JUDGE_ROLLOUT) for name in JUDGE_HINTS),
     Hint("model_engine", "one device holds the whole model, several share it by FSDP2", ("dp", "fsdp", "fsdp2", None)),
     Hint(f"{A}.model_engine", "one device holds the whole model, several share it by FSDP2", ("dp", "fsdp", "fsdp2")),
 )
@@ -241,6 +261,8 @@ MOVES: tuple[tuple[str, str], ...] = (
     ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
     ("critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu"),
     ("reward.reward_kwargs", "reward_model.reward_kwargs"),
+    ("reward.reward_model.model_path", "reward_model.model.path"),
+    ("reward.reward_model", "reward_model"),
     ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
     ("reward.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
     ("reward_model.reward_kwargs.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
@@ -318,11 +340,7 @@ NULLS = (
 )
 """Keys that verl's own files set to null, which means that they are not set."""
 
-RULE_REWARDS = "leave it out and score with custom_reward_function"
 REFUSED: tuple[tuple[str, str, str], ...] = (
-    ("distillation", "enabled", "asks for a teacher, which is not built yet; leave distillation.* out"),
-    ("reward_model", "enable", f"asks for a reward model, which is not built yet; {RULE_REWARDS}"),
-    ("reward.reward_model", "enable", f"asks for a reward model, which is not built yet; {RULE_REWARDS}"),
     *(
         (f"{section}.qat", "enable", "asks for quantization-aware training, which is not built yet; leave qat.* out")
         for section in TRAINED
@@ -620,6 +638,42 @@ def _losses(work: _Work, choices: Mapping[str, str]) -> None:
                 work.drop(name, "algorithm.use_kl_in_reward is false")
 
 
+def _teachers(work: _Work, choices: Mapping[str, str]) -> None:
+    """Keys of a teacher's servers and GPUs: teachers are loaded in process."""
+    section = "distillation"
+    why = "teachers are loaded in process"
+    for name in ("n_gpus_per_node", "nnodes"):
+        if at(work.tree, f"{section}.{name}") is not None:
+            work.drop(f"{section}.{name}", why)
+    for name in at(work.tree, f"{section}.teacher_models") or {}:
+        teacher = f"{section}.teacher_models.{name}"
+        for key in at(work.tree, f"{teacher}.inference") or {}:
+            if key != "dtype":
+                work.drop(f"{teacher}.inference.{key}", why)
+        if at(work.tree, f"{teacher}.num_replicas") is not None:
+            work.drop(f"{teacher}.num_replicas", why)
+    loss = f"{section}.distillation_loss"
+    mode = at(work.tree, f"{loss}.loss_mode", "k3")
+    for name in ("topk", "log_prob_min_clamp"):
+        if mode != "forward_kl_topk" and at(work.tree, f"{loss}.{name}") is not None:
+            work.drop(f"{loss}.{name}", f"loss_mode={mode} does not use it")
+
+
+def _reward_model(work: _Work, choices: Mapping[str, str]) -> None:
+    """Keys of the kind of reward model that is not used."""
+    section = "reward_model"
+    if work.sft or at(work.tree, f"{section}.enable") is not True:
+        return
+    judged = any(at(work.tree, f"{name}custom_reward_function.path") for name in ("", "reward."))
+    why = "a reward model beside a reward function is served to it"
+    names: tuple[str, ...] = ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "model.fsdp_config")
+    if not judged:
+        names, why = ("rollout",), "a reward model without a reward function is a classifier, which runs in process"
+    for name in names:
+        if at(work.tree, f"{section}.{name}") is not None:
+            work.drop(f"{section}.{name}", why)
+
+
 GREEDY = (
     "do_sample=false validates greedily, once per prompt; verl does not read do_sample and validates with these "
     "values, for which do_sample=true stands here"
@@ -825,6 +879,7 @@ def _fits(work: _Work, key: str, value: Any) -> bool:
 
 
 STEPS: tuple[Callable[[_Work, Mapping[str, str]], None], ...] = (
-    *(_defaults, _backend, _switches, _moved, _switches, _estimator, _losses, _validation, _micro_batches, _nulls),
-    *(_engine, _adapters, _checkpoints, _correction, _groups, _frequencies, _switched_parts, _loggers, _ray, _hints),
+    *(_defaults, _backend, _switches, _moved, _switches, _estimator, _losses, _teachers, _reward_model, _validation),
+    *(_micro_batches, _nulls, _engine, _adapters, _checkpoints, _correction, _groups, _frequencies, _switched_parts),
+    *(_loggers, _ray, _hints),
 )

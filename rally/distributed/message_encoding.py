@@ -140,7 +140,7 @@ def rows_of_tensors(tensors: dict[str, Tensor]) -> list[Row]:
     episodes = tensors["episode"].tolist()
     routes = _routes(tensors) if "routes" in tensors else [None] * len(episodes)
     return [
-        Row(episode=e, routes=routes[i], **{name: parts[i] for name, parts in fields.items()})
+        Row(episode=e, routes=routes[i], **{name: parts[i] for name, parts in fields.items()})  # type: ignore[arg-type]
         for i, e in enumerate(episodes)
     ]
 

@@ -48,6 +48,7 @@ from rally.train.rank_messages import (
 )
 from rally.train.reference import Reference
 from rally.train.startup_check import compare_forwards, detached_plain
+from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class Executor:
     settings: UpdateSettings | SftSettings
     reference: Reference | None = None
     critic: Critic | None = None
+    teachers: Teachers | None = None
 
     def execute(self, message: Message) -> None:
         with self.policy.ranks.broadcast(message):
@@ -113,7 +115,8 @@ class Executor:
         match message, self.settings:
             case UpdatePolicy(batch, step, seed), UpdateSettings() as update:
                 torch.manual_seed(seed)
-                update_policy(policy, batch, update, step=step, reference=self.reference if update.kl_coef else None)
+                reference = self.reference if update.kl_coef else None
+                update_policy(policy, batch, update, step=step, reference=reference, teachers=self.teachers)
             case ComputeReference(rows), UpdateSettings() as update:
                 assert self.reference is not None
                 reference_logprobs(policy, self.reference, rows, update)
@@ -123,7 +126,7 @@ class Executor:
             case ComputeLoss(rows), SftSettings() as supervision:
                 sft_loss(policy, rows, supervision)
             case CompareForwards(rows, max_length), _:
-                compare_forwards(policy, rows, max_length)
+                compare_forwards(policy.model, rows, max_length)
             case ComputePlain(rows, temperature), _:
                 detached_plain(policy.model, rows, temperature)
             case ComputeLogits(ids), _:
@@ -162,7 +165,8 @@ def executor_of(plan: RunPlan, group: ProcessGroup) -> Executor:
     policy = policy_of(config, checkpoint, plan.steps, ranks)
     reference = build.reference_of(config, policy.model)
     critic = critic_of(config, checkpoint, plan.steps, ranks)
-    return Executor(policy, build.update_settings_of(config), reference, critic)
+    teachers = build.teachers_of(config, policy.model)
+    return Executor(policy, build.update_settings_of(config), reference, critic, teachers)
 
 
 def main(rank: int, world_size: int, rendezvous: Path, device: str, seconds: float) -> None:

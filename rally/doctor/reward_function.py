@@ -55,6 +55,9 @@ def reward(case: DoctorCase) -> Iterator[Finding]:
     if not case.tasks:
         yield Finding("reward", "warning", "skipped, because there are no rows with a ground truth")
         return
+    if case.config.reward_model.enable:
+        yield Finding("reward", "warning", "skipped, because it needs the reward model; the run starts with loading it")
+        return
     by_source = {task.data_source: task for task in reversed(case.tasks)}
     tasks = list(by_source.values())[-MOST_SOURCES:]
     spec = build.reward_spec_of(case.config)

@@ -132,7 +132,7 @@ class _Rollout:
     sampling: SamplingParams
 
     async def run(self) -> list[Episode]:
-        groups, in_batch = self._groups(), build.reward_spec_of(self.config).batch
+        groups, in_batch = self._groups(), build.scores_in_batch(self.config)
         jobs = self._jobs(0, len(self.episodes)) if groups is None else groups.begin()
         more = None if groups is None or in_batch else lambda episode: groups.after([episode])
         recorded = {episode.id: episode for episode in self.episodes}

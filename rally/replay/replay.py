@@ -243,7 +243,7 @@ async def rescored(record: Recorded, config: Config) -> ReplayFinding:
         return ReplayFinding("reward", Verdict.SKIPPED, f"a failed episode is not scored: {episode.error}")
     if "score" not in episode.timings:
         return ReplayFinding("reward", Verdict.SKIPPED, "the agent loop gave the reward itself")
-    in_batch = build.reward_spec_of(config).batch
+    in_batch = build.scores_in_batch(config)
     scored_together = same_rollout(episode, record.step, config) if in_batch else [episode]
     unscored = [_unscored(e) for e in scored_together if e.error is None]
     try:

@@ -1,6 +1,6 @@
 """Rewards: scores episodes with built-in or user functions. A failure is an error of the episode, never a silent 0."""
 
-from rally.rewards.custom_functions import load_reward_function
+from rally.rewards.custom_functions import JudgeAddress, load_reward_function
 from rally.rewards.registry import check_source, compute_score, register_reward
 from rally.rewards.score import RewardError, Score, reward_metrics
 from rally.rewards.score_inputs import solution_text
@@ -8,6 +8,7 @@ from rally.rewards.shaping import Overlong, Shaping, outcome
 from rally.rewards.worker_pool import RewardSpec, Scorer
 
 __all__ = [
+    "JudgeAddress",
     "Overlong",
     "RewardError",
     "RewardSpec",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -67,15 +68,56 @@ def _data(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) ->
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class JudgeAddress:
+    """Where a reward function finds the reward model, and its tokenizer."""
+
+    address: str  # HOST:PORT
+    tokenizer: str | None = None  # a folder or a name on the hub
+    trust_remote_code: bool = False
+
+
+class LazyTokenizer:
+    """The tokenizer of a reward model. It is loaded at its first use, because many functions never use it, and it
+    takes seconds in each worker."""
+
+    def __init__(self, judge: JudgeAddress) -> None:
+        self._judge = judge
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from rally.models.load import load_tokenizer
+
+        trusted, option = self._judge.trust_remote_code, "reward_model.model.path"
+        return load_tokenizer(str(self._judge.tokenizer), trust_remote_code=trusted, option=option)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+
+def judge_arguments(judge: JudgeAddress) -> dict[str, Any]:
+    """The arguments of a reward function that asks a served reward model."""
+    tokenizer = None if judge.tokenizer is None else LazyTokenizer(judge)
+    return {"reward_router_address": judge.address, "reward_model_tokenizer": tokenizer}
+
+
 def load_reward_function(
     path: str | None = None,
     name: str = "compute_score",
     kwargs: Mapping[str, Any] | None = None,
     *,
     batch: bool = False,
+    judge: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The reward function of a run, with `kwargs` bound. Without a `path`, it calls the registered functions."""
-    kwargs = dict(kwargs or {})
+    """The reward function of a run, with `kwargs` bound. Without a `path`, it calls the registered functions. With a
+    `judge`, the fields of a JudgeAddress, it also gets verl's two arguments for a served reward model."""
+    kwargs = {**(kwargs or {}), **(judge_arguments(JudgeAddress(**judge)) if judge else {})}
     function = registry.compute_score if path is None else _custom_function(path, name)
     routed = function is registry.compute_score
     if batch and routed:

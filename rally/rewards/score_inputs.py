@@ -44,7 +44,7 @@ def _episode_facts(episode: Episode) -> dict[str, Any]:
         "tool_rewards": [reward for _, reward in rewarded],
         "rollout_reward_scores": by_tool,
         "messages": [
-            *({"role": message["role"], "text": _text(message)} for message in episode.task.prompt),
+            *({"role": message["role"], "text": message_text(message)} for message in episode.task.prompt),
             *({"role": turn.role, "text": turn.text} for turn in episode.turns),
         ],
         "stop_reason": episode.stop_reason.value,
@@ -69,7 +69,7 @@ def _assistant_texts(episode: Episode) -> list[str]:
     return [turn.text for turn in episode.turns if turn.role == "assistant"]
 
 
-def _text(message: Message) -> str:
+def message_text(message: Message) -> str:
     """The text of a message, whose content may be a list of text and image parts."""
     content = message.get("content") or ""
     if isinstance(content, str):

@@ -20,17 +20,21 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rally.rewards import registry
+from rally.rewards.custom_functions import JudgeAddress
 from rally.rewards.score import RewardError, Score, decode, encode
 from rally.rewards.score_inputs import BuiltIn, request_of
-from rally.types import Episode
+from rally.types import Episode, RallyError
 from rally.util.rate_limit import TokenBucket
 from rally.util.subprocesses import kill_group
+
+if TYPE_CHECKING:  # a worker imports this package, and must not import torch
+    from rally.rewards.judge_server import JudgeServer
 
 LOAD_SECONDS = 120.0  # a user's module may import something large
 GRACE_SECONDS = 2.0  # the worker exits by itself at the deadline; after this much longer it is killed
@@ -49,6 +53,7 @@ class RewardSpec:
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: bool = False  # the function takes lists with the episodes of a whole rollout
+    judge: JudgeAddress | None = None  # a served reward model that the function may ask
 
 
 class RewardWorker:
@@ -166,15 +171,23 @@ class Scorer:
     """Scores episodes in `num_workers` processes. `timeout` is in seconds for one call of the function.
 
     An async function also runs one call at a time in a worker, so one that mostly waits (a judge over HTTP) needs more
-    workers. The function is called at most `per_minute` times a minute, evenly spaced.
+    workers. The function may ask a reward model behind `server`, which lives as long as this scorer; while it is down,
+    every score is an error. The function is called at most `per_minute` times a minute, evenly spaced.
     """
 
-    def __init__(self, spec: RewardSpec, num_workers: int, timeout: float, per_minute: float | None = None) -> None:
+    def __init__(
+        self,
+        spec: RewardSpec,
+        num_workers: int,
+        timeout: float,
+        per_minute: float | None = None,
+        server: JudgeServer | None = None,
+    ) -> None:
         if num_workers < 1:
             raise RewardError(f"reward.num_workers must be at least 1, not {num_workers}")
         if timeout <= 0:
             raise RewardError(f"reward.timeout must be more than 0 seconds, not {timeout}")
-        self._spec, self._timeout = spec, timeout
+        self._spec, self._timeout, self._server = spec, timeout, server
         self._closed = False
         self._pace = TokenBucket(per_minute / 60 if per_minute else None, burst_seconds=0.0)
         in_process = spec.path is None and not spec.batch and not registry.may_hang(spec.kwargs)
@@ -186,10 +199,13 @@ class Scorer:
             self._idle.put(worker)
 
     async def start(self) -> None:
-        """Wait until every worker has loaded the function, so that a mistake is found before training."""
+        """Start the judge's server, if there is one, and wait until every worker has loaded the function, so that a
+        mistake is found before training."""
         try:
+            if self._server is not None:
+                await self._server.start()
             await asyncio.get_running_loop().run_in_executor(self._pool, self._load)
-        except RewardError:
+        except RallyError:
             await self.close()
             raise
 
@@ -215,7 +231,10 @@ class Scorer:
 
     async def _ask(self, request: Mapping[str, Any]) -> Score:
         await self._pace.acquire()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
+        score = await asyncio.get_running_loop().run_in_executor(self._pool, self._score, encode(request))
+        if self._server is not None and (problem := self._server.problem()):
+            return replace(score, reward=None, info={}, error=problem)  # whatever the function made of it
+        return score
 
     async def close(self) -> None:
         """Kill the workers."""
@@ -223,6 +242,8 @@ class Scorer:
         for worker in tuple(self._workers):
             worker.kill()
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+        if self._server is not None:
+            await self._server.close()
         for worker in self._workers:
             worker.close()
         self._workers.clear()

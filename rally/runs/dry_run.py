@@ -40,7 +40,9 @@ def dry_run(config: Config, console: RunConsole) -> None:
 
 
 async def _load_reward(config: Config) -> None:
-    """Load the reward function as a run does, so that its errors show here."""
+    """Load the reward function as a run does, so that its errors show here. A reward model is not loaded."""
+    if config.reward_model.enable:
+        return
     async with scorer_of(config):
         pass
 

@@ -76,7 +76,7 @@ def check_rows(config: Config, tasks: TaskSet, interactions: Interactions, toolb
     rollout = config.rollout
     path, overridden = rollout.agent.agent_loop_config_path, rollout.agent_loop_class is not None
     loops = load_loop_config(path) if path else {}
-    by_functions = config.reward_function.path is None and not overridden
+    by_functions = config.reward_function.path is None and not overridden and not config.uses_classifier
     seen: set[tuple[object, ...]] = set()
     for task in tasks:
         interactions.find(task)

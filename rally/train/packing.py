@@ -45,6 +45,7 @@ class Row:
     returns: tuple[float, ...] = ()  # the critic's targets
     images: tuple[ImageSpan, ...] = ()  # which of its tokens belong to images
     routes: Routes | None = None  # the experts that its tokens are computed with
+    teacher: int = 0  # the number of its teacher, in distillation
 
     def __post_init__(self) -> None:
         per_token = (self.advantages, self.weights, self.stale, self.marked, self.values, self.returns)

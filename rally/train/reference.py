@@ -72,18 +72,24 @@ class FrozenModel:
         attention.install(model)
         if like is not None:
             copy_training_forward(like, model)
-        self._maybe_offload()
+        self.sleep()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """A context in which the model is on its device. Outside, with `offload`, it is in main memory."""
-        self.model.to(self._device)  # type: ignore[arg-type]
+        self.wake()
         try:
             yield
         finally:
-            self._maybe_offload()
+            self.sleep()
 
-    def _maybe_offload(self) -> None:
+    def wake(self) -> None:
+        """Move the model to its device, with `offload`."""
+        if self._offload:
+            self.model.to(self._device)  # type: ignore[arg-type]
+
+    def sleep(self) -> None:
+        """Move the model to main memory, with `offload`."""
         if self._offload:
             self.model.to("cpu")  # type: ignore[arg-type]
 

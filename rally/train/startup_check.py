@@ -34,6 +34,7 @@ from rally.train.micro_batches import UNBOUND
 from rally.train.packing import PackedRows, Row, micro_batches, pack
 from rally.train.policy import Policy
 from rally.train.rank_messages import CompareForwards, ComputePlain
+from rally.train.reference import FrozenModel
 from rally.types import RallyError, SamplingParams, Segment
 
 SHORTEST, LONGEST = 64, 192  # tokens of a compared text
@@ -229,20 +230,33 @@ def check_critic(critic: Policy, rows: Sequence[Row], max_length: int, warn: Cal
     return check_training(critic, rows, max_length, warn, Readout(packed, plain))
 
 
+def check_frozen(frozen: FrozenModel, rows: Sequence[Row], max_length: int, name: str) -> None:
+    """Compare the packed forward of a model that is not trained with its own. One that cannot be packed computes one
+    row at a time. Raises StartupCheckError, which calls it `name`, if neither agrees."""
+    with frozen.awake():
+        forwards: tuple[TrainingForward, ...] = ("packed", "unpacked")
+        for forward in forwards:
+            choose_training_forward(frozen.model, forward)
+            found = compare_forwards(frozen.model, rows, max_length)
+            if isinstance(found, Difference):
+                return
+    raise StartupCheckError(f"{name}: {found}; choose another model ({KEY}=false starts the run anyway)")
+
+
 def _compared(policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None) -> Difference | str:
     with policy.ranks.broadcast(CompareForwards(rows, max_length)):
-        return compare_forwards(policy, rows, max_length, readout)
+        return compare_forwards(policy.model, rows, max_length, readout)
 
 
 def compare_forwards(
-    policy: Policy, rows: Sequence[Row], max_length: int, readout: Readout | None = None
+    model: PreTrainedModel, rows: Sequence[Row], max_length: int, readout: Readout | None = None
 ) -> Difference | str:
     """The larger difference of the training forward if rounding explains it, else a sentence. All ranks call it."""
     readout = readout or Readout(lambda model, packed: token_logprobs(model, packed).logp_M, plain_logprobs)
-    found = _tried(policy, rows, readout)
+    found = _tried(model, rows, readout)
     if isinstance(found, Difference):
-        with _short_windows(policy.model, max_length) as shortened:
-            again = _tried(policy, rows, readout) if shortened else found
+        with _short_windows(model, max_length) as shortened:
+            again = _tried(model, rows, readout) if shortened else found
         if not isinstance(again, Difference):
             return f"{again} (with {', '.join(shortened)} shortened to {SHORT_WINDOW} to fit the compared rows)"
         found = max(found, again, key=lambda one: one.largest)
@@ -270,9 +284,9 @@ def _short_windows(model: PreTrainedModel, max_length: int) -> Iterator[list[str
             values[name] = value
 
 
-def _tried(policy: Policy, rows: Sequence[Row], readout: Readout) -> Difference | str:
+def _tried(model: PreTrainedModel, rows: Sequence[Row], readout: Readout) -> Difference | str:
     """The difference of the training forward if rounding explains it, else a sentence about it."""
-    model, name = policy.model, type(policy.model).__name__
+    name = type(model).__name__
     forward = "its own forward"
     try:
         plain, plain_gradients = _plain(model, rows, readout)

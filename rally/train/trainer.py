@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from rally.train.reference import KlController, Reference, awake
 from rally.train.rollout.dynamic_sampling import FilterSettings, LiveGroups
 from rally.train.rollout.rollout import Rollout, RolloutError, RolloutResult, ValidationPass
 from rally.train.startup_check import check_rollout
+from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.types import Episode, SamplingParams
 from rally.util.background_threads import BackgroundWriter
@@ -106,6 +107,7 @@ class Trainer:
     console: RunConsole
     sinks: Sinks
     reference: Reference | None = None
+    teachers: Teachers | None = None  # None: no distillation
     reward_kl: KlController | None = None  # None: no KL in the reward
     critic: Critic | None = None
     startup_texts: Sequence[Sequence[int]] = ()  # to compare the rollout with the model's own forward; () compares not
@@ -258,11 +260,14 @@ class Trainer:
             self.console.phase(f"update {step}/{self.settings.total_steps}", count) as phase,
             self.engine.updating(),
             awake(self.reference),
+            nullcontext() if self.teachers is None else self.teachers.resting(),
             keeping_diverged(self.folder.path, step, [_source(e) for e in episodes]),
         ):
             penalties_M = self._reward_kl(episodes, timed)
             metrics: dict[str, float] = {}
             batch = self._batch(step, episodes, penalties_M, metrics, phase.advance, timed)
+            if self.teachers is not None:
+                batch = self.teachers.assigned(batch, episodes)
             rows = batch.rows
             self.recorder.write(lambda: self.folder.log_advantages(step, advantage_spans(episodes, rows)))
             if self._trains(step):
@@ -272,6 +277,7 @@ class Trainer:
                     self.update,
                     step=step,
                     reference=self.reference if self.update.kl_coef else None,
+                    teachers=self.teachers,
                     progress=phase.advance,
                     timed=timed,
                 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rally.algos import losses
+from rally.algos.distillation import DistillationSettings, distillation_loss
 from rally.algos.losses import Sampled, SurrogateSettings, policy_loss
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.models.routing import Routing, RoutingError, load_metrics, routers_of
@@ -24,7 +25,7 @@ from rally.track.timing import Timed, untimed
 from rally.train.batch import TrainBatch
 from rally.train.divergence import DivergedError, Tried
 from rally.train.forward.deterministic_logprobs import exact_decoder, exact_logprobs, with_value
-from rally.train.forward.logprobs import TokenLogprobs, token_logprobs
+from rally.train.forward.logprobs import LogitsFunction, TokenLogprobs, token_logprobs
 from rally.train.forward.router_replay import fitted_row, recorded_rows
 from rally.train.loss_inputs import corrected_rows, fresh_tokens, marked_rows, over_rows
 from rally.train.micro_batches import MicroBatchLimits, in_order, micro_batches_for, share_of
@@ -32,6 +33,7 @@ from rally.train.packing import PackedRows, Row, pack
 from rally.train.policy import Policy
 from rally.train.rank_messages import ComputeReference, UpdatePolicy
 from rally.train.reference import Reference
+from rally.train.teacher import Teachers, TeacherView
 from rally.types import RallyError
 
 
@@ -75,6 +77,7 @@ class UpdateSettings:
     deterministic: bool = False  # compute log-probabilities with the kernels of a deterministic rollout
     shuffle_seed: int | None = None  # None: mini-batches in the order of the prompts
     router_replay: RouterReplayMode = "disabled"  # whose expert choices the update uses
+    distillation: DistillationSettings | None = None  # None: no teachers
 
     @property
     def limits(self) -> MicroBatchLimits:
@@ -82,8 +85,9 @@ class UpdateSettings:
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether rows without advantage are computed too: a KL or entropy term gives them a gradient."""
-        return self.kl_coef != 0 or self.entropy_coeff != 0 or self.surrogate.mode == "kl_cov"
+        """Whether rows without advantage are computed too: a KL, entropy or distillation term gives them a gradient."""
+        other = self.entropy_coeff != 0 or self.distillation is not None
+        return self.kl_coef != 0 or other or self.surrogate.mode == "kl_cov"
 
 
 @dataclass
@@ -120,7 +124,8 @@ class UpdateMetrics:
             [self.tokens, *map(float, self.losses), *map(float, self.sums.values())], dtype=torch.float64
         )
         tokens, *rest = sum(ranks.all_gather(mine), torch.zeros_like(mine)).tolist()
-        means = {f"actor/{k}": v / max(1, tokens) for k, v in zip(self.sums, rest[len(self.losses) :], strict=True)}
+        names = [name if "/" in name else f"actor/{name}" for name in self.sums]
+        means = {name: v / max(1, tokens) for name, v in zip(names, rest[len(self.losses) :], strict=True)}
         means["actor/pg_loss"] = sum(rest[: len(self.losses)]) / max(1, len(self.losses))
         if self.grad_norms:
             means["actor/grad_norm"] = sum(self.grad_norms) / len(self.grad_norms)
@@ -204,11 +209,13 @@ def update_policy(
     *,
     step: int = 0,
     reference: Reference | None = None,
+    teachers: Teachers | None = None,
     progress: Callable[[], None] = lambda: None,
     timed: Timed = untimed,
 ) -> dict[str, float]:
     """Run all mini-batches of one training step and return its metrics."""
     assert (reference is not None) == (settings.kl_coef != 0), "a reference policy comes with a KL coefficient"
+    assert (teachers is not None) == (settings.distillation is not None), "teachers come with a distillation loss"
     metrics = UpdateMetrics()
     correction: dict[str, float] = {}
     with policy.ranks.broadcast(UpdatePolicy(batch, step, torch.initial_seed())):
@@ -223,7 +230,7 @@ def update_policy(
                 order = visit_order(batch.num_groups, settings.shuffle_seed, step, epoch)
                 for number, members in enumerate(batch.mini_batches(settings.mini_batch_groups, order)):
                     fresh = epoch == number == 0 and not settings.correction.per_step  # which measures the mismatch
-                    _mini_batch(policy, batch, members, settings, reference, metrics, fresh=fresh)
+                    _mini_batch(policy, batch, members, settings, reference, teachers, metrics, fresh=fresh)
                     progress()
         rate = policy.optimizer.param_groups[0]["lr"]
         policy.advance()
@@ -293,6 +300,7 @@ def _mini_batch(
     members: Sequence[int],
     settings: UpdateSettings,
     reference: Reference | None,
+    teachers: Teachers | None,
     metrics: UpdateMetrics,
     fresh: bool,
 ) -> None:
@@ -310,10 +318,12 @@ def _mini_batch(
         metrics.corrections.append(measured)
     rows = [r for r in rows if settings.needs_every_row or any(r.advantages)]
     total, tried = torch.zeros(()), []
-    parts = micro_batches_for(policy.ranks, rows, settings.limits)
+    apart = [rows] if teachers is None else teachers.by_teacher(rows)
+    parts = [part for some in apart for part in micro_batches_for(policy.ranks, some, settings.limits)]
     for part in share_of(policy.ranks, parts):
         packed = pack(part.rows, policy.device)
-        loss_M, result = _loss(policy, packed, weights_N, settings, reference)
+        view = None if teachers is None else teachers(packed, part.rows[0].teacher)
+        loss_M, result = _loss(policy, packed, weights_N, settings, reference, view)
         (loss_M.sum() * part.counts).backward()
         metrics.add(result, fresh=fresh_tokens(part.rows) if fresh else None, counts=part.counts)
         if part.counts:
@@ -343,13 +353,20 @@ def _routing(policy: Policy, packed: PackedRows, settings: UpdateSettings) -> Ro
     return Routing(replay_TLk=None if settings.router_replay == "disabled" else packed.routes_TLk)
 
 
-def _logprobs(policy: Policy, packed: PackedRows, settings: UpdateSettings, routing: Routing | None) -> TokenLogprobs:
+def _logprobs(
+    policy: Policy,
+    packed: PackedRows,
+    settings: UpdateSettings,
+    routing: Routing | None,
+    of_logits: LogitsFunction | None = None,
+) -> TokenLogprobs:
     tokens = token_logprobs(
         policy.model,
         packed,
         settings.temperature,
         entropy_gradient=settings.entropy_coeff != 0,
         routing=routing,
+        of_logits=of_logits,
     )
     if not (settings.deterministic and policy.device.type == "cuda"):
         return tokens
@@ -363,10 +380,12 @@ def _loss(
     weights_N: Tensor,
     settings: UpdateSettings,
     reference: Reference | None,
+    teacher: TeacherView | None,
 ) -> MicroBatchLoss:
     """The contribution of each sampled token to the loss of its mini-batch."""
     routing = _routing(policy, packed, settings)
-    logp_M, entropy_M = _logprobs(policy, packed, settings, routing)
+    found = _logprobs(policy, packed, settings, routing, None if teacher is None else teacher.of_logits)
+    logp_M, entropy_M, _ = found
     tokens = Sampled(logp_M, packed.old_logp_M, packed.advantages_M, packed.row_M, packed.rows, packed.marked_M)
     surrogate = policy_loss(tokens, settings.surrogate)
     loss_M = surrogate.loss_M * packed.weights_M
@@ -382,5 +401,34 @@ def _loss(
         kl_M = losses.kl_estimate(logp_M, reference(packed, settings.temperature), settings.kl_kind)
         loss_M = loss_M + settings.kl_coef * kl_M
         values["kl_loss"] = kl_M
+    if teacher is not None and settings.distillation is not None:
+        distilled = _distilled(found, packed, teacher, settings.distillation)
+        with_rewards = settings.distillation.with_rewards
+        loss_M = loss_M + settings.distillation.coefficient * distilled.loss_M if with_rewards else distilled.loss_M
+        values |= distilled.values
     result = MicroBatchResult(logp_M.detach(), packed.old_logp_M, values, routing)
     return MicroBatchLoss(loss_M * weights_N[packed.episode_M], result)
+
+
+class _Distilled(NamedTuple):
+    loss_M: Tensor
+    values: dict[str, Tensor]
+
+
+def _distilled(
+    tokens: TokenLogprobs, packed: PackedRows, teacher: TeacherView, settings: DistillationSettings
+) -> _Distilled:
+    """The distillation loss of each sampled token, and its metrics."""
+    logp_M, columns_M = tokens.logp_M, tokens.columns_M
+    if teacher.divergence is not None:
+        divergence_M, others = teacher.divergence(logp_M), {}
+    else:
+        assert columns_M is not None
+        divergence_M = columns_M[:, 0]
+        others = {f"distillation/{name}": columns_M[:, i] for i, name in enumerate(teacher.columns, 1)}
+    loss_M, clipped_M = distillation_loss(divergence_M, logp_M, packed.old_logp_M, packed.weights_M, settings)
+    values = {"distillation/loss": loss_M, "distillation/divergence": divergence_M, **others}
+    values["distillation/abs_loss"] = divergence_M.abs()
+    if settings.policy_gradient:
+        values["distillation/pg_clipfrac"] = clipped_M
+    return _Distilled(loss_M, values)

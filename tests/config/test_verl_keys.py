@@ -149,8 +149,8 @@ def test_a_group_of_one_is_noted() -> None:
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        (("reward_model.enable=true", "reward_model.model.path=m"), "reward_model.enable=true asks for a reward model"),
-        (("distillation.enabled=true", "distillation.nnodes=2"), "distillation.enabled=true asks for a teacher"),
+        (("reward_model.enable=true",), "needs a model; set reward_model.model.path"),
+        (("distillation.enabled=true", "distillation.nnodes=2"), "distillation.enabled=true needs a teacher"),
         ((f"{A}.fsdp_config.qat.enable=true",), "asks for quantization-aware training"),
         (("async_training.staleness_threshold=0.1",), "asks for a trainer and a rollout on separate GPUs"),
         ((f"{A}.fsdp_config.model_dtype=float16",), "model_dtype=float16 is not built yet"),

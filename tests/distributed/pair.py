@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import small_model
 from rally.algos.credit_assignment import CreditSettings
+from rally.algos.distillation import DistillationSettings
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.distributed.process_group import ProcessGroup
 from rally.distributed.worker import Worker
@@ -26,6 +27,7 @@ from rally.train.checkpoint.snapshot import copied
 from rally.train.critic import Critic, CriticSettings
 from rally.train.policy import OptimizerSettings, Policy
 from rally.train.reference import BaseOfPolicy, FrozenModel, Reference, awake
+from rally.train.teacher import Teachers
 from rally.train.update import UpdateSettings, reference_logprobs, update_policy
 from rally.train.value_model import with_value_head
 
@@ -58,6 +60,7 @@ CASES = {
     "corrected": Case(settings(correction=CorrectionSettings(level="token"), mini_batch_groups=1)),
     "layers kept whole": Case(settings(kl_coef=0.1), reshard=False),
     "adapters": Case(settings(kl_coef=0.1), lora=True),
+    "distillation": Case(settings(distillation=DistillationSettings(mode="forward_kl_topk", topk=4), max_tokens=50)),
     "layers that hold state": Case(settings(max_tokens=50), family="qwen3_5_text", checkpointing=True),
     "experts recorded before the update": Case(settings(max_tokens=50, router_replay="R2"), family="qwen3_moe"),
     "half precision": Case(settings(max_tokens=50), dtype=torch.bfloat16),
@@ -95,12 +98,21 @@ def reference_for(case: Case, policy: Policy, ranks: Ranks) -> Reference:
     return FrozenModel(model)
 
 
+def teachers_for(case: Case, ranks: Ranks) -> Teachers | None:
+    if case.settings.distillation is None:
+        return None
+    model = model_for(case, 6)
+    ranks.shard(model)
+    return Teachers({"default": FrozenModel(model)}, case.settings.distillation, model.config.vocab_size)
+
+
 def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
     if isinstance(ranks, Worker):
         ranks = Worker(ranks._group, reshard=case.reshard)
     policy = policy_for(case, ranks)
     reference = reference_for(case, policy, ranks)
     asked = reference if case.settings.kl_coef else None
+    teachers = teachers_for(case, ranks)
     metrics = []
     for seed in range(STEPS):
         episodes = uneven_episodes(seed)
@@ -108,7 +120,7 @@ def result_of(case: Case, ranks: Ranks = ALONE) -> Result:
         if case.few:
             batch = type(batch)(**{**vars(batch), "rows": batch.rows[:1]})
         with awake(asked if ranks.rank == 0 else None):  # the run is what wakes it
-            metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked))
+            metrics.append(update_policy(policy, batch, case.settings, step=seed, reference=asked, teachers=teachers))
     reference_M = reference_logprobs(policy, reference, rows_of(uneven_episodes()), case.settings)
     return Result(full_weights(policy.model), metrics, reference_M, copied(policy.state()))
 

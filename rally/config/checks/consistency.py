@@ -12,7 +12,9 @@ from rally.config.algorithm import RolloutCorrection
 from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
 from rally.config.checks.critic import critic, kl_control
+from rally.config.checks.distillation import distillation
 from rally.config.checks.multi_gpu import COUNT, multi_gpu, sft_multi_gpu
+from rally.config.checks.reward_model import reward_model
 from rally.config.checks.servers import servers
 from rally.config.checks.unused_keys import sft_unused_keys, unused_keys
 from rally.config.errors import shown
@@ -436,6 +438,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     dynamic_sampling,
     critic,
     kl_control,
+    distillation,
     off_policy_correction,
     asynchronous,
     lora,
@@ -444,6 +447,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     agent_loop,
     reward,
     reward_manager,
+    reward_model,
     trace,
     unused_keys,
     custom_rows,

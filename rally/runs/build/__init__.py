@@ -34,7 +34,14 @@ from rally.runs.build.models import (
     tokenizer_of,
     trained_model,
 )
-from rally.runs.build.policy_and_critic import critic_of, critic_settings_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.policy_and_critic import (
+    critic_of,
+    critic_settings_of,
+    kl_control_of,
+    policy_of,
+    reference_of,
+    teachers_of,
+)
 from rally.runs.build.rollout import (
     engine_settings_of,
     failure_policy_of,
@@ -46,6 +53,7 @@ from rally.runs.build.rollout import (
     runner_of,
     sampling_of,
     scorer_of,
+    scores_in_batch,
     shaping_of,
     validation_passes,
     with_rollout_cache,
@@ -134,6 +142,7 @@ __all__ = [
     "sampler_of",
     "sampling_of",
     "scorer_of",
+    "scores_in_batch",
     "set_evaluation_aside",
     "shaping_of",
     "shares_gpu",
@@ -142,6 +151,7 @@ __all__ = [
     "sleeps",
     "surrogate_settings_of",
     "tasks_of",
+    "teachers_of",
     "tokenizer_at",
     "tokenizer_of",
     "toolbox_of",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rally.config import Config
-from rally.models.load import PATH_KEY, pick_device, pick_dtype
+from rally.config.distillation import TeacherModel
+from rally.models.load import PATH_KEY, load_model, load_model_config, load_tokenizer, pick_device, pick_dtype
 from rally.models.lora import has_adapters
 from rally.models.rope import decide_rope
 from rally.models.sharding import ALONE, Ranks, ranks_of
+from rally.models.vision import image_parts_of
 from rally.models.vision_loading import freeze_unused, share_patches
-from rally.runs.build.models import model_of, patches_of
+from rally.runs.build.models import model_of, patches_of, tokenizer_of
 from rally.runs.build.update_settings import (
+    distillation_settings_of,
     gradient_limits_of,
     optimizer_settings,
     optimizer_settings_of,
@@ -25,7 +30,9 @@ from rally.train.micro_batches import UNBOUND
 from rally.train.policy import Policy
 from rally.train.reference import FILE as KL_FILE
 from rally.train.reference import BaseOfPolicy, FrozenModel, KlController, Reference
+from rally.train.teacher import Teachers, check_shared_vocabulary
 from rally.train.value_model import load_value_model
+from rally.types import Episode
 
 
 def critic_of(config: Config, checkpoint: Checkpoint | None, steps: int, ranks: Ranks = ALONE) -> Critic | None:
@@ -120,3 +127,54 @@ def reference_of(config: Config, policy: PreTrainedModel) -> Reference | None:
     if has_adapters(policy):
         return BaseOfPolicy(policy)
     return FrozenModel(model_of(config, ranks=ranks_of(policy)), like=policy, offload=offload)
+
+
+def teachers_of(config: Config, policy: PreTrainedModel) -> Teachers | None:
+    """The teachers of distillation, if it is enabled. Their vocabularies are compared before any weight is loaded."""
+    settings = distillation_settings_of(config)
+    if settings is None:
+        return None
+    keys, student = config.distillation, tokenizer_of(config)
+    for name, teacher in keys.teachers.items():
+        _check_teacher(config, teacher, student, f"distillation.teacher_models.{name}.model_path={teacher.model_path}")
+    return Teachers(
+        {teacher.key or name: _teacher(config, teacher, name, policy) for name, teacher in keys.teachers.items()},
+        settings,
+        vocabulary=policy.config.get_text_config().vocab_size,
+        route=partial(_teacher_key, keys.teacher_key),
+        route_key=keys.teacher_key,
+    )
+
+
+def _teacher_key(key: str, episode: Episode) -> str | None:
+    task = episode.task
+    if key == "data_source":
+        return task.data_source
+    value = task.row.get(key, task.extra_info.get(key))
+    return None if value is None else str(value)
+
+
+def _check_teacher(config: Config, teacher: TeacherModel, student: PreTrainedTokenizerBase, name: str) -> None:
+    path, trust = str(teacher.model_path), config.model.trust_remote_code
+    option = name.partition("=")[0]
+    stored = load_model_config(path, trust_remote_code=trust, option=option).get_text_config()
+    check_shared_vocabulary(
+        student, load_tokenizer(path, trust_remote_code=trust, option=option), stored.vocab_size, name
+    )
+
+
+def _teacher(config: Config, teacher: TeacherModel, name: str, policy: PreTrainedModel) -> FrozenModel:
+    option = f"distillation.teacher_models.{name}.model_path"
+    ranks, device = ranks_of(policy), pick_device(config.trainer.device)
+    model = load_model(
+        str(teacher.model_path),
+        device=device if ranks.world_size == 1 else torch.device("cpu"),
+        dtype=str(pick_dtype(teacher.inference.get("dtype") or config.model.dtype, device)).removeprefix("torch."),
+        trust_remote_code=config.model.trust_remote_code,
+        option=option,
+    )
+    decide_rope(model, config.max_model_len)
+    if (patches := patches_of(config)) and image_parts_of(model):
+        share_patches(model, patches, option)
+    ranks.shard(model)
+    return FrozenModel(model, offload=config.distillation.param_offload)

@@ -15,9 +15,11 @@ from rally.engines.base import TrainingEngine
 from rally.engines.embedded import EngineSettings
 from rally.loops import AgentLoopBase, LoopSettings, LoopSpec, Runner, find_loop, load_loop_config
 from rally.rewards import Overlong, RewardSpec, Shaping
+from rally.rewards.judge_server import JudgeServer
 from rally.rewards.worker_pool import Scorer
+from rally.runs.build.reward_model import classifier_scorer_of, judge_address_of, judge_server_of
 from rally.runs.build.run_inputs import RunInputs
-from rally.train.rollout.rollout import FailurePolicy, Rollout, ValidationPass
+from rally.train.rollout.rollout import EpisodeScorer, FailurePolicy, Rollout, ValidationPass
 from rally.train.rollout.rollout_cache import CachedRolloutRunner
 from rally.types import SamplingParams
 from rally.util.private_files import cache_folder, own_folder
@@ -124,10 +126,21 @@ def failure_policy_of(config: Config) -> FailurePolicy:
     )
 
 
-def reward_spec_of(config: Config) -> RewardSpec:
+def reward_spec_of(config: Config, server: JudgeServer | None = None) -> RewardSpec:
+    """The reward function. `server` is that of the reward model it asks."""
     function = config.reward_function
-    in_batch = config.reward_manager_name == "batch"
-    return RewardSpec(path=function.path, name=function.name, kwargs=config.reward_kwargs, batch=in_batch)
+    return RewardSpec(
+        path=function.path,
+        name=function.name,
+        kwargs=config.reward_kwargs,
+        batch=config.reward_manager_name == "batch",
+        judge=None if server is None else judge_address_of(config, server),
+    )
+
+
+def scores_in_batch(config: Config) -> bool:
+    """Whether the episodes of a rollout are scored together, after the last has ended."""
+    return config.uses_classifier or config.reward_manager_name == "batch"
 
 
 def shaping_of(config: Config) -> Shaping:
@@ -195,11 +208,15 @@ def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runn
     )
 
 
-def scorer_of(config: Config) -> Scorer:
-    spec, reward, limited = reward_spec_of(config), config.reward, config.reward_model
+def scorer_of(config: Config) -> EpisodeScorer:
+    """The scorer of a run: a classifier, or the reward function with the server of its judge."""
+    if config.uses_classifier:
+        return classifier_scorer_of(config)
+    server = judge_server_of(config)
+    spec, reward, limited = reward_spec_of(config, server), config.reward, config.reward_model
     if config.reward_manager_name == "rate_limited":
-        return Scorer(spec, limited.max_concurrent, limited.timeout, limited.calls_per_minute)
-    return Scorer(spec, reward.num_workers, reward.timeout)
+        return Scorer(spec, limited.max_concurrent, limited.timeout, limited.calls_per_minute, server)
+    return Scorer(spec, reward.num_workers, reward.timeout, server=server)
 
 
 def rollout_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Rollout:
@@ -210,5 +227,5 @@ def rollout_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Rol
         seed=config.rollout_seed,
         shaping=shaping_of(config),
         step_timeout=config.rollout.step_timeout,
-        in_batch=reward_spec_of(config).batch,
+        in_batch=scores_in_batch(config),
     )

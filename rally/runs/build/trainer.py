@@ -17,7 +17,7 @@ from rally.models.untrained_tokens import KEY, chat_ids, warn_of_untrained_token
 from rally.runs.build.data import sampler_of
 from rally.runs.build.engines import engine_of, samples_during_update
 from rally.runs.build.models import RunPlan
-from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of
+from rally.runs.build.policy_and_critic import critic_of, kl_control_of, policy_of, reference_of, teachers_of
 from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
 from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
@@ -26,7 +26,7 @@ from rally.track import RunConsole, RunFolder
 from rally.train.async_trainer import AsyncSettings, AsyncTrainer, read_sampled_ahead
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
-from rally.train.startup_check import NO_TEXT, check_critic, check_training, compared_rows
+from rally.train.startup_check import NO_TEXT, check_critic, check_frozen, check_training, compared_rows
 from rally.train.trainer import Trainer
 
 
@@ -70,6 +70,10 @@ def trainer_of(
     critic = critic_of(config, checkpoint, steps, ranks) if steps else None
     if critic is not None and compared and ranks.world_size == 1:
         check_critic(critic.learner, compared, config.max_model_len, partial(console.warn_once, "critic"))
+    teachers = teachers_of(config, policy.model) if steps else None
+    if teachers is not None and compared and ranks.world_size == 1:
+        for key, teacher in teachers.models.items():
+            check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
     if config.asynchronous and steps:
@@ -108,6 +112,7 @@ def trainer_of(
             trace_of(config, folder, inputs.tokenizer),
         ),
         reference=reference_of(config, policy.model) if steps else None,
+        teachers=teachers,
         reward_kl=kl_control_of(config, checkpoint) if steps else None,
         critic=critic,
         extra_episode_folders=extra_folders_of(config.trainer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rally.algos.credit_assignment import CreditSettings
+from rally.algos.distillation import DistillationSettings
 from rally.algos.losses import SurrogateSettings
 from rally.algos.off_policy_correction import CorrectionSettings
 from rally.config import Config
@@ -59,6 +60,25 @@ def update_settings_of(config: Config) -> UpdateSettings:
         deterministic=config.rollout.deterministic,
         shuffle_seed=_shuffle_seed(config),
         router_replay=actor.router_replay.mode,
+        distillation=distillation_settings_of(config),
+    )
+
+
+def distillation_settings_of(config: Config) -> DistillationSettings | None:
+    keys = config.distillation.distillation_loss
+    if not config.distillation.enabled:
+        return None
+    return DistillationSettings(
+        mode=keys.loss_mode,
+        topk=keys.topk,
+        with_rewards=keys.use_task_rewards,
+        coefficient=keys.distillation_loss_coef,
+        max_loss=keys.loss_max_clamp,
+        min_logp=keys.log_prob_min_clamp,
+        policy_gradient=keys.use_policy_gradient,
+        low=keys.clip_ratio_low or keys.clip_ratio,
+        high=keys.clip_ratio_high or keys.clip_ratio,
+        beta=keys.jsd_beta,
     )
 
 

@@ -8,6 +8,7 @@ Shapes: M sampled tokens, U different ones among them (same history, same token)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,14 @@ from rally.models.sharding import ranks_of
 from rally.train.forward.fused_layers import hidden_states
 from rally.train.packing import PackedRows
 
+LogitsFunction = Callable[[Tensor, slice], Tensor]
+"""Maps the logits [X, V], divided by the temperature, of a slice of the U positions to columns [X, any number]."""
+
 
 class TokenLogprobs(NamedTuple):
     logp_M: Tensor
     entropy_M: Tensor
+    columns_M: Tensor | None = None  # of a LogitsFunction
 
 
 def token_logprobs(
@@ -33,15 +38,21 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     routing: Routing | None = None,
+    of_logits: LogitsFunction | None = None,
 ) -> TokenLogprobs:
     """Log-probability, under softmax(logits / temperature), of each sampled token, and the entropy there. `routing`
-    records or replays the experts of a mixture-of-experts model."""
+    records or replays the experts of a mixture-of-experts model. `of_logits` is a further function of the logits, with
+    a gradient."""
     with routed(routing):
-        return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient)
+        return ranks_of(model).summon(model, _token_logprobs, packed, temperature, entropy_gradient, of_logits)
 
 
 def _token_logprobs(
-    model: PreTrainedModel, packed: PackedRows, temperature: float, entropy_gradient: bool
+    model: PreTrainedModel,
+    packed: PackedRows,
+    temperature: float,
+    entropy_gradient: bool,
+    of_logits: LogitsFunction | None,
 ) -> TokenLogprobs:
     hidden_TC = hidden_states(model, packed)
     hidden_UC = hidden_TC.index_select(0, packed.predict_U)
@@ -52,7 +63,21 @@ def _token_logprobs(
     else:
         divisor = temperature / (head_scale(model) or 1.0)
         logp_U, entropy_U = HeadLogprobs.apply(hidden_UC, weight, packed.targets_U, divisor, rows, entropy_gradient)
-    return TokenLogprobs(*(x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U)))
+    columns_U = None if of_logits is None else _over_logits(model, hidden_UC, temperature, rows, of_logits)
+    found = (None if x is None else x.index_select(0, packed.pair_M) for x in (logp_U, entropy_U, columns_U))
+    return TokenLogprobs(*found)  # type: ignore[arg-type]
+
+
+def _over_logits(
+    model: PreTrainedModel, hidden_UC: Tensor, temperature: float, rows: int, function: LogitsFunction
+) -> Tensor:
+    """The function of all logits, in chunks whose logits the backward pass computes again."""
+
+    def chunk(hidden: Tensor, at: slice) -> Tensor:
+        return function(head_logits(model, hidden).float() / temperature, at)
+
+    places = [slice(first, first + rows) for first in range(0, len(hidden_UC), rows)]
+    return torch.cat([checkpoint(chunk, hidden_UC[at], at, use_reentrant=False) for at in places])
 
 
 def _any_head(

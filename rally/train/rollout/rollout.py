@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rally.data import episode_seed
 from rally.loops import Admit, Finish, Job, Runner
-from rally.rewards import Score, Scorer, Shaping
+from rally.rewards import Score, Shaping
 from rally.track.timing import Timed, untimed
 from rally.train.batch import GREEDY
 from rally.types import Episode, RallyError, SamplingParams, StopReason, Task
@@ -98,12 +99,26 @@ class Refill(Protocol):
         ...
 
 
+class EpisodeScorer(Protocol):
+    """Scores episodes while it is open."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def score(self, episode: Episode) -> Score: ...
+
+    async def score_batch(self, episodes: Sequence[Episode]) -> list[Score]: ...
+
+
 @dataclass(kw_only=True)
 class Rollout:
     """Runs agent loops and the scorer over jobs."""
 
     runner: Runner
-    scorer: Scorer
+    scorer: EpisodeScorer
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     seed: int = 0
     shaping: Shaping = field(default_factory=Shaping)

@@ -66,7 +66,8 @@ def stage(checkout: Path, folder: Path) -> list[Path]:
     if not (checkout / "verl").is_dir():
         (folder / "recipe").symlink_to(checkout.resolve())
         return [folder / "recipe"]
-    links = [name for name in ("examples", "recipe", "tests") if (checkout / name).is_dir()]
+    # `recipe` of a checkout is an empty submodule.
+    links = [name for name in ("examples", "recipe", "tests") if any((checkout / name).glob("*"))]
     for name in links:
         (folder / name).symlink_to((checkout / name).resolve())
     for number, name in enumerate(name for name in OWN_LOOPS if (checkout / name).is_dir()):

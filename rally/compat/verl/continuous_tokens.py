@@ -55,6 +55,8 @@ class ContinuousTokens:
         delta = self._with(tools).encode_delta(updated_messages[known:], last_id=runtime_token_ids[-1])
         return MergeResult([*runtime_token_ids, *delta], len(delta))
 
+    merge_non_assistant_tokens = merge_context_tokens  # the name in verl 0.10
+
     def merge_assistant_tokens(
         self, runtime_token_ids: Sequence[int], assistant_token_ids: Sequence[int]
     ) -> MergeResult:

@@ -48,7 +48,7 @@ GPT_OSS = {
         "build_gpt_oss_tool_response_text",
     )
 }
-DATA = {"DataProto": f"{COMPAT}.agent_loops.DataProto"}
+DATA = {"DataProto": f"{COMPAT}.message_loops.DataProto"}
 SCORES = "verl.utils.reward_score"
 FUNCTIONS = f"{COMPAT}.reward_scores"
 ROWS = {"RLHFDataset": "rally.data.tasks.FileRows"}
@@ -99,7 +99,7 @@ NAMES: dict[str, dict[str, str]] = {
     "verl.workers.rollout.replica": {"TokenOutput": LOOP["TokenOutput"]},
     "verl.workers.rollout.schemas": {"Message": f"{COMPAT}.helpers.RolloutMessage"},
     "verl.workers.rollout.sglang_rollout.agent_loop.base": {
-        "AgentLoopBase": f"{COMPAT}.agent_loops.MessageLoop",
+        "AgentLoopBase": f"{COMPAT}.message_loops.MessageLoop",
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     },
     "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom_functions.RewardManager"},
@@ -134,10 +134,6 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "verl.utils.dataset": ROWS,
     "verl.utils.dataset.rl_dataset": ROWS,
-    "verl.experimental.dataset.sampler": {
-        "AbstractSampler": f"{COMPAT}.samplers.AbstractSampler",
-        "AbstractCurriculumSampler": f"{COMPAT}.samplers.AbstractCurriculumSampler",
-    },
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.helpers.copy_to_local"},
     "verl.utils.hdfs_io": {"copy": f"{COMPAT}.helpers.no_hdfs", "makedirs": f"{COMPAT}.helpers.no_hdfs"},
     "verl.utils.import_utils": {"deprecated": f"{COMPAT}.helpers.deprecated"},

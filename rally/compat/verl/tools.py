@@ -29,6 +29,8 @@ from rally.tools.builtin.search import (
     SearchTool,
     read_queries,
 )
+from rally.tools.function_tool import FunctionTool
+from rally.tools.process_tool import ProcessTool
 from rally.tools.results import ToolReturn, read_answer
 from rally.tools.schema import ToolConfigError
 
@@ -86,6 +88,8 @@ class ToolHandle:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        if isinstance(self._tool, FunctionTool | ProcessTool):  # another process cannot have the loop's data
+            kwargs.pop("agent_data", None)
         returned: Any = self._tool.execute(instance_id, parameters, **kwargs)
         answer: ToolReturn = read_answer(await returned if asyncio.iscoroutine(returned) else returned)
         return answer.response, answer.reward, answer.metrics

@@ -28,8 +28,9 @@ def import_path(path: str, kind: str) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module by its dotted name."""
+    """Import a module by its dotted name, from the import path or the working directory."""
     offer_verl_names()
+    look_in(Path.cwd())
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit, GeneratorExit) as error:  # user code may raise anything
@@ -40,6 +41,7 @@ def import_file(path: Path, kind: str) -> ModuleType:
     """Import a file. `kind` is part of the module name, so that a tool and a reward file may have the same name."""
     offer_verl_names()
     path = path.resolve()
+    look_in(Path.cwd())
     look_in(path.parent)
     name = f"rally_{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

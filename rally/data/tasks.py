@@ -174,7 +174,9 @@ class FileRows:
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.tokenizer, self.processor = tokenizer, processor
         self.config, self.max_samples = config, max_samples
-        self.prompt_key = config.prompt_key
+        self.prompt_key, self.image_key = config.prompt_key, config.get("image_key", "images")
+        self.max_prompt_length, self.truncation = config.get("max_prompt_length"), config.get("truncation", "error")
+        self.return_raw_chat, self.return_full_prompt = True, False
         self.dataframe: Any = []
         self._read_files_and_tokenize()
 

@@ -53,6 +53,10 @@ class Interactions:
     def names(self) -> list[str]:
         return list(self._users)
 
+    @property
+    def by_name(self) -> Mapping[str, BaseInteraction]:
+        return self._users
+
     def find(self, task: Task) -> BaseInteraction | None:
         """The user that a row names in interaction_kwargs.name; None if it names none."""
         kwargs = _without_none(task.interaction_kwargs)

@@ -203,6 +203,8 @@ class Runner:
     def _finished(
         self, job: Job, output: AgentLoopOutput, server: EpisodeServer, timings: dict[str, float], attempt: int
     ) -> Episode:
+        if not isinstance(output, AgentLoopOutput):
+            raise LoopError(f"the agent loop returned a {type(output).__name__}; it must return one AgentLoopOutput")
         extra = {**output.extra_fields, **self._outage(job)}
         timings = {"generate": server.seconds, **output.seconds(), **extra.pop("timings", {}), **timings}
         if attempt:

@@ -69,6 +69,11 @@ class BaseTool(Generic[ArgsT]):
         self.tool_schema: Schema = openai_schema(schema, f"tool class {type(self).__name__}")
         self.name = self.tool_schema["function"]["name"]
 
+    @classmethod
+    def schema_argument(cls, schema: Mapping[str, Any] | None) -> Any:
+        """The schema of the tool YAML, as `__init__` gets it."""
+        return schema
+
     def get_openai_tool_schema(self) -> Mapping[str, Any] | BaseModel:
         """The schema used when none is given: from `name`, `description` and `args_schema`."""
         if not self.name or self.args_schema is None:

@@ -108,11 +108,9 @@ SAME_AS_BUILT_IN = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "calc_gsm8k_reward",
     "verl.tools.geo3k_tool.Geo3kTool": "calc_geo3k_reward",
     "verl.tools.image_zoom_in_tool.ImageZoomInTool": "image_zoom_in_tool",
-    "verl.tools.search_tool.SearchTool": "search",
     "verl.tools.calculator.Calculator": "calculator",
     "verl.tools.calculator_tool.CalculatorTool": "calculator",
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "code_interpreter",
-    "recipe.retool.retool.CustomSandboxFusionTool": "code_interpreter",
     "Calculator": "calculator",
     "Gsm8kTool": "calc_gsm8k_reward",
     "SearchTool": "search",
@@ -149,9 +147,11 @@ def load_entry(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
 
 
 def _load_isolated(entry: Any, folder: Path, where: str) -> list[BaseTool[Any]]:
-    """The same; a user's class or function gets a process, unless the entry has `process: false`."""
+    """The same; a user's class or function gets a process, unless the entry has `process: false`. Classes called
+    `verl.*` are Rally's."""
     is_own = isinstance(entry, Mapping) and "class_name" in entry and not is_mcp(entry)
-    if not is_own or _class_name(entry) in BUILT_IN or entry.get("process") is False:
+    known = is_own and (_class_name(entry) in BUILT_IN or _class_name(entry).startswith("verl."))
+    if not is_own or known or entry.get("process") is False:
         return load_entry(entry, folder, where)
     memory_mb = _process_memory(entry, where)
     return load_in_process(ToolSource(where=where, entry=entry, folder=str(folder)), memory_mb)
@@ -305,7 +305,7 @@ def _construct(target: Any, config: Mapping[str, Any], schema: Mapping[str, Any]
         if not inspect.isclass(target):
             return _function(target, config, schema)
         if issubclass(target, BaseTool):
-            return target(config=dict(config), tool_schema=schema)
+            return target(config=dict(config), tool_schema=target.schema_argument(schema))
         return PlainTool(target, config, schema)
     except RallyError as error:
         raise ToolConfigError(f"{where}: {error}") from None

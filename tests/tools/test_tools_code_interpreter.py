@@ -163,7 +163,7 @@ def test_the_names_and_keys_others_use_are_understood() -> None:
         {
             "tools": [
                 {
-                    "class_name": "recipe.retool.retool.CustomSandboxFusionTool",
+                    "class_name": "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
                     "config": {
                         "type": "native",
                         "sandbox_fusion_url": "https://sandbox.example.com/run_code",

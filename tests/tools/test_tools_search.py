@@ -26,7 +26,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def search_tool(**config: Any) -> Any:
-    (tool,) = load_tools({"tools": [{"class_name": "verl.tools.search_tool.SearchTool", "config": config}]})
+    (tool,) = load_tools({"tools": [{"name": "search", "config": config}]})
     return tool
 
 

@@ -12,7 +12,7 @@ from rally.config import Config
 
 def config_for_loops(config: Config) -> DictConfig:
     """All keys, readable as attributes and with `get`. Lengths, turn limits and tool files are set under verl's names,
-    also if the user set them by another key."""
+    also if the user set them by another key. Limits that have no default in Rally have verl's, which loops rely on."""
     tree = config.model_dump(mode="json")
     rollout = tree["actor_rollout_ref"]["rollout"]
     rollout |= {"prompt_length": config.prompt_length, "response_length": config.response_length}
@@ -21,7 +21,12 @@ def config_for_loops(config: Config) -> DictConfig:
         "tool_config_path": config.tool_config_path,
         "function_tool_path": config.function_tool_path,
     }
+    rollout["multi_turn"] |= {k: v for k, v in LIMITS.items() if rollout["multi_turn"].get(k) is None}
+    rollout.setdefault("full_determinism", False)
     return as_written(tree)
+
+
+LIMITS = {"max_parallel_calls": 1, "max_tool_response_length": 256, "tool_response_truncate_side": "middle"}
 
 
 def as_written(tree: dict[str, Any]) -> DictConfig:

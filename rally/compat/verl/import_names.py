@@ -10,70 +10,136 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TOOL = {"BaseTool": "rally.tools.BaseTool", "ToolResponse": "rally.tools.ToolResponse"}
+COMPAT = "rally.compat.verl"
+TOOL = {"BaseTool": f"{COMPAT}.tools.VerlTool", "ToolResponse": "rally.tools.ToolResponse"}
 SCHEMAS = {
-    name: f"rally.compat.verl.tool_schemas.{name}"
+    name: f"{COMPAT}.tool_schemas.{name}"
     for name in (
-        *("OpenAIFunctionToolSchema", "OpenAIFunctionSchema"),
-        *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema"),
+        *("OpenAIFunctionToolSchema", "OpenAIFunctionSchema", "OpenAIFunctionParsedSchema", "OpenAIFunctionCallSchema"),
+        *("OpenAIFunctionParametersSchema", "OpenAIFunctionPropertySchema", "OpenAIFunctionToolCall"),
     )
 }
 LOOP = {
-    "AgentLoopBase": "rally.compat.verl.agent_loops.VerlAgentLoop",
-    "AgentLoopOutput": "rally.loops.AgentLoopOutput",
-    "AgentLoopMetrics": "rally.compat.verl.agent_loops.AgentLoopMetrics",
-    "AsyncLLMServerManager": "rally.compat.verl.agent_loops.ServerManager",
-    "SingleTurnAgentLoop": "rally.loops.SingleTurnAgentLoop",
-    "ToolAgentLoop": "rally.loops.ToolAgentLoop",
+    "AgentLoopBase": f"{COMPAT}.agent_loops.VerlAgentLoop",
+    "AgentLoopOutput": f"{COMPAT}.agent_loops.VerlLoopOutput",
+    "AgentLoopMetrics": f"{COMPAT}.agent_loops.AgentLoopMetrics",
+    "AsyncLLMServerManager": f"{COMPAT}.agent_loops.ServerManager",
+    "LLMServerClient": f"{COMPAT}.agent_loops.ServerManager",
+    "DictConfigWrap": f"{COMPAT}.agent_loops.DictConfigWrap",
+    "ToolListWrap": f"{COMPAT}.agent_loops.ToolListWrap",
+    "TokenOutput": f"{COMPAT}.agent_loops.TokenOutput",
+    "SingleTurnAgentLoop": f"{COMPAT}.tool_loop.VerlSingleTurnLoop",
+    "ToolAgentLoop": f"{COMPAT}.tool_loop.VerlToolLoop",
+    "AgentData": f"{COMPAT}.tool_loop.AgentData",
+    "AgentState": f"{COMPAT}.tool_loop.AgentState",
+    "FunctionCall": f"{COMPAT}.tool_loop.FunctionCall",
+    "ToolParser": f"{COMPAT}.tool_loop.ToolParser",
     "register": "rally.loops.register",
 }
-DATA = {"DataProto": "rally.compat.verl.agent_loops.DataProto"}
+GPT_OSS = {
+    name: f"{COMPAT}.tool_loop.{name}"
+    for name in (
+        *("format_gpt_oss_tool_response_manually", "add_generation_prompt_for_gpt_oss"),
+        "build_gpt_oss_tool_response_text",
+    )
+}
+DATA = {"DataProto": f"{COMPAT}.message_loops.DataProto"}
 SCORES = "verl.utils.reward_score"
-SCORE_FUNCTIONS = "rally.compat.verl.reward_scores"
+FUNCTIONS = f"{COMPAT}.reward_scores"
+ROWS = {"RLHFDataset": "rally.data.tasks.FileRows"}
+BOXES = {
+    "last_boxed_only_string": f"{FUNCTIONS}.last_box",
+    "remove_boxed": f"{FUNCTIONS}.remove_box",
+    "is_equiv": f"{FUNCTIONS}.is_equivalent",
+}
 
 NAMES: dict[str, dict[str, str]] = {
     "verl": DATA,
     "verl.protocol": DATA,
     "verl.tools.base_tool": TOOL | SCHEMAS,
     "verl.tools.schemas": {"ToolResponse": TOOL["ToolResponse"]} | SCHEMAS,
+    "verl.tools.function_tool": {
+        "function_tool": "rally.tools.function_tool.function_tool",
+        "FunctionTool": "rally.tools.function_tool.FunctionTool",
+        "normalize_function_tool_return": f"{COMPAT}.helpers.normalize_function_tool_return",
+    },
     "verl.tools.gsm8k_tool": {"Gsm8kTool": "rally.tools.builtin.answer_check.Gsm8kTool"},
-    "verl.tools.search_tool": {"SearchTool": "rally.tools.builtin.search.SearchTool"},
-    "verl.tools.sandbox_fusion_tools": {"SandboxFusionTool": "rally.tools.builtin.code_interpreter.CodeInterpreter"},
+    "verl.tools.geo3k_tool": {"Geo3kTool": "rally.tools.builtin.answer_check.Geo3kTool"},
+    "verl.tools.image_zoom_in_tool": {"ImageZoomInTool": "rally.tools.builtin.image_zoom.ImageZoomInTool"},
+    "verl.tools.search_tool": {
+        "SearchTool": f"{COMPAT}.tools.VerlSearchTool",
+        "init_search_execution_pool": f"{COMPAT}.tools.init_execution_pool",
+    },
+    "verl.tools.sandbox_fusion_tools": {
+        "SandboxFusionTool": f"{COMPAT}.tools.VerlSandboxTool",
+        "init_execution_pool": f"{COMPAT}.tools.init_execution_pool",
+    },
+    "verl.tools.utils.tool_registry": {"initialize_tools_from_config": f"{COMPAT}.tools.initialize_tools_from_config"},
+    "verl.tools.utils.search_r1_like_utils": {
+        "perform_single_search_batch": f"{COMPAT}.tools.perform_single_search_batch",
+        "call_search_api": f"{COMPAT}.tools.call_search_api",
+        "_passages2string": f"{COMPAT}.tools.passages_to_string",
+    },
     "verl.interactions.base": {"BaseInteraction": "rally.interactions.BaseInteraction"},
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": "rally.interactions.gsm8k.Gsm8kInteraction"},
+    "verl.interactions.utils.interaction_registry": {
+        "initialize_interactions_from_config": f"{COMPAT}.helpers.initialize_interactions_from_config"
+    },
     "verl.experimental.agent_loop": LOOP,
     "verl.experimental.agent_loop.agent_loop": LOOP,
     "verl.experimental.agent_loop.tool_agent_loop": LOOP,
     "verl.experimental.agent_loop.single_turn_agent_loop": LOOP,
-    "verl.workers.rollout.replica": {"TokenOutput": "rally.compat.verl.agent_loops.TokenOutput"},
+    "verl.experimental.agent_loop.tool_parser": LOOP,
+    "verl.experimental.agent_loop.utils": GPT_OSS,
+    "verl.workers.rollout.replica": {"TokenOutput": LOOP["TokenOutput"]},
+    "verl.workers.rollout.schemas": {"Message": f"{COMPAT}.helpers.RolloutMessage"},
     "verl.workers.rollout.sglang_rollout.agent_loop.base": {
-        "AgentLoopBase": "rally.compat.verl.agent_loops.MessageLoop",
+        "AgentLoopBase": f"{COMPAT}.message_loops.MessageLoop",
         "AgentLoopOutput": "rally.loops.AgentLoopOutput",
     },
     "verl.trainer.ppo.reward_score.base": {"RewardManager": "rally.rewards.custom_functions.RewardManager"},
-    SCORES: dict.fromkeys(
-        ("default_compute_score", "_default_compute_score"), f"{SCORE_FUNCTIONS}.default_compute_score"
-    ),
+    SCORES: dict.fromkeys(("default_compute_score", "_default_compute_score"), f"{FUNCTIONS}.default_compute_score"),
     f"{SCORES}.gsm8k": {
-        "compute_score": f"{SCORE_FUNCTIONS}.gsm8k",
+        "compute_score": f"{FUNCTIONS}.gsm8k",
         "extract_solution": "rally.scoring.verl_scores.gsm8k_answer",
     },
-    f"{SCORES}.math": {"compute_score": f"{SCORE_FUNCTIONS}.math"},  # the name until verl 0.5
-    f"{SCORES}.math_reward": {"compute_score": f"{SCORE_FUNCTIONS}.math"},
-    f"{SCORES}.math_dapo": {"compute_score": f"{SCORE_FUNCTIONS}.math_dapo"},
+    f"{SCORES}.math": {"compute_score": f"{FUNCTIONS}.math"} | BOXES,  # the name until verl 0.5
+    f"{SCORES}.math_reward": {"compute_score": f"{FUNCTIONS}.math"} | BOXES,
+    f"{SCORES}.math_batch": {"compute_score_batched": f"{FUNCTIONS}.math_batch"},
+    f"{SCORES}.math_verify": {"compute_score": f"{FUNCTIONS}.math_verify"},
+    f"{SCORES}.math_dapo": {
+        "compute_score": f"{FUNCTIONS}.math_dapo",
+        "last_boxed_only_string": f"{FUNCTIONS}.last_braced_box",
+        "remove_boxed": f"{FUNCTIONS}.remove_braced_box",
+        "normalize_final_answer": "rally.scoring.verl_scores.minerva_form",
+    },
+    f"{SCORES}.geo3k": {
+        "compute_score": f"{FUNCTIONS}.geo3k",
+        "acc_reward": f"{FUNCTIONS}.geo3k_accuracy",
+        "format_reward": f"{FUNCTIONS}.geo3k_format",
+    },
+    f"{SCORES}.prime_code": {"compute_score": f"{COMPAT}.code_scores.prime_code"},
+    f"{SCORES}.prime_code.testing_util": {"run_test": f"{COMPAT}.code_scores.run_test"},
+    f"{SCORES}.sandbox_fusion": {"compute_score": f"{COMPAT}.code_scores.sandbox_fusion"},
+    f"{SCORES}.sandbox_fusion.utils": {"check_correctness": f"{COMPAT}.code_scores.check_correctness"},
     f"{SCORES}.search_r1_like_qa_em": {
-        "compute_score": f"{SCORE_FUNCTIONS}.search_r1",
-        "compute_score_subem": f"{SCORE_FUNCTIONS}.search_r1_contains",
+        "compute_score": f"{FUNCTIONS}.search_r1",
+        "compute_score_subem": f"{FUNCTIONS}.search_r1_contains",
         "extract_solution": "rally.scoring.answer_extraction.last_tagged",
     },
-    "verl.utils.dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
-    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "rally.data.tasks.FileRows"},
-    "verl.utils.profiler": {"simple_timer": "rally.compat.verl.agent_loops.simple_timer"},
-    "verl.utils.rollout_trace": {"rollout_trace_op": "rally.compat.verl.agent_loops.rollout_trace_op"},
+    "verl.utils.dataset": ROWS,
+    "verl.utils.dataset.rl_dataset": ROWS,
+    "verl.utils.fs": {"copy_to_local": f"{COMPAT}.helpers.copy_to_local"},
+    "verl.utils.hdfs_io": {"copy": f"{COMPAT}.helpers.no_hdfs", "makedirs": f"{COMPAT}.helpers.no_hdfs"},
+    "verl.utils.import_utils": {"deprecated": f"{COMPAT}.helpers.deprecated"},
+    "verl.utils.ray_utils": {"get_event_loop": f"{COMPAT}.helpers.get_event_loop"},
+    "verl.utils.profiler": {"simple_timer": f"{COMPAT}.agent_loops.simple_timer"},
+    "verl.utils.rollout_trace": {"rollout_trace_op": f"{COMPAT}.agent_loops.rollout_trace_op"},
 }
 """For each module, its names and the dotted paths of their counterparts, which are imported on access."""
 
@@ -81,10 +147,27 @@ PACKAGES = {".".join(name.split(".")[:depth]) for name in NAMES for depth in ran
 
 
 class VerlNameFinder(MetaPathFinder, Loader):
-    """Finds the modules of the table. It is last in sys.meta_path, so that an installed verl is found first."""
+    """Finds the modules of the table. An installed verl takes precedence; a checkout in the working directory, where
+    the examples of verl are started, does not."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in PACKAGES else None
+        root = fullname.split(".")[0]
+        if root != "verl" or not (self._is_absent() if fullname == root else self._is_own(root)):
+            return None
+        if fullname not in PACKAGES:
+            raise ModuleNotFoundError(f"Rally has no counterpart of {fullname}", name=fullname)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def _is_own(self, root: str) -> bool:
+        spec = getattr(sys.modules.get(root), "__spec__", None)
+        return spec is not None and spec.loader is self
+
+    @staticmethod
+    def _is_absent() -> bool:
+        here = Path.cwd()
+        elsewhere = [entry for entry in sys.path if Path(entry or here).resolve() != here]
+        spec = PathFinder.find_spec("verl", elsewhere)
+        return spec is None or spec.origin is None  # None for a folder without __init__.py
 
     def exec_module(self, module: ModuleType) -> None:
         names = NAMES.get(module.__name__, {})
@@ -101,4 +184,4 @@ class VerlNameFinder(MetaPathFinder, Loader):
 def offer_verl_names() -> None:
     """Install the finder, so that files written for verl can be imported in this process."""
     if not any(isinstance(finder, VerlNameFinder) for finder in sys.meta_path):
-        sys.meta_path.append(VerlNameFinder())
+        sys.meta_path.insert(0, VerlNameFinder())

@@ -6,6 +6,8 @@ and an empty list of targets.
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +53,90 @@ def search_r1_contains(
 ) -> float:
     """`score` if an accepted answer is part of the answer. `method` has no effect, as in verl."""
     return verl_scores.search_contains(solution_str, _targets(ground_truth), format_score, score)
+
+
+def math_batch(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Any
+) -> list[float]:
+    """`math` of each answer."""
+    return [math(answer, truth) for answer, truth in zip(solution_strs, ground_truths, strict=True)]
+
+
+def last_box(string: str) -> str | None:
+    r"""The last `\boxed{...}` with its command, or what follows `\boxed ` up to a dollar sign (`math_reward`)."""
+    if "\\boxed " in string:
+        return "\\boxed " + string.rpartition("\\boxed ")[2].partition("$")[0]
+    at = string.rfind("\\boxed")
+    return _braced_command(string, string.rfind("\\fbox") if at < 0 else at)
+
+
+def last_braced_box(string: str) -> str | None:
+    r"""The last `\boxed{...}` with its command (`math_dapo`)."""
+    return _braced_command(string, string.rfind("\\boxed{"))
+
+
+def _braced_command(string: str, at: int) -> str | None:
+    """The command at `at` up to the brace that closes its first one."""
+    depth = 0
+    for end in range(at, len(string)) if at >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(string[end], 0)
+        if string[end] == "}" and depth == 0:
+            return string[at : end + 1]
+    return None
+
+
+def remove_box(s: str) -> str:
+    r"""The content of `\boxed{...}` or of `\boxed ...` (`math_reward`)."""
+    bare = "\\boxed "
+    return s.removeprefix(bare) if s.startswith(bare) else remove_braced_box(s)
+
+
+def remove_braced_box(s: str) -> str:
+    r"""The content of `\boxed{...}` (`math_dapo`). Raises AssertionError for other text, as verl does."""
+    command = "\\boxed{"
+    assert s.startswith(command) and s.endswith("}"), f"box error: {s}"
+    return s[len(command) : -1]
+
+
+def is_equivalent(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
+    """Whether two answers are the same after Hendrycks' normalization."""
+    if str1 is None or str2 is None:
+        return str1 is str2
+    left, right = verl_scores.math_form(str1), verl_scores.math_form(str2)
+    return str1 == str2 if left is None or right is None else left == right
+
+
+def math_verify(model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0) -> float:
+    """1 if the package math-verify finds the answers equal. It has no timeout here: reward workers have one."""
+    grader, parser = _package("math_verify.grader", "math-verify"), _package("math_verify.parser", "math-verify")
+    latex, expression = parser.LatexExtractionConfig(), parser.ExprExtractionConfig()
+    gold = parser.parse(f"\\boxed{{{ground_truth}}}", (latex,), parsing_timeout=None)
+    given = parser.parse(model_output, (expression, latex), parsing_timeout=None)
+    return float(any(grader.verify(g, p, timeout_seconds=None) for g in gold for p in given))
+
+
+def geo3k(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    """The accuracy by the package mathruler, and `format_score` for the format."""
+    return (1.0 - format_score) * geo3k_accuracy(predict_str, ground_truth, use_boxed) + format_score * geo3k_format(
+        predict_str
+    )
+
+
+def geo3k_accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
+    grader = _package("mathruler.grader", "mathruler")
+    answer = grader.extract_boxed_content(predict_str) if use_boxed else predict_str
+    return 1.0 if grader.grade_answer(answer, ground_truth) else 0.0
+
+
+def geo3k_format(predict_str: str) -> float:
+    return 1.0 if re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", predict_str, re.DOTALL) else 0.0
+
+
+def _package(module: str, distribution: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RewardError(f"this score needs the package {error.name}; run: pip install {distribution}") from None
 
 
 MATH_SOURCES = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")

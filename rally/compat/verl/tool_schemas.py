@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,3 +35,37 @@ class OpenAIFunctionSchema(SchemaPart):
 class OpenAIFunctionToolSchema(SchemaPart):
     type: Literal["function"] = "function"
     function: OpenAIFunctionSchema
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call as it was written: the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call with its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """The call, and whether its arguments are not a JSON object. They are then empty."""
+        try:
+            arguments = json.loads(parsed_schema.arguments)
+        except json.JSONDecodeError:
+            arguments = None
+        broken = not isinstance(arguments, dict)
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if broken else arguments), broken
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call with its id."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionCallSchema

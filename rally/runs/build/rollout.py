@@ -84,11 +84,12 @@ def loops_of(config: Config) -> dict[str, LoopSpec]:
 
 
 def _loop_options(config: Config, cls: type[AgentLoopBase]) -> dict[str, Any]:
-    """The options from agent_loop_config for a loop class: free keys always, named ones if its __init__ accepts
-    them."""
+    """The options from agent_loop_config for a loop class: free keys always, named ones if they are set and its
+    __init__ accepts them."""
     section = config.rollout.agent_loop_config
     taken = inspect.signature(cls.__init__).parameters
-    named = {name: getattr(section, name) for name in type(section).model_fields if name in taken}
+    chosen = {name: getattr(section, name) for name in type(section).model_fields if name in taken}
+    named = {name: value for name, value in chosen.items() if value != type(section).model_fields[name].default}
     return {**named, **(section.model_extra or {})}
 
 

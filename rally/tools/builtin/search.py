@@ -1,7 +1,7 @@
 """The built-in `search`: returns passages for one or several queries, in Search-R1's text format.
 
     tools:
-      - name: search                                   # or class_name: verl.tools.search_tool.SearchTool
+      - name: search             # class_name: verl.tools.search_tool.SearchTool is the same with verl's text format
         config:
           retrieval_service_url: http://127.0.0.1:8000/retrieve    # or index_path: a folder, searched in process
           topk: 3                # passages per query
@@ -264,7 +264,11 @@ class SearchTool(BaseTool[Any]):
             "total_results": sum(map(len, contents)),
             "attempts": len(problems) + 1,
         }
-        return ToolResponse(text=BETWEEN_QUERIES.join(map(format_passages, contents))), None, metrics
+        return ToolResponse(text=self.response_text(contents)), None, metrics
+
+    def response_text(self, contents: Contents) -> str:
+        """The passages of all queries for the model."""
+        return BETWEEN_QUERIES.join(map(format_passages, contents))
 
     def _report(self, problems: Sequence[str]) -> None:
         """Log each problem once: a run makes thousands of calls."""

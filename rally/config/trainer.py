@@ -56,7 +56,7 @@ class RunConfig(Section):
     save_freq: Limit = -1
     """Steps between checkpoints. The last step is always saved; -1 saves no other."""
     test_freq: Limit = -1
-    """Steps between validations. -1 validates after the last step only. Needs data.val_files."""
+    """Steps between validations. -1 validates after the last step only. Needs data.val_files or an environment."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto resumes from the newest checkpoint of the run folder, if any. resume_path resumes from resume_from_path.
     disable starts anew, and is an error if checkpoints would be overwritten."""

@@ -6,7 +6,7 @@ An environment writes the prompt of an episode, answers every turn of the policy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,12 @@ from rally.types import Message, RallyError, ToolCall
 
 Observation = str | Sequence[Message]
 """Messages for the policy. A text is one user message; an empty text is none."""
+
+
+Opening = tuple[Observation, Sequence[Mapping[str, Any]]]
+"""What `reset` returns: the messages of the prompt, and the tools in OpenAI form."""
+Answer = tuple[Observation, float | None, bool, Mapping[str, Any]]
+"""What `step` returns: messages, the reward of the turn, whether the episode is over, and information to record."""
 
 
 class EnvError(RallyError):
@@ -49,18 +55,18 @@ class Environment:
         own. Called once per run, on an object that plays no episode."""
         return None
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> tuple[Observation, Sequence[Mapping[str, Any]]]:
+    def reset(self, row: Mapping[str, Any], seed: int) -> Opening | Awaitable[Opening]:
         """Start the episode of a row. Returns the messages of the prompt, and the tools in OpenAI form. `row` holds
         `env`, `id` and `seed`, and the entries of the row's task if there are `tasks`."""
         raise NotImplementedError(f"{type(self).__name__} must define reset")
 
-    def step(self, turn: EnvTurn) -> tuple[Observation, float | None, bool, Mapping[str, Any]]:
+    def step(self, turn: EnvTurn) -> Answer | Awaitable[Answer]:
         """Answer a turn. Returns the messages that follow it, the reward of the turn (None: no reward yet), whether the
         episode is over, and information to record. Every call of the turn needs a message of the role tool
         (`tool_reply`). The reward of the episode is the sum of the rewards of its turns."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Release what the episode opened. Always called once, also if `reset` failed."""
 
 

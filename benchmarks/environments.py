@@ -44,14 +44,16 @@ class Case:
     args: dict[str, Any] = field(default_factory=dict)
     replies: tuple[str, ...] = ()
     turns: int = 3
+    tokens: int = 512  # of a response
 
 
 CASES = {
     "reasoning_gym": Case(
         "reasoning_gym/syllogism",
-        {"scoring": "strict"},
-        tuple(f"<answer>{word}</answer>" for word in ("Yes", "No", "All", "Some", "0", "1", "2", "3")),
-        1,
+        {"scoring": "strict", "answer": "reply", "instruction": ""},
+        ("Yes", "No", "A", "B", "C", "D", "E", "F"),
+        turns=1,
+        tokens=16,
     ),
     "gymnasium": Case(
         "gymnasium/FrozenLake-v1",
@@ -59,7 +61,7 @@ CASES = {
         ("[left]", "[down]", "[right]", "[up]"),
         4,
     ),
-    "textarena": Case("textarena/KuhnPoker-v0", {}, ("[check]", "[bet]", "[call]", "[fold]"), 4),
+    "textarena": Case("textarena/KuhnPoker-v0", {}, ("[check]", "[bet]", "[call]", "[fold]"), 4, 1024),
     "aviary": Case(
         "aviary/aviary.core.DummyEnv",
         {"end_immediately": True},
@@ -125,7 +127,7 @@ def rewards(case: Case, steps: int) -> list[float]:
         overrides: Sequence[str] = [
             f"env.mixture={entry}",
             *("env.train_size=256", "env.val_size=0", "env.unfinished_reward=0"),
-            *("data.train_batch_size=8", "data.max_prompt_length=1536", "data.max_response_length=512"),
+            *("data.train_batch_size=8", "data.max_prompt_length=1536", f"data.max_response_length={case.tokens}"),
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.actor.optim.lr=1e-3"),
             "actor_rollout_ref.model.enable_gradient_checkpointing=false",
             *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.max_turns={2 * case.turns}"),

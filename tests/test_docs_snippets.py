@@ -83,7 +83,7 @@ def test_keys_on_command_lines_exist(page: Path) -> None:
 
 def _exists(key: str) -> bool:
     """Whether the schema has the key, or the key is inside a mapping with the user's own keys."""
-    open_ended = ("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config.")
+    open_ended = ("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config.", "env.args.")
     return key.startswith(open_ended) or key in {*Config.keys(), *SftConfig.keys()}
 
 

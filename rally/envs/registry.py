@@ -19,7 +19,7 @@ from rally.importing import ImportFailed, import_module, look_in
 
 
 class EnvAdapter(NamedTuple):
-    """An adapter: the package it imports, how that is installed, and whether it can list its environments."""
+    """An adapter: the package it imports, and how that is installed."""
 
     package: str
     install: str

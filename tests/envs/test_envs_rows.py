@@ -73,6 +73,10 @@ def test_tasks_of_an_environment_are_divided_into_first_and_last() -> None:
         (["env.name=a.B", "data.tool_config_path=t.yaml"], "are those of its environment"),
         (["env.name=a.B", "data.train_max_samples=3"], "set env.train_size instead"),
         (["env.name=a.B", "env.val_size=0", "trainer.test_freq=1"], "set env.val_size"),
+        (
+            ["env.name=a.B", "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"],
+            "does not play environments",
+        ),
         (["env.mixture=[{weight: 1}]"], "name"),
     ],
 )

@@ -22,6 +22,7 @@ NOT_WITH = {
     "reward.custom_reward_function.path": "the environment gives the reward; leave it out",
 }
 """Keys that must keep their default beside an environment."""
+OTHER_LOOPS = ("tool_agent", "black_box", "rally.gateway.BlackBoxAgentLoop")
 
 
 def environments(config: Config) -> Iterator[str]:
@@ -35,6 +36,8 @@ def environments(config: Config) -> Iterator[str]:
     for key, why in NOT_WITH.items():
         if (value := look_up(config, key)) != look_up(defaults, key):
             yield f"{key}={shown(value)} cannot be used with an environment: {why}."
+    if config.agent_loop_name in OTHER_LOOPS:
+        yield f"the agent loop {config.agent_loop_name} does not play environments; leave it out to use env_agent."
     if env.name is not None and env.mixture:
         yield "env.name and env.mixture both set the environments; keep one of them."
     labels = [entry.label or entry.name for entry in env.entries]

@@ -31,6 +31,7 @@ ABOUT = {
     "train": "trainer, update, packing, checkpoints",
     "loops": "who plays an episode",
     "interactions": "simulated users",
+    "envs": "environments",
     "tools": "tool calls: functions, built-in, MCP",
     "sandbox": "untrusted code",
     "retrieval": "search index",

@@ -73,7 +73,7 @@ def kind(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(kind, parts))).replace("true or false or", "true, false or")
     if origin is tuple:
         return f"list of {kind(parts[0])}".replace("number", "numbers")
-    return "mapping" if origin is dict else TYPES[hint]
+    return "mapping" if origin is dict or issubclass(hint, Section) else TYPES[hint]
 
 
 def _bounds(marks: Sequence[Any]) -> Iterator[str]:

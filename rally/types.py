@@ -449,7 +449,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row of the data: the prompt, the ground truth for the reward, and the keywords for tools and users."""
+    """One row of the data: the prompt, the ground truth for the reward, and the keywords for tools and users. The
+    prompt of a row of an environment (`row["env"]`) is empty until the environment has written it."""
 
     id: str
     data_source: str
@@ -462,7 +463,7 @@ class Task:
     row: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.prompt, "a task needs at least one message"
+        assert self.prompt or "env" in self.row, "a task needs at least one message"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def _exists(key: str) -> bool:
     """Whether the schema has the key, or the key is inside a mapping with the user's own keys."""
     open_ended = (
         *("custom_reward_function.reward_kwargs.", "actor_rollout_ref.rollout.agent_loop_config."),
-        "distillation.teacher_models.",
+        *("distillation.teacher_models.", "env.args."),
     )
     return key.startswith(open_ended) or key in {*Config.keys(), *SftConfig.keys()}
 

@@ -14,6 +14,7 @@ from rally.config.base import AsList, Count, Only, Root, Section, Texts, look_up
 from rally.config.critic import CriticConfig
 from rally.config.data import DataConfig
 from rally.config.distillation import DistillationConfig
+from rally.config.env import EnvConfig
 from rally.config.errors import ConfigError
 from rally.config.model import ModelConfig
 from rally.config.reward import (
@@ -69,6 +70,7 @@ class Config(Root):
     """A training run: the sections as in verl, then properties derived from them."""
 
     data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     custom_reward_function: CustomRewardFunction = CustomRewardFunction()
@@ -179,8 +181,9 @@ class Config(Root):
     def agent_loop_name(self) -> str:
         """The loop for rows without `agent_name`: a dotted class path or a registered name.
 
-        Configured tools, configured users and multi_turn.enable select the tool loop, unless default_agent_loop names
-        a loop other than its default. So configured tools are never silently unused.
+        An environment selects the loop env_agent. Configured tools, configured users and multi_turn.enable select the
+        tool loop, unless default_agent_loop names a loop other than its default. So configured tools are never silently
+        unused.
         """
         rollout = self.rollout
         if rollout.agent_loop_class:
@@ -189,6 +192,8 @@ class Config(Root):
         wants_user = rollout.multi_turn.interaction_config_path
         multi_turn = wants_tools or wants_user or rollout.multi_turn.enable or rollout.use_agent_loop
         named = rollout.agent.default_agent_loop
+        if self.env.entries and named == "single_turn_agent":
+            return "env_agent"
         return "tool_agent" if multi_turn and named == "single_turn_agent" else named
 
     @property
@@ -225,9 +230,9 @@ class Config(Root):
             f"{key} is not set; {what}."
             for key, what in (
                 ("actor_rollout_ref.model.path", "set it to a model folder or a Hub name"),
-                (rows, "set it to a .parquet or .jsonl file"),
+                (rows, "set it to a .parquet or .jsonl file, or set env.name"),
             )
-            if not look_up(self, key)
+            if not look_up(self, key) and not (key == rows and self.env.entries)
         ]
         if missing:
             raise ConfigError(missing)

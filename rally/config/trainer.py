@@ -107,7 +107,7 @@ class TrainerConfig(RunConfig):
     save_freq: Limit = -1
     """Steps between checkpoints. The last step is always saved; -1 saves no other."""
     test_freq: Limit = -1
-    """Steps between validations. -1 validates after the last step only. Needs data.val_files."""
+    """Steps between validations. -1 validates after the last step only. Needs data.val_files or an environment."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

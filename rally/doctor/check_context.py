@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -19,7 +19,9 @@ from rally.data import TaskSet
 from rally.interactions import Interactions
 from rally.models.load import load_model_config
 from rally.runs import build
+from rally.runs.build.data import env_tasks_of, environments_of
 from rally.runs.cost_estimate import ParameterCounts, size_from
+from rally.runs.env_checks import opening_of
 from rally.tools import ToolBox
 from rally.types import Task
 
@@ -103,6 +105,13 @@ class DoctorCase:
         return self._part(VALIDATION, lambda: self._rows(self.config.data.val_files, True))
 
     def _rows(self, files: Sequence[str], validate: bool) -> TaskSet | None:
+        if self.config.env.entries:
+            environments = environments_of(self.config)
+
+            def complete(task: Task) -> Task:
+                return replace(task, prompt=tuple(opening_of(environments, task).messages))
+
+            return env_tasks_of(self.config, environments, validate=validate, complete=complete)
         return build.tasks_of(self.config, files, validate=validate) if files else None
 
     @property

@@ -1,6 +1,7 @@
 """Agent loops, which play episodes. Every Task becomes exactly one Episode with exactly one StopReason."""
 
 from rally.loops.base import AgentLoopBase, AgentLoopOutput, EpisodeServer, LoopContext, LoopError, LoopSettings
+from rally.loops.env_agent import EnvAgentLoop
 from rally.loops.registry import LoopSpec, find_loop, load_loop_config, register
 from rally.loops.runner import Admit, Finish, Job, Runner, codec_for
 from rally.loops.single_turn import SingleTurnAgentLoop
@@ -10,6 +11,7 @@ __all__ = [
     "Admit",
     "AgentLoopBase",
     "AgentLoopOutput",
+    "EnvAgentLoop",
     "EpisodeServer",
     "Finish",
     "Job",

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rally.chat import ChatCodec
 from rally.engines import Engine
+from rally.envs import Environments
 from rally.images.loading import read_image
 from rally.interactions import Interactions
 from rally.tools import ToolBox
@@ -24,6 +25,7 @@ from rally.tools.invoke import is_outage
 from rally.types import (
     Generation,
     ImageSpan,
+    Message,
     RallyError,
     Routes,
     SamplingParams,
@@ -100,6 +102,10 @@ class AgentLoopOutput:
     response_logprobs: Sequence[float] | None = None
     num_turns: int = 0
     reward_score: float | None = None
+    reward_info: dict[str, Any] = field(default_factory=dict)
+    """Numbers beside the reward, for metrics; used only with `reward_score`."""
+    prompt_messages: Sequence[Message] = ()
+    """The prompt as messages, if the loop and not the row wrote it."""
     turn_rewards: Sequence[float] | None = None
     multi_modal_data: Mapping[str, Any] | None = None
     images: Sequence[ImageSpan] = ()
@@ -268,6 +274,7 @@ class LoopContext:
     toolbox: ToolBox
     settings: LoopSettings
     interactions: Interactions = field(default_factory=Interactions)
+    environments: Environments = field(default_factory=Environments)
     check_tokens: bool = True  # whether the episode is compared with the template's full rendering at its end
     began: float = field(default_factory=time.perf_counter)  # when the episode began
     ends_at: float | None = None  # the deadline of the step, by time.perf_counter

@@ -172,7 +172,9 @@ class EpisodeBuilder:
         )
         return reason
 
-    def add_closing(self, text: str, score: float | None, started: float, role: str = "user") -> None:
+    def add_closing(
+        self, text: str, score: float | None, started: float, role: str = "user", results: Sequence[ToolResult] = ()
+    ) -> None:
         """Record a final message of the user or a tool. Nothing is sampled after it, so it gets no tokens."""
         at = len(self.segment.response_ids)
         self.turns.append(
@@ -182,6 +184,7 @@ class EpisodeBuilder:
                 segment=len(self.segments) - 1,
                 start=at,
                 end=at,
+                tool_results=tuple(results),
                 reward=score,
                 started=started - self.began,
                 seconds=time.perf_counter() - started,

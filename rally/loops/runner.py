@@ -11,11 +11,12 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rally.chat import ChatCodec
 from rally.engines import Engine, LockstepEngine
+from rally.envs import Environments
 from rally.images.loading import loaded_images
 from rally.interactions import Interactions
 from rally.loops.base import (
@@ -62,6 +63,7 @@ class Runner:
     codec: ChatCodec
     toolbox: ToolBox
     interactions: Interactions = field(default_factory=Interactions)
+    environments: Environments = field(default_factory=Environments)
     settings: LoopSettings = field(default_factory=LoopSettings)
     default_loop: str = "single_turn_agent"
     override_rows: bool = False  # use the default loop even if a row names another
@@ -143,7 +145,7 @@ class Runner:
         fault = fault_of(failure, any(segment.sampled for segment in segments))
         return Episode(
             id=job.episode_id,
-            task=job.task,
+            task=_played(job.task, output),
             group=job.group,
             stop_reason=StopReason.ERROR,
             segments=segments,
@@ -175,6 +177,7 @@ class Runner:
             codec=codec_for(job.task, self.codec, self.toolbox),
             toolbox=self.toolbox,
             interactions=self.interactions,
+            environments=self.environments,
             settings=self.settings,
             check_tokens=job.check_tokens,
             began=began,
@@ -216,12 +219,13 @@ class Runner:
             extra["num_turns"] = output.num_turns
         return Episode(
             id=job.episode_id,
-            task=job.task,
+            task=_played(job.task, output),
             group=job.group,
             stop_reason=output.stop_reason,
             segments=segments,
             turns=output.turns or turns_of(segments, self.codec),
             reward=output.reward_score,
+            reward_info={} if output.reward_score is None else dict(output.reward_info),
             step=job.step,
             validate=job.validate,
             seed=job.seed,
@@ -229,6 +233,11 @@ class Runner:
             timings=timings,
             extra=extra,
         )
+
+
+def _played(task: Task, output: AgentLoopOutput | None) -> Task:
+    """The task with the prompt that was played, if the loop wrote it."""
+    return replace(task, prompt=tuple(output.prompt_messages)) if output and output.prompt_messages else task
 
 
 def _is_cancelled(failure: BaseException) -> bool:

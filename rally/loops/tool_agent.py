@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rally.chat import Parsed, TemplateError
+from rally.chat import Parsed
 from rally.images.loading import ImageError, read_image
 from rally.interactions import Closing
-from rally.loops.base import AgentLoopBase, AgentLoopOutput
-from rally.loops.episode_builder import EpisodeBuilder
+from rally.loops.base import AgentLoopOutput
+from rally.loops.multi_turn import MultiTurnLoop, uncancelled
 from rally.loops.registry import register
 from rally.types import Message, StopReason, ToolResponse, ToolResult, ToolStatus
 
 
 @register("tool_agent")
-class ToolAgentLoop(AgentLoopBase):
+class ToolAgentLoop(MultiTurnLoop):
     """Plays an episode with tools and a simulated user, under all stop conditions of LoopSettings."""
 
     async def run(self, sampling_params: dict[str, Any], **row_fields: Any) -> AgentLoopOutput:
-        max_model_len = self.server.max_model_len
-        self.exchange = EpisodeBuilder.start(self.codec, self.task, self.settings, max_model_len, self.context.began)
+        self.begin_exchange(self.codec, self.task)
         self.session = self.toolbox.open(self.task, self.context.episode_id)
         self.user = self.interactions.open(self.task, self.context.episode_id)
         self.user_info: list[dict[str, Any]] = []
@@ -37,7 +36,6 @@ class ToolAgentLoop(AgentLoopBase):
         self.closing = Closing()
         self.failures = self.repeats = 0
         self.last_calls: list[str] = []
-        self.began = time.perf_counter()
         self.tool_seconds = self.user_seconds = 0.0
         try:
             if self.user is not None:
@@ -45,7 +43,7 @@ class ToolAgentLoop(AgentLoopBase):
             reason = await self._converse(sampling_params)
         finally:
             if self.user is not None or self.session.holds_instances:
-                await _uncancelled(self._close())
+                await uncancelled(self._close())
         return self._output(reason)
 
     async def _close(self) -> None:
@@ -55,25 +53,13 @@ class ToolAgentLoop(AgentLoopBase):
             if self.user is not None:
                 self.closing = await self.user.close()
 
-    async def _converse(self, sampling_params: dict[str, Any]) -> StopReason:
-        reason: StopReason | None = None
-        while reason is None:
-            reason = await self._in_time(self._turn(sampling_params))
-        return reason
-
     async def _turn(self, sampling_params: dict[str, Any]) -> StopReason | None:
         reason, parsed = await self._assistant_turn(sampling_params)
-        return reason if parsed is None else await self._answer(parsed, reason)
-
-    async def _in_time(self, turn: Coroutine[Any, Any, StopReason | None]) -> StopReason | None:
-        """Run a turn under its time limit. Returns what ended the episode, if anything did."""
-        try:
-            async with asyncio.timeout(self.context.turn_seconds(self.began)) as limit:
-                return await turn
-        except TimeoutError:
-            if not limit.expired():  # a TimeoutError from inside is a failure and not this deadline
-                raise
-            return StopReason.DEADLINE
+        if parsed is None:
+            return reason
+        if not parsed.tool_calls and self.user is None:
+            return StopReason.STOP
+        return await self._answer(parsed, reason)
 
     async def _answer(self, parsed: Parsed, limit: StopReason | None) -> StopReason | None:
         """Answer a turn with its tools or the user. The user also scores the last turn before the limit of assistant
@@ -83,33 +69,6 @@ class ToolAgentLoop(AgentLoopBase):
         if self._no_more_users():
             return limit
         return await self._user_turn(parsed, limit)
-
-    async def _assistant_turn(self, sampling_params: dict[str, Any]) -> tuple[StopReason | None, Parsed | None]:
-        exchange = self.exchange
-        tokens_left = exchange.tokens_left
-        if tokens_left <= 0:
-            return exchange.limit_reached(), None
-        started = time.perf_counter()
-        params = {**sampling_params, "max_tokens": min(tokens_left, sampling_params.get("max_tokens", tokens_left))}
-        generation = await self.server.generate(exchange.segment.ids, params, images=exchange.segment.images)
-        parsed = exchange.add_sampled(generation, started)
-        if generation.finish == "abort":
-            return StopReason.CANCELLED, None
-        if generation.finish == "length":
-            return (exchange.limit_reached() if exchange.tokens_left <= 0 else StopReason.LENGTH), None
-        if not parsed.tool_calls and self.user is None:
-            return StopReason.STOP, None
-        return self._turn_limit(), parsed
-
-    def _turn_limit(self) -> StopReason | None:
-        limit = self.settings.max_assistant_turns
-        if limit and self.exchange.count("assistant") >= limit:
-            return StopReason.MAX_TURNS
-        return StopReason.MAX_USER_TURNS if self._no_more_users() else None
-
-    def _no_more_users(self) -> bool:
-        limit = self.settings.max_user_turns
-        return bool(limit and self.exchange.count("tool", "user") >= limit)
 
     async def _tool_turn(self, parsed: Parsed) -> StopReason | None:
         started = time.perf_counter()
@@ -201,11 +160,8 @@ class ToolAgentLoop(AgentLoopBase):
                 "failures": self.closing.failures,
                 "info": self.user_info,
             }
-        check = self.context.check_tokens and exchange.whole_prompt and self.settings.history == "append"
-        if check and self.settings.sanity_check != "disable" and reason is StopReason.STOP:
-            difference = self._difference()
-            if difference:
-                extra["tokenization_difference"] = difference
+        if difference := self.tokenization_difference(reason):
+            extra["tokenization_difference"] = difference
         return AgentLoopOutput(
             prompt_ids=segment.prompt_ids,
             response_ids=segment.response_ids,
@@ -215,13 +171,6 @@ class ToolAgentLoop(AgentLoopBase):
             stop_reason=reason,
             extra_fields=extra,
         )
-
-    def _difference(self) -> str | None:
-        """How the history differs from the template's full rendering. A rendering that fails is a difference too."""
-        try:
-            return self.codec.sanity(self.exchange.segment.ids, self.exchange.as_sampled(), self.settings.sanity_check)
-        except TemplateError as refusal:
-            return str(refusal)
 
 
 def tool_message(result: ToolResult, vision: bool) -> Message:
@@ -237,17 +186,3 @@ def tool_message(result: ToolResult, vision: bool) -> Message:
         "tool_call_id": result.call.id,
         "content": parts if images and vision else text,
     }
-
-
-async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` to its end even if the episode is cancelled, because what was opened must be closed."""
-    closing = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not closing.done():
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError as again:
-            cancelled = again
-    if cancelled is not None:
-        raise cancelled
-    closing.result()

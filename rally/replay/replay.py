@@ -222,6 +222,8 @@ def rendered(episode: Episode, config: Config, inputs: RunInputs) -> ReplayFindi
         return ReplayFinding("prompt", Verdict.CANNOT, f"it has no tokens: {episode.error}")
     if of_agent(episode):
         return ReplayFinding("prompt", Verdict.SKIPPED, "the agent wrote the prompts itself")
+    if "env" in episode.task.row:
+        return ReplayFinding("prompt", Verdict.SKIPPED, "the environment wrote the prompt")
     codec = codec_for(episode.task, inputs.codec, inputs.toolbox)
     settings, most = build.loop_settings_of(config), config.max_model_len
     try:

@@ -71,7 +71,7 @@ class Shaping:
         return replace(
             episode,
             reward=episode.reward + sum(components.values()) + penalty,
-            reward_info=info | ({ON_TURNS: sum(by_turn.values())} if self.weights else {}),
+            reward_info=info | ({ON_TURNS: info.get(ON_TURNS, 0.0) + sum(by_turn.values())} if self.weights else {}),
             turns=tuple(_with_reward(turn, by_turn.get(i)) for i, turn in enumerate(episode.turns)),
         )
 

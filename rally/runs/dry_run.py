@@ -17,6 +17,7 @@ from rally.runs.build.rollout import scorer_of
 from rally.runs.build.run_inputs import RunInputs, read_inputs
 from rally.runs.build.update_settings import total_steps_of
 from rally.runs.cost_estimate import shown_bytes, size_of, training_costs
+from rally.runs.env_checks import opening_of
 from rally.track import RunConsole
 from rally.track.display_text import visible
 from rally.types import Task
@@ -48,7 +49,14 @@ async def _load_reward(config: Config) -> None:
 
 
 def _show_prompt(inputs: RunInputs, task: Task, console: RunConsole) -> None:
-    ids = inputs.codec.encode_prompt(task.prompt)
+    codec, prompt = inputs.codec, list(task.prompt)
+    if not prompt:
+        prompt, tools = opening_of(inputs.environments, task)
+        codec = codec.with_tools(tools)
+        console.table(
+            "tools of the environment", [[s["function"]["name"], json.dumps(s)] for s in tools] or [["none", ""]]
+        )
+    ids = codec.encode_prompt(prompt)
     console.banner("first prompt", {"row": task.id, "tokens": f"{len(ids)}, all observed (mask 0); replies get mask 1"})
     console.show(Text(visible(inputs.codec.decode(ids)), style="dim"))
     console.show(Text("<the policy's turn, mask 1>", style="green"))
@@ -63,6 +71,7 @@ def _show_budgets(config: Config, inputs: RunInputs, console: RunConsole) -> Non
         ["assistant turns, at most", str(config.max_turns or "no limit")],
         ["agent loop", config.agent_loop_name],
         ["simulated users", ", ".join(inputs.interactions.names) or "none"],
+        ["environments", ", ".join(inputs.environments.labels) or "none"],
         ["history policy", config.history],
     ]
     if inputs.train_tasks is not None:

@@ -25,7 +25,7 @@ def evaluate(config: Config, console: RunConsole | None = None) -> RunOutcome:
 
 def evaluate_inputs(config: Config, inputs: RunInputs, console: RunConsole) -> RunOutcome:
     if inputs.val_tasks is None:
-        raise RunError("nothing to evaluate: data.val_files is not set; name a .parquet or .jsonl file")
+        raise RunError("nothing to evaluate: data.val_files is not set; name a file of rows, or set env.name")
     private_folder(config.run_dir)
     with sole_writer(config.run_dir / "eval"):  # apart from what training wrote
         return _validated(config, inputs, console)

@@ -216,17 +216,10 @@ class ToolSession:
 
     async def _outcome(self, call: ToolCall) -> CallOutcome:
         """Check the call, then take its answer from the tool's cache or from the tool."""
-        caller = self._callers.get(call.name)
-        if call.error is not None:
-            expected = "" if caller is None else f" {usage(caller.tool.parameters)}"
-            return _failed(ToolStatus.MALFORMED, f"{brief(call.error, LONGEST_REASON).rstrip('.')}.{expected}")
-        if caller is None:
-            known = f"the tools are: {several(list(self._callers))}" if self._callers else "there are no tools here"
-            return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {brief(call.name, LONGEST_NAME)!r}; {known}.")
-        try:
-            arguments = fit(caller.tool.parameters, call.arguments)
-        except BadArguments as error:
-            return _bad_arguments(caller, error)
+        arguments = checked_arguments(call, {name: caller.tool.parameters for name, caller in self._callers.items()})
+        if isinstance(arguments, CallOutcome):
+            return arguments
+        caller = self._callers[call.name]
         if caller.cache is None or (key := call_key(arguments, self._row(call.name, "execute_kwargs"))) is None:
             return await self._limited(caller, arguments)
         cached = caller.cache.get(key)
@@ -346,17 +339,32 @@ def describe(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
-def _bad_arguments(caller: ToolCaller, error: BadArguments) -> CallOutcome:
+def checked_arguments(call: ToolCall, tools: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | CallOutcome:
+    """The arguments of a call, converted to the schema of its tool, or the answer to a call that no tool can take.
+    `tools` are the parameter schemas by name."""
+    parameters = tools.get(call.name)
+    if call.error is not None:
+        expected = "" if parameters is None else f" {usage(parameters)}"
+        return _failed(ToolStatus.MALFORMED, f"{brief(call.error, LONGEST_REASON).rstrip('.')}.{expected}")
+    if parameters is None:
+        known = f"the tools are: {several(list(tools))}" if tools else "there are no tools here"
+        return _failed(ToolStatus.UNKNOWN_TOOL, f"there is no tool {brief(call.name, LONGEST_NAME)!r}; {known}.")
+    try:
+        return fit(parameters, call.arguments)
+    except BadArguments as error:
+        return _bad_arguments(call.name, parameters, error)
+
+
+def _bad_arguments(name: str, parameters: Mapping[str, Any], error: BadArguments) -> CallOutcome:
     reason = brief(str(error), LONGEST_REASON)
-    text = f"bad arguments for {caller.tool.name}: {reason}. {usage(caller.tool.parameters)}"
-    return _failed(ToolStatus.BAD_ARGUMENTS, text)
+    return _failed(ToolStatus.BAD_ARGUMENTS, f"bad arguments for {name}: {reason}. {usage(parameters)}")
 
 
 def _read_end(caller: ToolCaller, ended: CallEnd, timeout: float) -> CallOutcome:
     if ended.late:
         return _failed(ToolStatus.TIMEOUT, f"{caller.tool.name} did not answer within {timeout:g} seconds.")
     if isinstance(ended.error, BadArguments):
-        return _bad_arguments(caller, ended.error)
+        return _bad_arguments(caller.tool.name, caller.tool.parameters, ended.error)
     if isinstance(ended.error, ToolTimeout):
         return _failed(ToolStatus.TIMEOUT, f"{brief(str(ended.error), LONGEST_REASON)}.")
     if ended.error is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rally.chat import ChatCodec, tiny_tokenizer
+from rally.envs import Environments
 from rally.interactions import BaseInteraction, Interactions
 from rally.loops import Job, LoopSettings, Runner
 from rally.tools import BaseTool, ToolBox, ToolLimits, function_tool
@@ -112,6 +113,7 @@ def make_runner(
     loops: dict[str, Any] | None = None,
     max_retries: int = 0,
     interactions: Interactions | None = None,
+    environments: Environments | None = None,
     **settings: Any,
 ) -> Runner:
     engine = ScriptedEngine(codec, script, max_model_len)
@@ -125,6 +127,7 @@ def make_runner(
         loops=loops or {},
         max_retries=max_retries,
         interactions=interactions or Interactions(),
+        environments=environments or Environments(),
     )
 
 

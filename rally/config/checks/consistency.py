@@ -13,6 +13,7 @@ from rally.config.aliases import SAME_AS, SFT_SAME_AS
 from rally.config.base import look_up, missing_file
 from rally.config.checks.critic import critic, kl_control
 from rally.config.checks.distillation import distillation
+from rally.config.checks.environments import environments
 from rally.config.checks.multi_gpu import COUNT, multi_gpu, sft_multi_gpu
 from rally.config.checks.reward_model import reward_model
 from rally.config.checks.servers import servers
@@ -349,8 +350,10 @@ def files(config: Config) -> Iterator[str]:
         *SPELLINGS[1],
     ):
         yield from _missing(config, key)
-    if not config.data.val_files and (config.trainer.test_freq > 0 or config.trainer.val_only):
-        yield "trainer.test_freq and trainer.val_only need validation rows; set data.val_files."
+    validates = config.env.val_size if config.env.entries else config.data.val_files
+    if not validates and (config.trainer.test_freq > 0 or config.trainer.val_only):
+        key = "env.val_size" if config.env.entries else "data.val_files"
+        yield f"trainer.test_freq and trainer.val_only need validation rows; set {key}."
 
 
 def sft_files(config: SftConfig) -> Iterator[str]:
@@ -451,6 +454,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     trace,
     unused_keys,
     custom_rows,
+    environments,
     files,
     resume,
     devices,

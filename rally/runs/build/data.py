@@ -1,4 +1,4 @@
-"""Builds the tasks of a run and the sampler that chooses the rows of each step from a Config."""
+"""Builds the tasks of a run, its environments, and the sampler that chooses the rows of each step from a Config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from rally.data import (
     load_tasks,
 )
 from rally.data.tasks import CustomRows
+from rally.envs import Environments, EnvSpec
+from rally.envs.registry import find_environment
+from rally.envs.rows import SeedPlan, env_tasks
 from rally.runs.build.models import tokenizer_of
+from rally.types import Task
 
 
 def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) -> TaskSet:
@@ -35,6 +39,34 @@ def tasks_of(config: Config, files: Sequence[str], *, validate: bool = False) ->
         seed=config.trainer.seed if data.seed is None else data.seed,
         rows=_custom_rows(config, files),
     )
+
+
+def environments_of(config: Config) -> Environments:
+    """The environments of env.name or env.mixture; none if the rows are in files."""
+    env = config.env
+    specs = [EnvSpec(label=e.label or e.name, make=find_environment(e.name), args=e.args) for e in env.entries]
+    return Environments(specs, env.timeout, env.unfinished_reward)
+
+
+def env_tasks_of(
+    config: Config,
+    environments: Environments,
+    *,
+    validate: bool = False,
+    complete: Callable[[Task], Task] = lambda task: task,
+) -> TaskSet | None:
+    """The rows of the environments; None if there are none of that kind. `complete` may add prompts."""
+    env = config.env
+    if not env.entries or (validate and not env.val_size):
+        return None
+    plan = SeedPlan(
+        weights={entry.label or entry.name: entry.weight for entry in env.entries},
+        train_size=env.train_size,
+        train_seed=env.train_seed,
+        val_size=env.val_size,
+        val_seed=env.val_seed,
+    )
+    return env_tasks(environments, plan, validate=validate, complete=complete)
 
 
 def _custom_rows(config: Config, files: Sequence[str]) -> CustomRows | None:

@@ -200,6 +200,7 @@ def runner_of(config: Config, inputs: RunInputs, engine: TrainingEngine) -> Runn
         codec=inputs.codec,
         toolbox=inputs.toolbox,
         interactions=inputs.interactions,
+        environments=inputs.environments,
         settings=loop_settings_of(config),
         default_loop=config.agent_loop_name,
         override_rows=config.rollout.agent_loop_class is not None,

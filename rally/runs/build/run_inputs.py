@@ -6,7 +6,7 @@ All errors in them are raised here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from rally.chat.formats import load_formats
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet
+from rally.envs import Environments
 from rally.interactions import Interactions
 from rally.interactions.loader import load_interactions
 from rally.models.sharding import Ranks
-from rally.runs.build.data import tasks_of
+from rally.runs.build.data import env_tasks_of, environments_of, tasks_of
 from rally.runs.build.models import patches_of, stop_ids_at, tokenizer_of
+from rally.runs.env_checks import EnvCheck
 from rally.runs.row_checks import check_rows, fitting
 from rally.tools import ToolBox
 from rally.tools.base import BaseTool
@@ -54,6 +56,7 @@ class RunInputs:
     codec: ChatCodec
     train_tasks: TaskSet | None
     val_tasks: TaskSet | None
+    environments: Environments = field(default_factory=Environments)
 
 
 def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> RunInputs:
@@ -62,10 +65,16 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
     interactions = interactions_of(config)
     codec = codec_of(config, tokenizer, toolbox)
     report = codec.probe()
-    refusal = report.refusal(config.history, tools=bool(toolbox.names), users=bool(interactions.names))
-    if toolbox.names:
+    environments = environments_of(config)
+    check = EnvCheck(config, environments, codec, console)
+    train_rows, val_rows = check.fitting(
+        env_tasks_of(config, environments) if train else None, env_tasks_of(config, environments, validate=True)
+    )
+    tools = bool(toolbox.names) or check.have_tools
+    refusal = report.refusal(config.history, tools=tools, users=bool(interactions.names) or check.answers)
+    if tools:
         refusal = refusal or codec.format_problem()
-    if refusal and config.agent_loop_name == "tool_agent":
+    if refusal and config.agent_loop_name in ("tool_agent", "env_agent"):
         raise RunError(refusal)
     if not report.append_only and config.rollout.multi_turn.tokenization_sanity_check_mode != "disable":
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
@@ -84,8 +93,9 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
         toolbox,
         interactions,
         codec,
-        tasks(config.data.train_files, False) if train else None,
-        tasks(config.data.val_files, True),
+        train_rows or (tasks(config.data.train_files, False) if train else None),
+        val_rows or tasks(config.data.val_files, True),
+        environments,
     )
 
 

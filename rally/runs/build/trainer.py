@@ -10,6 +10,7 @@ from rally.chat import ChatCodec
 from rally.config import Config
 from rally.config.trainer import RunConfig
 from rally.data import TaskSet, restore
+from rally.envs import Environments
 from rally.models.load import check_vocabulary, reloading_problem
 from rally.models.lora import unadapted_experts
 from rally.models.sharding import ALONE, Ranks
@@ -22,6 +23,7 @@ from rally.runs.build.rollout import rollout_of, sampling_of, validation_passes
 from rally.runs.build.run_inputs import RunError, RunInputs
 from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_of, trace_of
 from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
+from rally.runs.env_checks import opening_of
 from rally.track import RunConsole, RunFolder
 from rally.train.async_trainer import AsyncSettings, AsyncTrainer, read_sampled_ahead
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
@@ -56,7 +58,7 @@ def trainer_of(
         console.warn_once("tokenizer", problem)
     warn_of_untrained_tokens(str(config.model.path), inputs.tokenizer, used, KEY, console.warn_once)
     engine = engine_of(config, inputs, policy)
-    texts = startup_texts(inputs.codec, train_tasks) if config.trainer.startup_check else ()
+    texts = startup_texts(inputs.codec, train_tasks, inputs.environments) if config.trainer.startup_check else ()
     compared = compared_rows(texts, config.max_model_len) if steps else []
     if texts and steps and not compared:
         console.warn_once("startup", NO_TEXT)
@@ -122,12 +124,12 @@ def trainer_of(
     )
 
 
-def startup_texts(codec: ChatCodec, tasks: TaskSet) -> list[tuple[int, ...]]:
+def startup_texts(codec: ChatCodec, tasks: TaskSet, environments: Environments) -> list[tuple[int, ...]]:
     """The first two prompts, as real text for the comparison at the start. Prompts of a vision model are replaced by
     their text."""
     texts = []
     for task in tasks.select(range(min(2, len(tasks)))):
-        prompt = list(task.prompt)
+        prompt = list(task.prompt) or opening_of(environments, task).messages
         if codec.patches is not None:
             contents = [message["content"] for message in prompt]
             parts = [part for content in contents if not isinstance(content, str) for part in content]

@@ -1,0 +1,140 @@
+"""`rally env list` and `rally env try`: which environments there are, and one episode by hand or with a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rally.cli.console import quiet_console
+from rally.types import RallyError, ToolCall
+
+if TYPE_CHECKING:
+    from rally.envs import EnvTurn
+
+app = typer.Typer(help="List environments, and play one.", no_args_is_help=True)
+
+CALL = "/call"
+
+
+@app.command("list")
+def list_environments(
+    adapter: Annotated[str | None, typer.Argument(help="Only those of this adapter, such as reasoning_gym.")] = None,
+) -> None:
+    """List the adapters, or the environments of one."""
+    from rally.envs import EnvError
+    from rally.envs.registry import ADAPTERS, names_of
+
+    if adapter is not None and adapter not in ADAPTERS:
+        raise EnvError(f"there is no adapter {adapter!r}; the adapters are {', '.join(ADAPTERS)}")
+    if adapter is not None:
+        typer.echo("\n".join(names_of(adapter)))
+        return
+    for name in ADAPTERS:
+        try:
+            typer.echo(f"{name}: {len(names_of(name))} environments; rally env list {name}")
+        except EnvError as missing:
+            typer.echo(f"{name}: {missing}")
+    typer.echo("your own: the dotted path of a subclass of rally.envs.Environment")
+
+
+@app.command("try")
+def try_environment(
+    name: Annotated[str, typer.Argument(help="As env.name: reasoning_gym/chain_sum, or package.module.Class.")],
+    args: Annotated[list[str] | None, typer.Option("--args", help="key=value, once for each argument.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the episode, or the number of its task.", min=0)] = 0,
+    model: Annotated[str | None, typer.Option(help="A model that plays, instead of you.")] = None,
+    tokens: Annotated[int, typer.Option(help="With a model: tokens of the whole response.", min=1)] = 1024,
+) -> None:
+    """Play one episode by hand, or let a model play it. A tool is called with: /call NAME {"argument": 1}"""
+    console = quiet_console()
+    from rally.config import load_config
+    from rally.runs.build.data import environments_of
+
+    seeds = ["env.val_size=1", f"env.val_seed={seed}"]
+    config = load_config(overrides=[f"env.name={name}", *(f"env.args.{one}" for one in args or ()), *seeds])
+    if model is None:
+        asyncio.run(_by_hand(environments_of(config), name, seed))
+        return
+    from rally.runs.evaluate import evaluate
+    from rally.track import RunFolder
+
+    with tempfile.TemporaryDirectory(prefix="rally-env-") as folder:
+        entry = json.dumps([{"name": name, "args": config.env.args, "weight": 0}])  # no training rows
+        given = [
+            f"actor_rollout_ref.model.path={model}",
+            f"trainer.default_local_dir={folder}",
+            "trainer.val_only=true",
+        ]
+        lengths = [f"data.max_response_length={tokens}", f"data.max_prompt_length={4 * tokens}"]
+        outcome = evaluate(load_config(overrides=[f"env.mixture={entry}", *seeds, *given, *lengths]), console)
+        for episode in RunFolder(outcome.folder).read_episodes(0, validate=True):
+            for message in episode.task.prompt:
+                _say(message["role"], message["content"])
+            for turn in episode.turns:
+                _say(turn.role, turn.text, turn.reward)
+            problem = f", {episode.error}" if episode.error else ""
+            _say("end", f"{episode.stop_reason}, reward {episode.reward}{problem}")
+
+
+async def _by_hand(environments: Any, name: str, seed: int) -> None:
+    from rally.types import Task
+
+    session = environments.open(Task(id=name, data_source=name, prompt=(), row={"env": name, "seed": seed}))
+    earned = 0.0
+    try:
+        messages, tools = await session.reset()
+        for message in messages:
+            _say(message["role"], message["content"])
+        for tool in tools:
+            _say("tool schema", json.dumps(tool["function"]))
+        done = False
+        while not done:
+            turn = _typed(session.parameters)
+            if turn is None:
+                _say("end", f"left before the end, reward so far {earned:g}")
+                return
+            messages, reward, done, info = await session.step(turn)
+            earned += reward or 0.0
+            for message in messages:
+                _say(message["role"], message["content"])
+            _say("reward", f"{reward}{f', {json.dumps(info)}' if info else ''}")
+        _say("end", f"reward {earned:g}")
+    finally:
+        for failure in await session.close():
+            _say("close", failure)
+
+
+def _typed(parameters: Any) -> EnvTurn | None:
+    """A turn from the terminal: text, or a line `/call NAME {...}`. None at the end of the input."""
+    from rally.envs import EnvTurn
+    from rally.tools.session import CallOutcome, checked_arguments
+
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return None
+        if not line.startswith(CALL):
+            return EnvTurn(text=line)
+        called, _, written = line.removeprefix(CALL).strip().partition(" ")
+        try:
+            call = ToolCall(name=called, id="call_0", arguments=json.loads(written or "{}"), raw=line)
+            arguments = checked_arguments(call, parameters)
+        except (ValueError, RallyError, TypeError, AttributeError) as error:
+            _say("call", f"the arguments must be a JSON object ({error})")
+            continue
+        if isinstance(arguments, CallOutcome):
+            _say("call", str(arguments.answer.response.text))
+            continue
+        return EnvTurn(text="", calls=(ToolCall(name=called, id="call_0", arguments=arguments, raw=line),))
+
+
+def _say(role: str, text: str, reward: float | None = None) -> None:
+    from rally.track.display_text import visible
+
+    earned = "" if reward is None else f" (reward {reward:g})"
+    typer.echo(f"{role}{earned}: {visible(text)}")

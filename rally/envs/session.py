@@ -1,0 +1,278 @@
+"""Plays one episode of an environment: calls its methods within a deadline and checks what they return.
+
+`Environments` holds the environments of a run, `EnvSession` is the object of one episode. Its plain methods
+run one after the other in one daemon thread, because many packages are bound to the thread that made them. A method
+that fails, misses its deadline or returns an invalid value raises EnvError. What was opened is closed exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NamedTuple
+
+from rally.data.messages import check_messages, shown
+from rally.data.row_files import DataError
+from rally.envs.base import EnvError, Environment, EnvTurn
+from rally.redact import redact
+from rally.rewards.score import plain
+from rally.tools.invoke import CallEnd, outcome_within
+from rally.tools.results import clean
+from rally.tools.schema import Schema, ToolConfigError, openai_schema
+from rally.tools.session import describe
+from rally.types import Message, Task, ToolCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpec:
+    """An environment of a run: its label in rows and metrics, and how its objects are made."""
+
+    label: str
+    make: Callable[..., Environment]
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Environment:
+        try:
+            environment = self.make(**self.args)
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:  # a user's constructor may fail in any way
+            given = ", ".join(f"{key}={shown(value)}" for key, value in self.args.items()) or "no arguments"
+            raise EnvError(
+                f"the environment {self.label} cannot be made from {given}: {describe(error)}; correct env.args"
+            ) from error
+        if not isinstance(environment, Environment):
+            raise EnvError(f"{self.label} made a {type(environment).__name__}; derive it from rally.envs.Environment")
+        return environment
+
+
+class EnvReset(NamedTuple):
+    """The prompt of an episode, and the tools of its environment."""
+
+    messages: list[Message]
+    tools: list[Schema]
+
+
+class EnvStep(NamedTuple):
+    """The answer of an environment to one turn."""
+
+    messages: list[Message]
+    reward: float | None
+    done: bool
+    info: dict[str, Any]
+
+
+class Environments:
+    """The environments of a run, by label. `timeout` is in seconds, for each method call. `unfinished_reward` is the
+    reward of an episode that a limit ended before its environment did; None keeps what the episode earned."""
+
+    def __init__(
+        self, specs: Sequence[EnvSpec] = (), timeout: float = 30.0, unfinished_reward: float | None = None
+    ) -> None:
+        self.timeout, self.unfinished_reward = timeout, unfinished_reward
+        self._specs = {spec.label: spec for spec in specs}
+        self._tasks: dict[str, Sequence[Mapping[str, Any]] | None] = {}
+
+    @property
+    def labels(self) -> list[str]:
+        return list(self._specs)
+
+    def tasks(self, label: str) -> Sequence[Mapping[str, Any]] | None:
+        """The fixed tasks of an environment; None if its tasks are made from seeds. Read once."""
+        if label not in self._tasks:
+            environment = self._spec(label).build()
+            try:
+                found = environment.tasks()
+                if found is not None and not len(found):
+                    raise EnvError(f"the environment {label} has no tasks")
+            except EnvError:
+                raise
+            except Exception as error:  # a user's code may fail in any way
+                raise EnvError(f"tasks of the environment {label} failed: {describe(error)}") from error
+            self._tasks[label] = found
+        return self._tasks[label]
+
+    def open(self, task: Task) -> EnvSession:
+        """A session for one episode of a row with `env` and `seed`."""
+        label, seed = task.row.get("env"), task.row.get("seed")
+        if not isinstance(label, str) or not isinstance(seed, int):
+            raise EnvError(f"row {task.id} has no env and seed, which the loop env_agent needs; set env.name")
+        row: dict[str, Any] = {"env": label, "id": task.row.get("id", task.id), "seed": seed}
+        tasks = self.tasks(label)
+        if tasks is not None:
+            row = {**tasks[seed], **row}
+        return EnvSession(self._spec(label), row, seed, self.timeout)
+
+    def _spec(self, label: str) -> EnvSpec:
+        if label not in self._specs:
+            known = ", ".join(self._specs) or "none"
+            raise EnvError(f"there is no environment {label!r} in this run, whose environments are: {known}")
+        return self._specs[label]
+
+
+class _EnvThread:
+    """A daemon thread that runs the blocking methods of one object in order. A call that is given up still runs to its
+    end there, and later ones wait for it."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = False
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[CallEnd] = loop.create_future()
+
+        def settle(ended: CallEnd) -> None:
+            if not finished.done():
+                finished.set_result(ended)
+
+        def work() -> None:
+            try:
+                ended = CallEnd(value=function(*args))
+            except BaseException as error:  # noqa: BLE001 - raised in the caller
+                ended = CallEnd(error=error)
+            with suppress(RuntimeError):  # a call that was given up may outlive the event loop
+                loop.call_soon_threadsafe(settle, ended)
+
+        if not self._started:
+            threading.Thread(target=self._serve, name="rally-env", daemon=True).start()
+            self._started = True
+        self._work.put(work)
+        ended = await finished
+        if ended.error is not None:
+            raise ended.error
+        return ended.value
+
+    def end(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class EnvSession:
+    """One episode of an environment."""
+
+    def __init__(self, spec: EnvSpec, row: Mapping[str, Any], seed: int, timeout: float) -> None:
+        self.name = spec.label
+        self._spec, self._row, self._seed, self._timeout = spec, row, seed, timeout
+        self._thread = _EnvThread()
+        self._environment: Environment | None = None
+        self._tools: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """The parameter schema of every tool, by name."""
+        return self._tools
+
+    async def reset(self) -> EnvReset:
+        environment = await self._within("__init__", self._make)
+        returned = await self._within("reset", environment.reset, dict(self._row), self._seed)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise self._invalid("reset", f"returned {shown(returned)}; it must return (messages, tools)")
+        messages, tools = returned
+        try:
+            prompt = check_messages(self._listed("reset", messages), "the messages of reset")
+            schemas = [openai_schema(tool, "the tools of reset") for tool in tools or ()]
+        except (DataError, ToolConfigError) as error:
+            raise self._invalid("reset", f"returned an invalid value: {error}") from None
+        if prompt[-1]["role"] == "assistant":
+            raise self._invalid("reset", "returned messages that end with the assistant; end with user or tool")
+        self._tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+        return EnvReset([self._text_only("reset", message) for message in prompt], schemas)
+
+    async def step(self, turn: EnvTurn) -> EnvStep:
+        assert self._environment is not None, "reset comes first"
+        returned = await self._within("step", self._environment.step, turn)
+        if not isinstance(returned, tuple) or len(returned) != 4:
+            raise self._invalid("step", f"returned {shown(returned)}; it must return (messages, reward, done, info)")
+        observed, reward, done, info = returned
+        if not isinstance(info or {}, Mapping):
+            raise self._invalid("step", f"returned the info {shown(info)}; it must be a mapping")
+        messages = [self._text_only("step", message) for message in self._listed("step", observed)]
+        step = EnvStep(messages, self._number(reward), bool(done), plain(dict(info or {})))
+        if not step.done:
+            self._check_answers(messages, turn.calls)
+        return step
+
+    async def close(self) -> list[str]:
+        """Close the environment. Returns what failed; the episode stays valid. Raises only CancelledError."""
+        try:
+            if self._environment is not None and inspect.iscoroutinefunction(self._environment.close):
+                await self._within("close", self._environment.close)
+            else:
+                await self._within("close", self._close_blocking)
+        except EnvError as error:
+            return [str(error)]
+        finally:
+            self._thread.end()
+        return []
+
+    def _make(self) -> Environment:
+        self._environment = self._spec.build()
+        return self._environment
+
+    def _close_blocking(self) -> None:
+        """Runs in the thread, after a construction that was given up, so that its object is closed too."""
+        if self._environment is not None:
+            self._environment.close()
+
+    async def _within(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        work = method(*args) if inspect.iscoroutinefunction(method) else self._thread.run(method, *args)
+        ended = await outcome_within(work, self._timeout)
+        if ended.late:
+            raise self._invalid(
+                name, f"did not return within {self._timeout:g} seconds; make it faster, or raise env.timeout"
+            )
+        if isinstance(ended.error, EnvError):
+            raise ended.error
+        if ended.error is not None:
+            raise self._invalid(name, f"raised {describe(ended.error)}") from ended.error
+        return ended.value
+
+    def _listed(self, name: str, observed: Any) -> list[Message]:
+        if isinstance(observed, str):
+            return [{"role": "user", "content": observed}] if observed else []
+        if not isinstance(observed, Sequence) or not all(isinstance(message, Mapping) for message in observed):
+            raise self._invalid(name, f"returned the messages {shown(observed)}; return a text or a list of messages")
+        return [dict(message) for message in observed]
+
+    def _text_only(self, name: str, message: Message) -> Message:
+        """The message with its text cleaned and without known secrets."""
+        roles = ("user", "tool") if name == "step" else ("system", "user", "assistant", "tool")
+        if message.get("role") not in roles or not isinstance(message.get("content"), str):
+            problem = f"returned the message {shown(message)}; its role must be one of {', '.join(roles)}"
+            raise self._invalid(name, f"{problem}, and its content a text")
+        return {**message, "content": clean(redact(message["content"]))}
+
+    def _number(self, reward: Any) -> float | None:
+        if reward is None:
+            return None
+        number = reward.item() if hasattr(reward, "item") else reward  # numpy and torch
+        if not isinstance(number, Real) or not math.isfinite(number):
+            raise self._invalid("step", f"returned the reward {shown(reward)}; it must be a finite number or None")
+        return float(number)
+
+    def _check_answers(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> None:
+        """Every call has exactly one answer, and there is something for the policy to answer."""
+        answered = [message.get("tool_call_id") for message in messages if message["role"] == "tool"]
+        if sorted(map(str, answered)) != sorted(call.id for call in calls):
+            wanted = ", ".join(f"{call.name} ({call.id})" for call in calls) or "none"
+            raise self._invalid(
+                "step",
+                f"answered the calls {', '.join(map(str, answered)) or 'none'}, but the turn had: {wanted}; return one "
+                "rally.envs.tool_reply(call, text) per call",
+            )
+        if not messages:
+            raise self._invalid("step", "returned no message and done=False, so the policy has nothing to answer")
+
+    def _invalid(self, name: str, problem: str) -> EnvError:
+        return EnvError(f"{name} of the environment {self.name} {problem}")

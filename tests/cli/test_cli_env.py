@@ -1,0 +1,65 @@
+"""`rally env list` and `rally env try`: one episode by hand and with a model."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rally.chat import tiny_tokenizer
+from rally.cli.main import app
+from rally.demo.training_stages import small_model
+from rally.envs import registry
+from rally.envs.registry import EnvAdapter
+
+RIDDLE = """
+from rally.envs import Environment, tool_reply
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
+class Riddle(Environment):
+    def __init__(self, answer="blue"):
+        self.answer = answer
+    def reset(self, row, seed):
+        return f"Riddle {seed}: which colour?", [ADD]
+    def step(self, turn):
+        if turn.calls:
+            return [tool_reply(call, f"sum {call.arguments['n']}") for call in turn.calls], 0.5, False, {}
+        return "Right." if turn.text == self.answer else "Wrong.", float(turn.text == self.answer), True, {"tries": 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def riddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "riddle_env.py").write_text(RIDDLE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_an_episode_is_played_by_hand() -> None:
+    typed = '/call add {"n": "x"}\n/call add 5\n/call add {"n": 2}\nred\n'
+    played = CliRunner().invoke(
+        app, ["env", "try", "riddle_env.Riddle", "--args", "answer=red", "--seed", "4"], input=typed
+    )
+    assert played.exit_code == 0, played.output
+    for line in ("user: Riddle 4: which colour?", "bad arguments for add", "tool: sum 2", "user: Right.", "reward 1.5"):
+        assert line in played.output
+    left = CliRunner().invoke(app, ["env", "try", "riddle_env.Riddle"], input="")
+    assert "left before the end" in left.output
+
+
+def test_a_model_plays_an_episode(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    small_model(tokenizer, 0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["env", "try", "riddle_env.Riddle", "--model", str(tmp_path / "model"), "--tokens", "64"]
+    played = CliRunner().invoke(app, arguments)
+    assert played.exit_code == 0, played.output
+    assert "user: Riddle 0: which colour?" in played.output and "end: " in played.output
+
+
+def test_adapters_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "ADAPTERS", {"aviary": EnvAdapter("no_such_package", "pip install it")})
+    listed = CliRunner().invoke(app, ["env", "list"])
+    assert (
+        listed.exit_code == 0
+        and "aviary: environments of aviary need the package no_such_package; run: pip install it" in listed.output
+        and "your own" in listed.output
+    )
+    assert "there is no adapter" in str(CliRunner().invoke(app, ["env", "list", "nothing"]).exception)

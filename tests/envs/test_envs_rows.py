@@ -1,0 +1,107 @@
+"""Rows of environments: weights, disjoint seeds, order, and the configuration of a run with environments."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rally.config import load_config
+from rally.config.errors import ConfigError
+from rally.envs import EnvError, Environment, Environments, EnvSpec
+from rally.envs.registry import ADAPTERS, find_environment
+from rally.envs.rows import SeedPlan, divided, env_tasks, seed_ranges
+
+
+class Plain(Environment):
+    """Makes its tasks from seeds."""
+
+
+class Ten(Environment):
+    """Has ten tasks."""
+
+    def tasks(self) -> Any:
+        return [{"number": i} for i in range(10)]
+
+
+def worlds(**kinds: type[Environment]) -> Environments:
+    return Environments([EnvSpec(label=label, make=make) for label, make in kinds.items()])
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(1, 9), min_size=1, max_size=6), st.integers(60, 500))
+def test_rows_are_divided_by_weight(weights: dict[str, int], size: int) -> None:
+    counts = divided(weights, size)
+    assert sum(counts.values()) == size
+    assert all(abs(counts[k] - size * w / sum(weights.values())) < 1 for k, w in weights.items())
+
+
+def test_a_mixture_has_disjoint_seeds_and_an_even_order() -> None:
+    plan = SeedPlan(weights={"a": 3, "b": 1, "c": 0}, train_size=40, val_size=5)
+    environments = worlds(a=Plain, b=Plain, c=Plain)
+    train, val = env_tasks(environments, plan), env_tasks(environments, plan, validate=True)
+    assert Counter(task.data_source for task in train) == {"a": 30, "b": 10}
+    assert Counter(task.data_source for task in val) == {"a": 5, "b": 5, "c": 5}
+    assert not {(t.row["env"], t.row["seed"]) for t in train} & {(t.row["env"], t.row["seed"]) for t in val}
+    assert Counter(task.data_source for task in train[:8]) == {"a": 6, "b": 2}, "in order, every part has both"
+    assert train[0].row == {"env": "a", "id": "a:0", "seed": 0} and train[0].prompt == ()
+
+
+def test_tasks_of_an_environment_are_divided_into_first_and_last() -> None:
+    train, val = seed_ranges(worlds(ten=Ten), SeedPlan(weights={"ten": 1}, train_size=7, val_size=3))
+    assert (train["ten"], val["ten"]) == (range(7), range(7, 10))
+    with pytest.raises(EnvError, match="overlap"):
+        seed_ranges(worlds(ten=Ten), SeedPlan(weights={"ten": 1}, train_size=8, val_size=3))
+    with pytest.raises(EnvError, match="has 10 tasks, but rows 0 to 10 for training"):
+        seed_ranges(worlds(ten=Ten), SeedPlan(weights={"ten": 1}, train_size=11))
+    with pytest.raises(EnvError, match="seeds 5 to 9 of training and 9 to 9 of validation of a overlap"):
+        seed_ranges(worlds(a=Plain), SeedPlan(weights={"a": 1}, train_size=5, train_seed=5, val_size=1, val_seed=9))
+    with pytest.raises(EnvError, match="leaves no row for b"):
+        divided({"a": 100, "b": 0.1}, 10)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["env.train_size=5"], "env.train_size=5 has no effect without env.name"),
+        (["env.name=a.B", "env.mixture=[{name: a.C}]"], "keep one of them"),
+        (["env.mixture=[{name: a.C}, {name: a.C}]"], "label of its own"),
+        (["env.mixture=[{name: a.C, weight: 0}]"], "nothing to train on"),
+        (["env.name=a.B", "custom_reward_function.path=r.py"], "the environment gives the reward"),
+        (["env.name=a.B", "data.train_files=rows.parquet"], "the rows are made from env"),
+        (["env.name=a.B", "data.tool_config_path=t.yaml"], "are those of its environment"),
+        (["env.name=a.B", "data.train_max_samples=3"], "set env.train_size instead"),
+        (["env.name=a.B", "env.val_size=0", "trainer.test_freq=1"], "set env.val_size"),
+        (
+            ["env.name=a.B", "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"],
+            "does not play environments",
+        ),
+        (["env.mixture=[{weight: 1}]"], "name"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides=overrides)
+
+
+def test_environments_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "from rally.envs import Environment\nclass Mine(Environment):\n    pass\nclass Other:\n    pass\n"
+    Path("my_maze_env.py").write_text(code, encoding="utf-8")
+    assert find_environment("my_maze_env.Mine").__name__ == "Mine"
+    for name, words in {
+        "my_maze_env.Other": "no class Other that is a rally.envs.Environment",
+        "my_maze_env2.Mine": "cannot be imported",
+        "nothing": "there is no environment 'nothing'",
+        "gym/x": "there is no environment 'gym/x'",
+    }.items():
+        with pytest.raises(EnvError, match=words):
+            find_environment(name)
+
+
+def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ADAPTERS["gymnasium"]._replace(package="no_such_package")
+    monkeypatch.setitem(ADAPTERS, "gymnasium", missing)
+    with pytest.raises(EnvError, match=r"need the package no_such_package; run: pip install 'rally-rl\[gymnasium\]'"):
+        find_environment("gymnasium/Taxi-v3")

@@ -25,7 +25,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable ".[plot,gguf,lora,mlflow,otel,search,servers,services,tensorboard,vision,wandb,mcp,dev]"
+	@$(PIP) --editable ".[plot,aviary,gguf,gymnasium,lora,mlflow,otel,reasoning-gym,search,servers,services,tensorboard,textarena,vision,wandb,mcp,dev]"
 	@touch $@
 
 # A real MCP server for the tests. They are skipped if npm cannot install it.

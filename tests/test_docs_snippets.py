@@ -22,7 +22,7 @@ RECIPES = sorted((ROOT / "rally" / "recipes").glob("*/README.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *RECIPES]
 WITHOUT_SNIPPETS = {
     *("design.md", "index.md", "keys.md", "log.md", "benchmarks.md", "demo.md", "results.md", "replay.md"),
-    *("models.md", "reliability.md", "security.md"),
+    *("asynchronous.md", "models.md", "reliability.md", "security.md"),
 }
 RUNNABLE = [page for page in PAGES if page.name not in WITHOUT_SNIPPETS and page not in RECIPES]
 OFFLINE = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -235,6 +235,19 @@ class ChatCodec:
         assert isinstance(text, str)
         return text
 
+    @property
+    def form_notes(self) -> list[str]:
+        """What the chat template cannot show, and what is done instead, in sentences."""
+        forms = self._template.forms
+        notes = []
+        if forms.one_call and not self._template.writes_calls:
+            notes.append("The chat template shows one call per turn; further calls of a turn are refused in words.")
+        if self._template.writes_calls and forms.loses_answers:
+            notes.append("The chat template shows no tool messages; they are written as user messages.")
+        elif not self._template.writes_calls and forms.loses_stray_answers:
+            notes.append("The chat template shows tool messages after calls only; others are written as user messages.")
+        return notes
+
     def parse(self, ids: Sequence[int]) -> Parsed:
         """Parse a sampled turn. Never raises: a malformed call becomes a ToolCall with an error."""
         stopped = bool(ids) and ids[-1] in self.stop_ids

@@ -86,8 +86,8 @@ def test_score_functions_of_verl_can_be_imported(write_reward: Any) -> None:
 
 
 def test_a_name_without_a_stand_in_is_refused_before_training(write_reward: Any) -> None:
-    source = "from verl.utils.reward_score import prime_code\n"
-    with pytest.raises(RewardError, match=r"cannot be imported .*prime_code"):
+    source = "from verl.utils.reward_score import prime_math\n"
+    with pytest.raises(RewardError, match=r"cannot be imported .*prime_math"):
         load_reward_function(write_reward(source))
 
 

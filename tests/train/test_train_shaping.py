@@ -29,6 +29,7 @@ class Runner:
         *,
         finish: Callable[[Episode], Awaitable[Episode]],
         timeout: float | None,
+        admit: None,
     ) -> list[Episode]:
         ended = [episode(j.episode_id, j.group, None, segment(random.Random(1), "ssssso")) for j in jobs]
         ended[0] = replace(ended[0], segments=(), stop_reason=StopReason.ERROR, error="it broke")

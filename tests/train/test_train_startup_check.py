@@ -42,7 +42,7 @@ CASES = {
     "llama4_text": ("packed", "exact"),  # chunked attention
     "deepseek_v3": ("packed", "exact"),  # latent attention
     "gemma4_text": ("packed", "exact"),
-    "diffllama": ("packed", "refused"),
+    "diffllama": ("packed", "exact"),
     "nemotron": ("packed", "refused"),  # its layers drop keyword arguments
     "phimoe": ("packed", "exact"),  # samples experts in train mode
     "gpt_neo": ("row by row", "refused"),  # counts its window in packed tokens

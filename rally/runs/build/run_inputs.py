@@ -80,6 +80,8 @@ def read_inputs(config: Config, console: RunConsole, *, train: bool = True) -> R
         console.warn_once("template", f"{report.words}\nmulti_turn.history is '{config.history}'.")
     elif toolbox.schemas() and report.problems:
         console.warn_once("template", report.problems)
+    for note in codec.form_notes if tools else ():
+        console.note(note)
 
     def tasks(files: Sequence[str], validate: bool) -> TaskSet | None:
         if not files:

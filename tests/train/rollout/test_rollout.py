@@ -49,6 +49,7 @@ class FakeRunner:
         finish: Callable[[Episode], Awaitable[Episode]],
         more: None,
         timeout: float | None,
+        admit: None,
     ) -> list[Episode]:
         ended = [
             self.endings.get(j.episode_id, lambda a, b: good(a, b, self.reward))(j.episode_id, j.group) for j in jobs

@@ -167,7 +167,7 @@ class Waves:
         self.sizes: list[int] = []
 
     async def run(
-        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: object, timeout: float | None
+        self, jobs: Sequence[Job], sampling: SamplingParams, *, finish: object, timeout: float | None, admit: None
     ) -> list[Episode]:
         self.sizes.append(len(jobs))
         kinds = ["live" if place(job.group) % 3 == 0 else "dead" for job in jobs]

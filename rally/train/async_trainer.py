@@ -53,7 +53,7 @@ class AsyncSettings:
         return 1 if self.fixed_lag else math.ceil(self.ahead)
 
 
-class Admission:
+class GroupAdmission:
     """Decides when an episode may start. The group at place p of step s is number g = (s - 1) * batch_size + p. It
     waits until `trained` updates are done, so that g < (trained + 1 + ahead) * batch_size."""
 
@@ -103,11 +103,11 @@ class AsyncTrainer(Trainer):
     sampled_ahead: RolloutResult | None = None  # with a fixed lag: the batch of the next step
     overlap: bool = True  # with a fixed lag: sample during the update; the engine must have its own weights
     _batches: dict[int, asyncio.Task[RolloutResult]] = field(default_factory=dict, init=False)
-    _admission: Admission = field(init=False)
+    _admission: GroupAdmission = field(init=False)
 
     async def fit(self) -> dict[str, float]:
         if not self.schedule.fixed_lag:
-            self._admission = Admission(self.settings.batch_size, self.schedule.ahead, self.start_step)
+            self._admission = GroupAdmission(self.settings.batch_size, self.schedule.ahead, self.start_step)
             self.admit = self._admission
         try:
             return await super().fit()

@@ -25,7 +25,7 @@ from rally.runs.build import engines
 from rally.runs.build import trainer as build
 from rally.runs.train import train
 from rally.track import RunFolder
-from rally.train.async_trainer import Admission
+from rally.train.async_trainer import GroupAdmission
 from rally.types import SamplingParams
 
 MODE = "trainer.v1.trainer_mode=colocate_async"
@@ -79,7 +79,7 @@ def test_no_group_starts_too_early(size: int, eighths: int, trained: int, data: 
     ahead = eighths / 8
     step, place = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 20))
     job = Job(task=TASK, episode_id="", group="", seed=0, step=step, place=place)
-    admission = Admission.__new__(Admission)
+    admission = GroupAdmission.__new__(GroupAdmission)
     admission.batch_size, admission.ahead = size, ahead
     starts = admission.updates_before(job) <= trained
     number = (step - 1) * size + min(place, size - 1)

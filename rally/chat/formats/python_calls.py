@@ -42,7 +42,7 @@ MAX_LITERAL = 1_000_000
 MAX_PARAMETERS = 64
 
 
-class Split(NamedTuple):
+class SplitArguments(NamedTuple):
     """Arguments split at the commas outside brackets and strings, and the position after the closing bracket."""
 
     parts: list[str]
@@ -150,7 +150,7 @@ class PythonCalls(ToolFormat):
         return listed if self._bare else f"{self.opening}{listed}{self.closing}"
 
 
-def split_arguments(text: str, start: int) -> Split:
+def split_arguments(text: str, start: int) -> SplitArguments:
     """Split at the commas of a call whose opening bracket is before `start`. Raises ValueError."""
     parts: list[str] = []
     begin, waiting, at = start, [")"], start
@@ -174,7 +174,7 @@ def split_arguments(text: str, start: int) -> Split:
             waiting.pop()
             if not waiting:
                 last = text[begin : token.start()]
-                return Split([*parts, last] if last.strip() else parts, at)
+                return SplitArguments([*parts, last] if last.strip() else parts, at)
         elif mark == "," and len(waiting) == 1:
             parts.append(text[begin : token.start()])
             begin = at

@@ -25,7 +25,7 @@ from rally.runs.build.tracking import exporter_paused, extra_folders_of, sinks_o
 from rally.runs.build.update_settings import trainer_settings_of, update_settings_of
 from rally.runs.env_checks import opening_of
 from rally.track import RunConsole, RunFolder
-from rally.train.async_trainer import AsyncSettings, AsyncTrainer, read_sampled_ahead
+from rally.train.async_trainer import AHEAD, AsyncSettings, AsyncTrainer, read_sampled_ahead
 from rally.train.checkpoint.store import COUNTERS, Checkpoint, CheckpointStore, open_checkpoint
 from rally.train.health_checks import watched
 from rally.train.startup_check import NO_TEXT, check_critic, check_frozen, check_training, compared_rows
@@ -78,15 +78,18 @@ def trainer_of(
             check_frozen(teacher, compared, config.max_model_len, f"the teacher {key}")
     sampling = sampling_of(config, inputs.codec)
     make: Callable[..., Trainer] = Trainer
+    fixed_lag = config.asynchronous and config.trainer.v1.colocate_async.fixed_lag
+    if checkpoint and not fixed_lag and checkpoint.holds(AHEAD):
+        console.note(f"the batch that {checkpoint.path.name} holds was sampled ahead with a fixed lag; it is sampled again")
     if config.asynchronous and steps:
         make = partial(
             AsyncTrainer,
             schedule=AsyncSettings(
                 ahead=config.batches_ahead,
                 partial_rollout=config.async_training.partial_rollout,
-                fixed_lag=config.trainer.v1.colocate_async.fixed_lag,
+                fixed_lag=fixed_lag,
             ),
-            sampled_ahead=read_sampled_ahead(checkpoint) if checkpoint else None,
+            sampled_ahead=read_sampled_ahead(checkpoint) if checkpoint and fixed_lag else None,
             overlap=samples_during_update(config, policy.model),
         )
     return make(

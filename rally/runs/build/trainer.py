@@ -80,7 +80,7 @@ def trainer_of(
     make: Callable[..., Trainer] = Trainer
     fixed_lag = config.asynchronous and config.trainer.v1.colocate_async.fixed_lag
     if checkpoint and not fixed_lag and checkpoint.holds(AHEAD):
-        console.note(f"the batch that {checkpoint.path.name} holds was sampled ahead with a fixed lag; it is sampled again")
+        console.note(f"the batch that {checkpoint.path.name} holds was sampled with a fixed lag; it is sampled again")
     if config.asynchronous and steps:
         make = partial(
             AsyncTrainer,
